@@ -1,8 +1,14 @@
-"""Settings of every test process: threads that sleep while they wait, no network, and a compiler in this process."""
+"""Settings of every test process: random draws that can be had again, threads that sleep while they wait, no network,
+and a compiler in this process."""
 
+import hashlib
 import os
+import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -11,10 +17,48 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its processes import torch, for kernels of a second
 
 
+def source_digest() -> str:
+    """Of the package and its tests: every change of them draws anew, and who has the same files draws the same."""
+    tests = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in (tests, tests.parent / "sota_grpo") for path in folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+os.environ.setdefault("TEST_SEED", source_digest())  # whatever is set instead gives other draws
+
+
+def seed_draws(name: str) -> None:
+    """``random``, NumPy and torch draw what belongs to this test or file, in whichever process and order it runs."""
+    digest = hashlib.sha256(f"{os.environ['TEST_SEED']} {name}".encode()).digest()
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[:4]))
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(int.from_bytes(digest[:7]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """What a file draws while it is imported."""
+    if isinstance(collector, pytest.Module):
+        seed_draws(collector.nodeid)
+    return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws, and the fixtures that are made for it."""
+    seed_draws(item.nodeid)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Hostile text that a test has logged must travel from the process that ran the test to the one that reports."""
+    """A failure says how to draw the same again; and hostile text that a test has logged must travel from the process
+    that ran the test to the one that reports."""
     report = yield
+    if report.failed:
+        report.sections.append(("Random draws", f"TEST_SEED={os.environ['TEST_SEED']}"))
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode("utf-8")) for name, text in report.sections
     ]

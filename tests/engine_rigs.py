@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -55,8 +56,8 @@ def changed_weights(model: torch.nn.Module, seed: int = 1) -> dict[str, torch.Te
 
 def ragged_requests(num_groups: int = 5, num_samples: int = 4, *, seed: int | None = None) -> list[GroupRequest]:
     """Prompts of 2, 9, 16, ... fresh random tokens; their seeds are fresh too unless one is given."""
-    stream = torch.Generator()
-    base = stream.seed() if seed is None else stream.manual_seed(seed).initial_seed()
+    base = random.getrandbits(62) if seed is None else seed
+    stream = torch.Generator().manual_seed(base)
     return [
         GroupRequest(
             group_id=100 + i,

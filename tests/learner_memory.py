@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,8 +90,7 @@ def make_rows(case: dict[str, Any]) -> list[TensorDictBase]:
 
     With ``full`` in the case they have these lengths exactly.
     """
-    stream = torch.Generator()
-    stream.seed()
+    stream = torch.Generator().manual_seed(random.getrandbits(62))
 
     def length(mean: int) -> int:
         if case.get("full"):

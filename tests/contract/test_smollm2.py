@@ -102,7 +102,7 @@ def test_text_is_cut_as_in_training_digits_alone_and_comes_back_as_it_was(
 def test_no_text_begins_or_ends_a_turn_and_harmless_text_has_the_tokenizers_ids(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
+    seed = random.randrange(1 << 30)
     require_laws(tokenizer, random.Random(seed), 300)
 
 

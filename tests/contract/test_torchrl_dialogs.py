@@ -30,7 +30,7 @@ from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.workers.instances import InstanceLost
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 NUM_ENVS, REPEATS, MAX_STEPS = 6, 3, 4
 SAMPLING = Sampling(max_tokens=120)
 TOKENIZER = load_tokenizer("tiny")

@@ -18,7 +18,7 @@ from sota_grpo.envs import ArithmeticEnv, TaskEnv, complete_rows
 from tests.l3_parts import score_of
 from tests.unit.test_envs import char_tokenizer
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 NUM_ENVS, REPEATS, MAX_TOKENS = 6, 3, 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_kill_fails_open_and_later_calls_and_is_idempotent(place: Place) -> None
 
 
 def test_a_shared_value_arrives_as_itself(place: Place, worker: Worker) -> None:
-    array = np.random.default_rng().standard_normal(200_000)
+    array = np.random.default_rng(random.getrandbits(32)).standard_normal(200_000)
     handle = place.launcher.share(array)
     for times in (2, 3):
         doubled, total = worker.call("double", handle, times).result(WAIT_S)

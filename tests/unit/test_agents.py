@@ -28,7 +28,7 @@ from sota_grpo.tasks.wrappers import FunctionScorer, with_reward_functions, with
 from sota_grpo.workers.instances import Instances, InstanceSpec
 from tests.unit.test_tool_calls import FORMATS, make_tokenizer
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 SAMPLING = Sampling(max_tokens=200)
 COUNTER = '''
 import os

@@ -10,7 +10,7 @@ from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.arithmetic import ITEMS, LARGEST_VALUE, NAMES, TEMPLATES, ArithmeticTask, solve
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 
 
 def test_is_a_task_with_enough_templates_of_every_length() -> None:

@@ -15,7 +15,7 @@ from sota_grpo.tasks.calculator import CalculatorTask, calculate
 from sota_grpo.tasks.countdown import CountdownTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 TASK = CalculatorTask()
 EXAMPLE = Example("What is 347 * 28 + 591?", "#### 10307")
 

@@ -20,7 +20,7 @@ from sota_grpo.tasks.table import TableTask
 from tests.unit.test_dialogs_turns import CHATML, LLAMA, MISTRAL, THINKING
 from tests.unit.test_dialogs_turns import tokenizer as characters
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 PLAIN = [
     "what is ",
     "2+2",

@@ -11,7 +11,7 @@ from sota_grpo.rl.records import Example
 from sota_grpo.tasks.countdown import TARGETS, CountdownTask
 from sota_grpo.tasks.dataset import DatasetError
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 TASK = CountdownTask()
 EXAMPLE = TASK.read_row({"nums": [3, 5, 7, 3], "target": 24}, "here")
 

@@ -35,7 +35,7 @@ from tests.unit import test_source
 from tests.unit.test_group_buffer import same
 from tests.unit.test_source import REPEATS, Rig, ids, reload, synchronous_source
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 RNG = random.Random(SEED)
 
 

@@ -21,7 +21,7 @@ from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sam
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.rollout import RolloutWorker
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 EOS, CONTEXT, MAX_STEPS = 0, 32, 4
 SAMPLING = Sampling(max_tokens=9)
 

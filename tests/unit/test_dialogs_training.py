@@ -39,7 +39,7 @@ from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
 from tests.unit.tiny_models import VOCAB, make_model
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 CLIP, KL_COEFF, MOST_TOKENS = 0.2, 0.1, 24
 
 

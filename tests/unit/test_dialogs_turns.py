@@ -16,7 +16,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from tests.unit.test_envs import char_tokenizer
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 REPLY = {"role": "user", "content": "Think again."}
 TOOL = {"role": "tool", "content": "9716"}
 

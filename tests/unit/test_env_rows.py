@@ -19,7 +19,7 @@ from sota_grpo.rl.transforms import graded_texts, write_scores
 from tests.unit.test_envs import char_tokenizer
 from tests.unit.test_group_buffer import same
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 
 
 def examples(count: int) -> list[Example]:

@@ -23,7 +23,7 @@ from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.dataset import DatasetError
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 TEMPLATE = (
     "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -21,11 +21,11 @@ from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.training.evaluate import Accuracy, Evaluator, Response, pass_at_k
 from tests.l3_parts import make_env, make_saying
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 
 
 def test_standard_error_of_a_share_is_the_binomial_one() -> None:
-    dice = random.Random()
+    dice = random.Random(random.getrandbits(32))
     outcomes = [float(dice.random() < 0.3) for _ in range(400)]
     found = Accuracy.of(outcomes)
     share = sum(outcomes) / 400

@@ -13,7 +13,7 @@ import pytest
 from sota_grpo.errors import RunFailed
 from sota_grpo.recording.run_log import ExamineLog, described, pick
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 NOON = datetime(2031, 2, 3, 12, 0, 5, tzinfo=UTC)
 
 

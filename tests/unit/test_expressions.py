@@ -9,7 +9,7 @@ import pytest
 
 from sota_grpo.rewards.expressions import MAX_DEPTH, MAX_EXPRESSION_CHARS, ExpressionError, parse_expression
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 
 
 def random_expression(rng: random.Random, depth: int) -> tuple[str, Fraction | None, list[Fraction]]:

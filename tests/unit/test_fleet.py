@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import signal
 import subprocess
 import threading
@@ -543,7 +542,7 @@ class Processes:
 
 
 def test_every_task_is_answered_once_under_random_kills() -> None:
-    seed = secrets.randbits(32)
+    seed = random.getrandbits(32)
     dice = random.Random(seed)
     processes = Processes(3, capacity=2, silence_s=2.0)
     fleet = processes.fleet

@@ -18,11 +18,6 @@ GROUP_BASELINES = BASELINES[:4]
 GROUP_SCALES = ("group_std", "group_mean")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_seed() -> None:
-    print("torch.manual_seed", torch.seed())
-
-
 def std(values: list[float]) -> float:
     mean = sum(values) / len(values)
     return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0

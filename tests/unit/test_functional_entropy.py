@@ -10,11 +10,6 @@ import torch
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 
 
-@pytest.fixture(autouse=True)
-def _fresh_seed() -> None:
-    print("torch.manual_seed", torch.seed())
-
-
 @pytest.mark.parametrize("share", [0.01, 0.2, 1 / 3, 0.5, 0.9, 1.0])
 def test_the_tokens_above_the_quantile_are_kept(share: float) -> None:
     """By a loop over Python floats: a token is kept unless more than its share of the others lie below it."""

@@ -13,11 +13,6 @@ from sota_grpo.functional import KeptSets, chunked_log_probs, kept_log_probs
 M, H, V = 11, 5, 14
 
 
-@pytest.fixture(autouse=True)
-def _fresh_seed() -> None:
-    print("torch.manual_seed", torch.seed())
-
-
 def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((M, H), (V, H), (V,)))
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()

@@ -23,11 +23,6 @@ def tiled(hidden: Tensor, weight: Tensor, targets: Tensor, tile: int = 20, **opt
     return chunked_log_probs(hidden, weight, targets, logits_bytes=2 * 8 * tile, with_entropy=True, **options)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_seed() -> None:
-    print("torch.manual_seed", torch.seed())
-
-
 def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((M, H), (V, H), (V,)))
     targets = torch.randint(0, V, (M,))

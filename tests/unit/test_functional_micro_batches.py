@@ -19,11 +19,6 @@ AGGREGATIONS = ("token", "sequence", "constant")
 SHAPE = ModelShape(440_000_000, 0, 28 * 2048, 155_000_000)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_seed() -> None:
-    print("torch.manual_seed", torch.seed())
-
-
 def random_mask() -> Tensor:
     mask = torch.rand(7, 11) < 0.5
     mask[2] = False

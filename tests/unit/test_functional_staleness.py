@@ -61,7 +61,7 @@ def worst_age(
     age: int, k: int, *, extra: int = 0, in_order: bool = True, free_first: bool = False, discard: float = 0.0
 ) -> int:
     """Worst age over three orders of finishing: random, newest first, newest first and then the stragglers."""
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(32))
     orders = {
         "random": lambda running, step: rng.randrange(len(running)),
         "newest": lambda running, step: len(running) - 1,

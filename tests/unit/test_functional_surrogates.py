@@ -27,11 +27,6 @@ from sota_grpo.functional.surrogates import of_terms
 ROWS, TOKENS = 6, 9
 
 
-@pytest.fixture(autouse=True)
-def _fresh_seed() -> None:
-    print("torch.manual_seed", torch.seed())
-
-
 @pytest.fixture
 def batch() -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, old log-probs, and an advantage per row of which one is 0, in float64."""

@@ -27,11 +27,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compi
 LENGTHS = (GROUPS, [(9, [3, 4, 5])], [(1, [1]), (30, [2, 17])])
 
 
-@pytest.fixture(autouse=True)
-def _fresh_seed() -> None:
-    print("torch.manual_seed", torch.seed())
-
-
 def measured(policy: CausalPolicy, rows: TensorDict, precise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and the whole gradient."""
     policy.zero_grad()

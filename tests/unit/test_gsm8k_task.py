@@ -15,7 +15,7 @@ from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from tests.unit.test_tasks import shared_data, write
 
-RNG = random.Random(random.SystemRandom().randrange(1 << 30))
+RNG = random.Random(random.randrange(1 << 30))
 
 
 def make_rows(count: int) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from tests.unit.test_ifeval_checks import CASES
 from tests.unit.test_ifeval_torchrl import DRAWS, random_text
 from tests.unit.test_tasks import shared_data
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 MANY = 10**9
 UNREACHED = {  # so that no check can stop early
     "num_sentences": MANY,

@@ -19,7 +19,7 @@ from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import IFEvalTask
 from tests.unit.test_tasks import shared_data, write
 
-RNG = random.Random(random.SystemRandom().randrange(1 << 30))
+RNG = random.Random(random.randrange(1 << 30))
 ALL_KWARGS = ("num_words", "relation", "keywords", "end_phrase", "num_bullets")
 ARGUMENTS = (
     *("N", "quantifier", "end_phrase", "keyword_list", "word", "forbidden_words", "letter", "i", "first_word"),

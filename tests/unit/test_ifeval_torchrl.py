@@ -88,7 +88,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any], st
 
 
 def assert_equal_outcomes(theirs: Callable, names: list[str], num_texts: int, nltk_data: str | None = None) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
+    seed = random.randrange(1 << 30)
     rng, outcomes = random.Random(seed), Counter()
     for number in range(num_texts):
         text = random_text(rng)

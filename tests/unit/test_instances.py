@@ -24,7 +24,7 @@ from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Instanc
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 WAIT_S = 60.0
 ENVIRONMENTS = Path(__file__).parent / "environments"
 MOODY = InstanceSpec("factory", str(ENVIRONMENTS / "moody.py"), ("Moody",))

@@ -27,7 +27,7 @@ from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.instructions import InstructionsTask
 from tests.unit.test_tasks import shared_data
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 SAMPLE = 3000
 CHOSEN = {choice.casefold().rstrip(".") for choice in CHOICES}
 

@@ -13,7 +13,7 @@ import pytest
 
 from sota_grpo.rewards.maths import MAX_ANSWER_CHARS, math_equal, verified
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 RNG = random.Random(SEED)
 DRESSES = (
     "${}$",

@@ -16,7 +16,7 @@ from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.math import MathTask
 
-RNG = random.Random(random.SystemRandom().randrange(1 << 30))
+RNG = random.Random(random.randrange(1 << 30))
 GOLDS = (
     "\\frac{{{0}}}{{7}}",
     "{0}",

@@ -39,7 +39,7 @@ from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.runs import signature
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 RNG = random.Random(SEED)
 
 

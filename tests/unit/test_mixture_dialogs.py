@@ -38,7 +38,7 @@ from sota_grpo.training.runs import signature
 from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 RNG = random.Random(SEED)
 SIZES = {"few": 2, "many": 5}
 MAX_TOKENS = 16

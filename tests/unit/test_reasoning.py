@@ -12,7 +12,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.tasks.reasoning import ReasoningTask
 
 ROOT = Path(__file__).resolve().parents[2]
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 THOUGHT = "one two three four five six seven eight nine ten " * 2
 
 

@@ -26,7 +26,7 @@ from sota_grpo.tasks.reasoning_gym import REFUSED, ReasoningGymTask, task_faults
 factory = pytest.importorskip("reasoning_gym.factory", reason="the extra reasoning-gym is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 ALLOWED = sorted(factory.DATASETS.keys() - REFUSED.keys())
 NO_GOLD = {"boxnet", "graph_color", "rush_hour"}
 TWENTY = random.Random(SEED).sample(

@@ -16,7 +16,7 @@ from sota_grpo.tasks.reasoning import (
     thinking_term,
 )
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 
 FORMS = [
     # the form

@@ -21,7 +21,7 @@ from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sample
 from sota_grpo.rl.table import Key, RowTable
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 
 
 EXAMPLE = Example("?", "!")

@@ -31,7 +31,7 @@ from sota_grpo.training.gate import _as_sampled
 from tests.l3_parts import make_env, make_saying
 from tests.unit.test_table import verl_row
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 
 VERL_FILE = '''
 import re

@@ -34,7 +34,7 @@ from tests.l3_parts import MoodyTask, make_env, make_saying, make_subject
 from tests.process_rigs import wait_for
 from tests.unit.graders import WEIGHTS, Unloadable, moody, tame
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 SAMPLING = Sampling(max_tokens=64)
 
 

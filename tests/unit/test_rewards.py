@@ -9,7 +9,7 @@ import pytest
 
 from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
 
-RNG = random.Random(random.SystemRandom().randrange(1 << 30))
+RNG = random.Random(random.randrange(1 << 30))
 LENGTH = 400_000
 
 

@@ -16,7 +16,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.table import TableTask
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 

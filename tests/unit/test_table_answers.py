@@ -9,7 +9,7 @@ import pytest
 from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.tasks.table import MATH_SOURCES, TableTask, is_right
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 WHERE = {
     "tags": "So <answer> {} </answer>.",
     "boxed": "So \\boxed{{{}}}.",

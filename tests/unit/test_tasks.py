@@ -19,7 +19,7 @@ from sota_grpo.tasks import TASKS, make_task, task_class
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.procedural import HELDOUT_SHARE, is_heldout
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 ROWS: dict[str, Callable[[int], dict[str, Any]]] = {  # a row of a task's data, of question {number}
     "gsm8k": lambda number: {"question": f"No. {number}?", "answer": f"so\n#### {number}"},
     "math": lambda number: {"problem": f"No. {number}?", "solution": f"so \\boxed{{\\frac{{{number}}}{{7}}}}"},

@@ -65,7 +65,6 @@ def test_values_and_gradients(
 ) -> None:
     """In tiles of a few rows and columns, and in one; some logits are sharp. In float32 against float64, and in
     bfloat16 against the plain form, whose products are rounded alike."""
-    print("torch.manual_seed", torch.seed())
     hidden, weight = (torch.randn(shape).to(device, dtype) for shape in ((M, H), (V, H)))
     hidden[0] *= 20
     targets, pulls = torch.randint(0, V, (M,), device=device), torch.randn(2, M, device=device)

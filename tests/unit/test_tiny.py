@@ -14,7 +14,7 @@ import sota_grpo
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 
 TINY = Path(sota_grpo.__file__).parent / "assets" / "tiny"
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ PACKAGE = Path(sota_grpo.__file__).parent
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import tiny_demonstrations as demos  # noqa: E402  (scripts are not a package)
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 THREE_STEPS = Example("?", "3*4=12\n12-5=7\n7+9=16\n#### 16", {"template": "x", "numbers": {"a": 3}, "num_steps": 3})
 
 

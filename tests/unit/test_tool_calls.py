@@ -24,7 +24,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from tests.unit.test_chat_tokens import names_of
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = random.randrange(1 << 30)
 ROOT = Path(__file__).resolve().parents[2]
 
 # Written for these tests in the manner of the models' own.

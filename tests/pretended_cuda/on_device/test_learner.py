@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import secrets
+import random
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from tests.rank_rigs import ragged_rows, trained_adapter
 from tests.unit.tiny_models import make_model
 
 CUDA = torch.device("cuda", 0)
-SEED = secrets.randbits(31)
+SEED = random.getrandbits(31)
 WAITS_PER_MICRO_BATCH = 2
 COPIES_PER_MICRO_BATCH = 1  # from memory that is not pinned; the rest goes in one block
 # relative error of a gradient: the unit roundoffs of bf16 (2^-9) and fp16 (2^-12), of which some ten meet on the way
