@@ -407,8 +407,17 @@ class RemoteLearner:
         return self._call_each("ask", [("send_weights", members, version, dtype) for members in told])
 
     def kept_weights(self) -> tuple[WeightPack, int]:
-        """Rank 0's copy of what it sent last; another thread may ask while the ranks compute."""
-        return self.workers[0].call("kept_weights").result(self._silence_s)
+        """Rank 0's copy of what it sent last; another thread may ask while the ranks compute.
+
+        Raises:
+            LearnerDied: rank 0 died, or does not answer.
+        """
+        try:
+            return self.workers[0].call("kept_weights").result(self._silence_s)
+        except WorkerDied as error:
+            self._die(0, str(error), error)
+        except TimeoutError as error:
+            self._die(0, f"it does not answer, for {self._silence_s:g} s", error)
 
     def export_hf(self, folder: Path) -> None:
         """:func:`sota_grpo.policy.load.save_hf`, written on the machine of rank 0; raises what it raises."""

@@ -202,6 +202,18 @@ def test_a_rank_that_does_not_answer_is_named_though_the_others_are_stuck_too() 
 
 
 @pytest.mark.parametrize("gone", ["died", "mute"])
+def test_the_rank_that_keeps_the_weights_is_named_when_it_is_gone(gone: str) -> None:
+    """Another thread asks for them, when a successor of an engine needs what all others have."""
+    ranks = [Rank(number) for number in range(2)]
+    died = failing(WorkerDied("learner-0 was ended by SIGKILL"))
+    ranks[0].answers["kept_weights"] = died if gone == "died" else ranks[0].never
+    remote = facade(*ranks, silence_s=0.2)
+    with pytest.raises(LearnerDied, match=r"rank 0 .*(SIGKILL|does not answer).*train\.resume=auto"):
+        remote.kept_weights()
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
+@pytest.mark.parametrize("gone", ["died", "mute"])
 def test_a_rank_that_dies_while_something_else_is_waited_for_is_noticed(gone: str) -> None:
     """Its node may have been that of the engines too, so that no batch comes, and no call to the learner."""
     ranks = [Rank(number) for number in range(2)]
