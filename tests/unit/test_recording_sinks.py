@@ -229,8 +229,12 @@ def hparams_of(events, tag):
     return HParamsPluginData.FromString(events.SummaryMetadata(tag).plugin_data.content)
 
 
-def test_what_a_resumed_run_writes_again_replaces_what_tensorboard_had(tmp_path):
+def test_what_a_resumed_run_writes_again_replaces_what_tensorboard_had(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
+    from tensorboard.summary.writer import event_file_writer
+
+    # files of one second are read in the order of the process's writers as text, in which the tenth precedes the ninth
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
     for first, values in ((0, [0.0, 1.0, 2.0, 3.0]), (2, [20.0, 30.0, 40.0])):
         with RunLog(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as log:
             log.rewind(first)
