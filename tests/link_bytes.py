@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.workers.base import WorkerSpec
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import WorkerSpec, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.ray_cluster import RayLauncher
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 

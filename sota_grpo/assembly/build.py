@@ -57,7 +57,8 @@ from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
-from sota_grpo.policy.lora import AdapterPack, MergedWeights, base_pack, engine_weights, packed_weights
+from sota_grpo.policy.lora import AdapterPack, MergedWeights, base_pack
+from sota_grpo.policy.weight_pack import WeightPack, plain_weights
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
@@ -71,8 +72,8 @@ from sota_grpo.training.gate import NamedReference, Subject
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.newcomers import Newcomers
 from sota_grpo.training.remote_learner import RemoteLearner
-from sota_grpo.workers.elastic import ElasticFleet, worker_metrics
-from sota_grpo.workers.fleet import MAX_ATTEMPTS, Fleet
+from sota_grpo.workers.elastic import ElasticFleet
+from sota_grpo.workers.fleet import MAX_ATTEMPTS, Fleet, worker_metrics
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
@@ -238,8 +239,8 @@ def tell_of_few_problems(config: Config, task: Task) -> None:
 
 
 def make_publisher(config: Config, model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
-    """Merged weights of ``model``, or its adapter alone, pushed to ``engine``."""
-    weights: Callable[[nn.Module], Any] = engine_weights
+    """The weights of ``model``, those of an adapter merged, or its adapter alone, pushed to ``engine``."""
+    weights: Callable[[nn.Module], Any] = plain_weights
     if config.train_model.lora.enabled:
         weights = AdapterPack.of if config.inference_model.serve_adapter else MergedWeights.of
     return Publisher(partial(weights, model), [engine], share_device=share_device)
@@ -460,8 +461,9 @@ def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner |
             return learner.adapter
         engine.base = partial(base_pack, learner.policy.model)
         return partial(AdapterPack.of, learner.policy.model)
-    pack = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
-    return partial(pack, dtype=engine.weight_dtype)
+    if isinstance(learner, RemoteLearner):
+        return partial(learner.weights, dtype=engine.weight_dtype)
+    return partial(WeightPack.of_model, learner.policy.model, dtype=engine.weight_dtype)
 
 
 def broadcasts_weights(config: Config, plan: Plan) -> bool:

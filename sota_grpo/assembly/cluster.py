@@ -18,8 +18,7 @@ from sota_grpo.assembly.devices import Plan, num_cores
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, is_server
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.workers.base import Launcher, Worker, WorkerSpec
-from sota_grpo.workers.fleet import starter
+from sota_grpo.workers.base import Launcher, Worker, WorkerSpec, starter
 from sota_grpo.workers.processes import ThreadLauncher
 
 

@@ -23,6 +23,7 @@ from peft import PeftModel
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from sota_grpo import keys
@@ -259,7 +260,7 @@ class Scorer(nn.Module):
         self, hidden: torch.Tensor, targets: torch.Tensor, kept: KeptSets | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
-        weight, shard = vocab_shard(head.weight)
+        weight, shard = vocab_shard(head.weight) if isinstance(head.weight, DTensor) else (head.weight, None)
         entropy: dict[str, bool] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
         if self.liger and kept is None:
             return liger_log_probs(hidden, weight, targets, temperature=self.temperature, **entropy)

@@ -21,7 +21,7 @@ from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.quantization import dequantized, is_quantized
 from sota_grpo.policy.sharding import divided, gathered, replicated
 from sota_grpo.policy.tensor_files import Kept
-from sota_grpo.policy.weight_pack import WeightPack, WeightPacks, padded
+from sota_grpo.policy.weight_pack import WeightPack, WeightPacks, padded, rounded, rounded_dtype
 
 
 def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
@@ -207,24 +207,6 @@ def _delta(layer: Any, adapter: str, like: torch.Tensor) -> torch.Tensor:
         return layer.get_delta_weight(adapter)
     first, second = (replicated(each[adapter].weight) for each in (layer.lora_A, layer.lora_B))
     return divided((second @ first) * layer.scaling[adapter], like)
-
-
-def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A matrix in the dtype of the engine that it is for, where that is known and narrower: as it will be there.
-
-    Vectors stay as they are: engines keep some of them in float32 (biases, decay rates), and they take no room.
-
-    >>> rounded(torch.tensor([[1.001]]), torch.bfloat16), rounded(torch.tensor([1.001]), torch.bfloat16)
-    (tensor([[1.]], dtype=torch.bfloat16), tensor([1.0010]))
-    """
-    return tensor.detach().to(rounded_dtype(tensor, dtype))
-
-
-def rounded_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What :func:`rounded` gives."""
-    if dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
-        return tensor.dtype
-    return dtype if dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
 
 @dataclass(frozen=True)

@@ -174,14 +174,7 @@ def divide_ends(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             parallelize_module(module, mesh, WholeWeights(Replicate()), src_data_rank=None)
 
 
-def vocab_shard(weight: torch.Tensor) -> tuple[torch.Tensor, VocabShard | None]:
-    """The rows of a head that this rank has, and where they stand in the whole; None where it has all.
-
-    >>> vocab_shard(torch.ones(2, 1))
-    (tensor([[1.],
-            [1.]]), None)
-    """
-    if not isinstance(weight, DTensor):
-        return weight, None
+def vocab_shard(weight: DTensor) -> tuple[torch.Tensor, VocabShard]:
+    """The rows of a divided head that this rank has, and where they stand in the whole."""
     own, mesh = weight.to_local(), weight.device_mesh
     return own, VocabShard(mesh.get_local_rank() * len(own), mesh.get_group())

@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
@@ -47,17 +47,21 @@ class WeightPack:
     places: Mapping[str, Place]
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[str, Tensor]], *, room: int | None = None) -> WeightPack:
+    def of(
+        cls, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None, room: int | None = None
+    ) -> WeightPack:
         """Copy ``weights`` (any dtype, any device) into a new pack.
 
         Args:
             weights: named tensors.
+            dtype: of all the engine's matrices: :func:`rounded` one by one, before they leave their device. None:
+                as they are.
             room: most bytes that they take, each rounded up as :func:`padded` does: then each is copied as it comes and
                 let go. None counts them first, all at once.
         """
         if room is None:
             weights = list(weights)
-            room = sum(padded(tensor.nbytes) for _, tensor in weights)
+            room = sum(padded(tensor.numel() * rounded_dtype(tensor, dtype).itemsize) for _, tensor in weights)
         buffer = np.empty(room, dtype=np.uint8)  # what is not written takes no memory
         whole = torch.from_numpy(buffer)
         places: dict[str, Place] = {}
@@ -68,13 +72,19 @@ class WeightPack:
             identity = (flat.data_ptr(), flat.dtype, flat.shape)
             place, storage = seen.get(identity, (None, None))
             if place is None or storage is None or storage.expired():  # a merged weight frees its address to the next
-                place = Place.of(flat, end)
+                sent = rounded(flat, dtype)
+                place = Place.of(sent, end)
                 seen[identity] = place, StorageWeakRef(flat.untyped_storage())
-                if flat.nbytes:
-                    copy_to_host(whole[end : end + flat.nbytes], as_bytes(flat))
-                end += padded(flat.nbytes)
+                if sent.nbytes:
+                    copy_to_host(whole[end : end + sent.nbytes], as_bytes(sent))
+                end += padded(sent.nbytes)
             places[name] = place
         return cls(buffer[:end], places)
+
+    @classmethod
+    def of_model(cls, model: nn.Module, *, dtype: torch.dtype | None = None) -> WeightPack:
+        """:func:`plain_weights` in one pack; ``dtype`` as in :meth:`of`."""
+        return cls.of(plain_weights(model), dtype=dtype)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the buffer, under the names and in the order given."""
@@ -100,6 +110,14 @@ class WeightPacks:
         return chain.from_iterable(self.packs)
 
 
+def plain_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """What a rollout engine loads of a model that one process has whole, without adapter: its state dict.
+
+    A tied head comes under its own name too. Of any other model: :func:`sota_grpo.policy.lora.engine_weights`.
+    """
+    return model.state_dict().items()
+
+
 def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors that lie in ``whole`` (uint8 ``[num_bytes]``, any device), uncopied."""
     for name, place in places.items():
@@ -122,6 +140,24 @@ def padded(num_bytes: int) -> int:
     (0, 64, 64, 128)
     """
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A matrix in the dtype of the engine that it is for, where that is known and narrower: as it will be there.
+
+    Vectors stay as they are: engines keep some of them in float32 (biases, decay rates), and they take no room.
+
+    >>> rounded(torch.tensor([[1.001]]), torch.bfloat16), rounded(torch.tensor([1.001]), torch.bfloat16)
+    (tensor([[1.]], dtype=torch.bfloat16), tensor([1.0010]))
+    """
+    return tensor.detach().to(rounded_dtype(tensor, dtype))
+
+
+def rounded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What :func:`rounded` gives."""
+    if dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
+        return tensor.dtype
+    return dtype if dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from typing import Protocol
 from sota_grpo.rl.records import LARGEST, Example, Score, task_of_example
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
 from sota_grpo.text import one_line
-from sota_grpo.workers.base import WorkerSpec, WorkerThread, gathered, promised, resolve
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import WorkerSpec, WorkerThread, gathered, promised, resolve, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 from sota_grpo.workers.slots import TaskLost, TaskOverdue
 

@@ -179,7 +179,8 @@ class Run:
 
     def _before(self, step: int) -> None:
         """Evaluate at the start, every ``eval.every`` steps, and where a run that becomes longer had ended."""
-        self.saves.check()
+        if self.saves.saving is not None:
+            self.saves.check()
         every = self.config.eval.every
         had_ended = step == self.first == self.directory.shorter
         if self.config.eval.mode == "on" and (step == 0 or had_ended or (every and step % every == 0)):

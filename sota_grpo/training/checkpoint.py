@@ -270,7 +270,7 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # whose threads are no daemons
-        self._saving: Future[Path] | None = None
+        self.saving: Future[Path] | None = None  # the one that nobody has waited for yet
 
     def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
         """Begin to write; waits for the checkpoint before.
@@ -282,11 +282,11 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
             CheckpointError: that one could not be written.
         """
         self.wait()
-        self._saving = self._writer.submit(self.store.save, step, state, shards)
+        self.saving = self._writer.submit(self.store.save, step, state, shards)
 
     def check(self) -> None:
         """Raise what kept a checkpoint from being written; does not wait."""
-        if self._saving is not None and self._saving.done():
+        if self.saving is not None and self.saving.done():
             self.wait()
 
     def wait(self) -> None:
@@ -295,8 +295,8 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._saving is not None:
-            failure, self._saving = self._saving.exception(), None
+        if self.saving is not None:
+            failure, self.saving = self.saving.exception(), None
             if failure is not None:
                 raise failure
 

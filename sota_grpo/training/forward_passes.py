@@ -351,6 +351,7 @@ class ForwardPasses:
         self.settings = settings
         self.pad_token_id = pad_token_id
         self.ranks = ranks or Ranks()
+        self.share, self.num_shares = self.ranks.share, self.ranks.num_shares  # which of the rows, of how many
         self.device = next(policy.parameters()).device
 
     def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
@@ -432,7 +433,7 @@ class ForwardPasses:
         """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row."""
         rows, budget = list(rows), self.settings.micro_batch_tokens
         prompts = row_prompts(rows)
-        micros = self.planner().micro_batches(range(len(rows)), prompts, budget)[self.ranks.share]
+        micros = self.planner().micro_batches(range(len(rows)), prompts, budget)[self.share]
         places, lengths = range(len(rows)), [prompt.tokens for prompt in prompts]
         return self._whole(self._own(rows, micros, measure), places, lengths, *width)
 
@@ -471,7 +472,7 @@ class ForwardPasses:
 
     def planner(self, *, seed: int = 0, advantage_only: bool = False) -> Planner:
         """Who cuts rows into this policy's micro-batches and shares them out over its ranks."""
-        sizes = (self.ranks.num_shares, self.policy.shared_prompt)
+        sizes = (self.num_shares, self.policy.shared_prompt)
         return Planner(self.settings, seed, *sizes, advantage_only, bool(dropouts(self.policy)), self.shape)
 
     @cached_property

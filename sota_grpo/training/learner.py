@@ -122,7 +122,7 @@ class Learner(ForwardPasses):
         Raises:
             NonFiniteStep: a loss or gradient is NaN or infinite.
         """
-        return self.update_share(self.step_planner().shares(RowTable.of(rows), self.version)[self.ranks.share])
+        return self.update_share(self.step_planner().shares(RowTable.of(rows), self.version)[self.share])
 
     def update_share(self, share: Share) -> dict[str, float | None]:
         """:meth:`update`, given this rank's share of it."""
@@ -195,14 +195,15 @@ class Learner(ForwardPasses):
         """This rank's passes over the rows of one optimizer step; without ``learn`` none has a backward pass."""
         order, prompts = range(len(rows)), row_prompts(rows)
         by_rank = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
-        return [one._replace(learns=one.learns and learn) for one in by_rank[self.ranks.share]]
+        return [one._replace(learns=one.learns and learn) for one in by_rank[self.share]]
 
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
         losses, metrics = self._run(rows, passes)
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         self.scaler.unscale_(self.optimizer)
-        norm = float(replicated(nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)))
+        clipped = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)
+        norm = float(clipped if self.ranks.size == 1 else replicated(clipped))
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
         if not all(math.isfinite(value) for value in judged.values()):
@@ -242,7 +243,8 @@ class Learner(ForwardPasses):
         losses: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
         for index, (micro, weights, learns) in enumerate(passes, start=1):
-            reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
+            if self.ranks.size > 1:
+                reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
             batch = self.padded([rows[place] for place in micro], weights)
             with self.autocast(), torch.set_grad_enabled(learns):
                 out = self.loss(batch)
@@ -251,7 +253,8 @@ class Learner(ForwardPasses):
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             _add(losses, terms)
             _add(sums, dict(out.sums.items()))
-        losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
+        if self.ranks.size > 1:
+            losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
         means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"]})
         measured = means.pop("tokens") > 0
         return _named(losses), {name: value if measured else None for name, value in (means | threshold).items()}

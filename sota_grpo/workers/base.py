@@ -156,6 +156,27 @@ class Launcher:
             worker.kill()
 
 
+def starter(
+    launcher: Launcher, role: str, spec: WorkerSpec, placements: Sequence[Mapping[str, Any]] = ()
+) -> Callable[[int], Worker]:
+    """The ``start`` of a fleet: names are ``role-0``, and ``role-0.1`` for the first replacement in that slot.
+
+    Args:
+        launcher: of every worker.
+        role: first part of the names.
+        spec: what each runs.
+        placements: of slot 0, 1, ...: keywords of the launcher's ``start``; empty when it needs none.
+    """
+    starts: dict[int, int] = {}
+
+    def start(index: int) -> Worker:
+        number = starts[index] = starts.get(index, -1) + 1
+        name = f"{role}-{index}" + (f".{number}" if number else "")
+        return launcher.start(name, spec, **(placements[index] if placements else {}))
+
+    return start
+
+
 class JobQueue:
     """Functions that one thread calls, one after the other, and for how long the one at hand has made no progress.
 

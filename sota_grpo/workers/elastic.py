@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +58,7 @@ class ElasticFleet(Fleet):
         advice: what the user can do then, the end of that sentence.
         options: of a fleet.
 
-    >>> from sota_grpo.workers.base import WorkerSpec
-    >>> from sota_grpo.workers.fleet import starter
+    >>> from sota_grpo.workers.base import WorkerSpec, starter
     >>> from sota_grpo.workers.processes import ThreadLauncher
     >>> spec = WorkerSpec("sota_grpo.rewards.grading:RewardWorker", {"score": len, "term_names": ("length",)})
     >>> fleet = ElasticFleet("reward", starter(ThreadLauncher(), "reward", spec), 1, 3, gone_s=60.0, capacity=4)
@@ -99,6 +98,10 @@ class ElasticFleet(Fleet):
     def num_live(self) -> int:
         """Workers that are given tasks."""
         return sum(slot.state == "ready" and self._held.get(slot.index) != slot.life for slot in self._slots)
+
+    def metrics(self) -> dict[str, int]:
+        """And how many there are now."""
+        return super().metrics() | {"workers/engines": self.num_live}
 
     def hold_newcomers(self) -> None:
         """From now on, who becomes ready gets no task before :meth:`admit`; broadcasts and pings reach it."""
@@ -225,13 +228,3 @@ class ElasticFleet(Fleet):
 
     def _in(self, state: str) -> int:
         return sum(slot.state == state for slot in self._slots)
-
-
-def worker_metrics(fleets: Sequence[Fleet]) -> dict[str, int]:
-    """What the metrics of a step say of workers: those that were lost, and how many engines there are now."""
-    live = [fleet.num_live for fleet in fleets if isinstance(fleet, ElasticFleet)]
-    return {
-        "workers/restarts": sum(fleet.restarts for fleet in fleets),
-        "workers/requeued": sum(fleet.requeued for fleet in fleets),
-        **({"workers/engines": sum(live)} if live else {}),
-    }

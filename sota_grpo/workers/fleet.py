@@ -9,7 +9,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -18,12 +19,10 @@ from typing import Any, Literal
 from sota_grpo.workers.base import (
     IDLE_METHOD,
     ConstructionFailed,
-    Launcher,
     Start,
     Worker,
     WorkerDied,
     WorkerLate,
-    WorkerSpec,
 )
 from sota_grpo.workers.slots import Broadcast, OnDemand, Slot, Sticky, Task, TaskLost, TaskOverdue, Timers
 
@@ -58,6 +57,7 @@ class Fleet:
         max_start_failures: in a row; the slot is then given up, and with the last slot the fleet. A construction that
             raises in a slot where none has worked yet is not repeated.
 
+    >>> from sota_grpo.workers.base import WorkerSpec, starter
     >>> from sota_grpo.workers.processes import ThreadLauncher
     >>> spec = WorkerSpec("sota_grpo.rewards.grading:RewardWorker", {"score": len, "term_names": ("length",)})
     >>> fleet = Fleet("reward", starter(ThreadLauncher(), "reward", spec), 2, capacity=4)
@@ -127,6 +127,10 @@ class Fleet:
     def _enough(self) -> tuple[int, int]:
         """Workers that it takes to be ready, and to go on."""
         return len(self._slots), 1
+
+    def metrics(self) -> dict[str, int]:
+        """What the metrics of a step say of it: workers and tasks that were lost, since the start."""
+        return {"workers/restarts": self.restarts, "workers/requeued": self.requeued}
 
     def wait_ready(self) -> None:
         """Return when every worker has been constructed.
@@ -579,22 +583,9 @@ class Fleet:
         broadcast.args, broadcast.previous = (), None  # a timer holds the broadcast for long, and weights are large
 
 
-def starter(
-    launcher: Launcher, role: str, spec: WorkerSpec, placements: Sequence[Mapping[str, Any]] = ()
-) -> Callable[[int], Worker]:
-    """The ``start`` of a :class:`Fleet`: names are ``role-0``, and ``role-0.1`` for the first replacement in that slot.
-
-    Args:
-        launcher: of every worker.
-        role: first part of the names.
-        spec: what each runs.
-        placements: of slot 0, 1, ...: keywords of the launcher's ``start``; empty when it needs none.
-    """
-    starts: dict[int, int] = {}
-
-    def start(index: int) -> Worker:
-        number = starts[index] = starts.get(index, -1) + 1
-        name = f"{role}-{index}" + (f".{number}" if number else "")
-        return launcher.start(name, spec, **(placements[index] if placements else {}))
-
-    return start
+def worker_metrics(fleets: Iterable[Fleet]) -> dict[str, int]:
+    """:meth:`Fleet.metrics` of all of them, added up."""
+    total: Counter[str] = Counter()
+    for fleet in fleets:
+        total.update(fleet.metrics())
+    return dict(total)

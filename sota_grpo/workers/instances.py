@@ -16,8 +16,8 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.text import one_line
-from sota_grpo.workers.base import WorkerSpec, gathered, promised, resolve
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import WorkerSpec, gathered, promised, resolve, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.instance_process import framed
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.slots import TaskLost

@@ -17,8 +17,8 @@ from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import Ask, reference_log_probs, write_reference
-from sota_grpo.workers.base import Launcher, WorkerSpec, WorkerThread, promised, resolve
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import Launcher, WorkerSpec, WorkerThread, promised, resolve, starter
+from sota_grpo.workers.fleet import Fleet
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -26,9 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sota_grpo.policy.lora import rounded, rounded_dtype
 from sota_grpo.policy.sharding import replicated
-from sota_grpo.policy.weight_pack import Place, WeightPack, as_bytes, copy_to_host, padded, views
+from sota_grpo.policy.weight_pack import (
+    Place,
+    WeightPack,
+    as_bytes,
+    copy_to_host,
+    padded,
+    rounded,
+    rounded_dtype,
+    views,
+)
 from sota_grpo.text import first_line
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.fleet import Fleet

@@ -15,8 +15,8 @@ import torch
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.records import Sampling
 from sota_grpo.training.learner import Publisher
-from sota_grpo.workers.base import WorkerSpec
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import WorkerSpec, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer

@@ -20,8 +20,8 @@ import numpy as np
 import psutil
 import pytest
 
-from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, Worker, WorkerDied
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, Worker, WorkerDied, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from tests.worker_rigs import spec
 

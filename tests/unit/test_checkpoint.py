@@ -246,7 +246,7 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_with_the_same_sente
     def train() -> None:
         with saves:
             saves.save(1, _state(1))
-            wait([saves._saving])
+            wait([saves.saving])
             if told == "beside another":
                 raise RuntimeError("another")
             if told != "end":

@@ -18,9 +18,9 @@ from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.source import Rollouts, RolloutSource
-from sota_grpo.workers.base import IDLE_METHOD, Worker, WorkerDied, WorkerSpec
-from sota_grpo.workers.elastic import ElasticFleet, worker_metrics
-from sota_grpo.workers.fleet import starter
+from sota_grpo.workers.base import IDLE_METHOD, Worker, WorkerDied, WorkerSpec, starter
+from sota_grpo.workers.elastic import ElasticFleet
+from sota_grpo.workers.fleet import worker_metrics
 from sota_grpo.workers.processes import ThreadLauncher
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
 from sota_grpo.workers.slots import OnDemand

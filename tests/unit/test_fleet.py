@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from sota_grpo.workers import slots
-from sota_grpo.workers.base import Activity, Worker, WorkerDied, descendants
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import Activity, Worker, WorkerDied, descendants, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from sota_grpo.workers.slots import Timers
 from tests.worker_rigs import spec

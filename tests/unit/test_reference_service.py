@@ -18,8 +18,8 @@ from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import ReferenceKL
-from sota_grpo.workers.base import WorkerDied, WorkerSpec
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import WorkerDied, WorkerSpec, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, reference_worker
 from tests.builders import generator, random_rows

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack, views
-from sota_grpo.workers.base import WorkerSpec
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.base import WorkerSpec, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ThreadLauncher
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.slots import OnDemand
