@@ -201,7 +201,7 @@ def stale(subject: Subject, seed: int) -> Changed:
     old = {name: weight.clone() for name, weight in push.weights() if prefix in name}
     weights = lambda: [(name, old.get(name, weight)) for name, weight in push.weights()]  # noqa: E731
     yield (
-        replace(subject, publisher=Publisher(weights, push.engines, share_device=push.share_device)),
+        replace(subject, publisher=Publisher(weights, push.engines, push.make_room)),
         [gate.pushed_weights_landed],
     )
 

@@ -77,6 +77,7 @@ from sota_grpo.workers.fleet import MAX_ATTEMPTS, Fleet, worker_metrics
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
+from sota_grpo.workers.sleeping import SleepingFleet
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 
 logger = logging.getLogger(__name__)
@@ -238,12 +239,14 @@ def tell_of_few_problems(config: Config, task: Task) -> None:
         logger.info("All %d held-out problems are measured (eval.num_samples=%d).", count, wanted)
 
 
-def make_publisher(config: Config, model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
+def make_publisher(
+    config: Config, model: nn.Module, engine: Engine, *, make_room: Callable[[], object] | None = None
+) -> Publisher:
     """The weights of ``model``, those of an adapter merged, or its adapter alone, pushed to ``engine``."""
     weights: Callable[[nn.Module], Any] = plain_weights
     if config.train_model.lora.enabled:
         weights = AdapterPack.of if config.inference_model.serve_adapter else MergedWeights.of
-    return Publisher(partial(weights, model), [engine], share_device=share_device)
+    return Publisher(partial(weights, model), [engine], make_room)
 
 
 def _computes_in_float32(config: Config, device_type: str) -> bool:
@@ -276,8 +279,8 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=make_publisher(config, model, engine, share_device=share_device),
-        source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
+        publisher=make_publisher(config, model, engine, make_room=learner.give_back if share_device else None),
+        source_options=_in_turn(transforms, sleep_engine=share_device),
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
         newcomers=None,
@@ -304,6 +307,8 @@ def _roles_in_workers(
         share=cluster.engine_launcher.share,
         deadline_s=config.inference_model.timeout_s,
     )
+    if plan.shared:
+        engine.fleet.wait_ready()  # an engine measures what is free, so nobody else may take memory meanwhile
     ask = make_hints(config, env)
     reference = _reference_service(config, plan, tokenizer, cluster, ask) if plan.placement.ref else None
     if reference is not None:
@@ -322,23 +327,36 @@ def _roles_in_workers(
     weights = _weights_for_workers(config, engine, learner)
     newcomers = _newcomers(config, engine, weights)
     attend = [partner.attend for partner in (learner, newcomers) if isinstance(partner, (RemoteLearner, Newcomers))]
+    transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, ask)
     return Roles(
         engine=engine,
         learner=learner,
         publisher=_publisher_to_workers(config, plan, cluster, engine, learner, weights, opened),
         source_options={
-            "group_transforms": [transform for _, transform in make_overlong(config)],
-            "reference": reference.submit if reference else None,
-            "transforms": make_advantage(config, env.task.term_weights),
+            **(_in_turn(transforms) if plan.shared else _beside(config, env, reference)),
             "should_stop": should_stop,
             "wait_deadline_s": WAIT_S,
             "metrics_extra": partial(worker_metrics, fleets),
         },
-        transforms=make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, ask),
+        transforms=transforms,
         export=export,
         newcomers=newcomers,
         attend=attend,
     )
+
+
+def _in_turn(transforms: Sequence[tuple[str, Any]], *, sleep_engine: bool = True) -> dict[str, Any]:
+    """Of a source that samples a whole batch, and then leaves the devices to what computes on it."""
+    return {"synchronous": True, "sleep_engine": sleep_engine, "transforms": transforms}
+
+
+def _beside(config: Config, env: TaskEnv, reference: ReferenceService | None) -> dict[str, Any]:
+    """Of a source whose groups go to the reference one by one, while others are sampled."""
+    return {
+        "group_transforms": [transform for _, transform in make_overlong(config)],
+        "reference": reference.submit if reference else None,
+        "transforms": make_advantage(config, env.task.term_weights),
+    }
 
 
 def _newcomers(config: Config, engine: FleetEngine, weights: Callable[[], Any]) -> Newcomers | None:
@@ -379,7 +397,8 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
         "start_silence_s": config.ray.start_timeout_s,
     }
     if plan.elastic is None:
-        return Fleet("rollout", start, cluster.num_engines, **limits)
+        kind = SleepingFleet if plan.shared else Fleet
+        return kind("rollout", start, cluster.num_engines, **limits)
     inference = config.inference_model
     advice = (
         f"add machines, lower inference_model.num_devices={inference.num_devices}, or raise inference_model.gone_s; "
@@ -450,7 +469,7 @@ def _publisher_to_workers(
         )
         opened.callback(transfer.close)
         return Publisher(lambda: transfer, [engine])
-    return Publisher(weights, [engine])
+    return Publisher(weights, [engine], learner.give_back if plan.shared else None)
 
 
 def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner | RemoteLearner) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ class Cluster:
 
     On this machine alone a worker sees the GPUs that the plan gives it; on a running cluster Ray chooses them. The
     learner is one of the workers where it has several ranks, or where there is a cluster. Engines that come and go on a
-    cluster have no bundles: each waits alone for a node with room.
+    cluster have no bundles: each waits alone for a node with room. Engines on the learner's devices share their bundle
+    with the ranks on the same ones; Ray gives a GPU to one of them only, so each is told by its environment which of
+    the bundle's GPUs are its own.
 
     Args:
         config, plan: of the run.
@@ -61,7 +64,9 @@ class Cluster:
         self._servers = ThreadLauncher()
         has_no_bundles = is_server(plan.engine) or self._engines_are_free
         self._engines_in_ray = 0 if has_no_bundles else self.num_engines
-        in_ray = [*self._engines[: self._engines_in_ray], *self._references, *self._ranks]  # in the order of bundles
+        self._ranks_beside_engines = plan.shared and self._engines_in_ray > 0
+        of_ranks = [] if self._ranks_beside_engines else self._ranks
+        in_ray = [*self._engines[: self._engines_in_ray], *self._references, *of_ranks]  # in the order of bundles
         self.launcher: Any = self._start_ray(in_ray) if in_ray else self._servers
         self.engine_launcher: Launcher = self._servers if is_server(plan.engine) else self.launcher
 
@@ -111,11 +116,13 @@ class Cluster:
 
     def start_ranks(self) -> list[Worker]:
         """One worker for each rank of the learner; they find each other by themselves."""
-        first = self._engines_in_ray + len(self._references)
+        first, per_engine = self._engines_in_ray + len(self._references), len(self._engines[0])
+        ranks = range(self.num_ranks)
+        bundles = [rank // per_engine if self._ranks_beside_engines else first + rank for rank in ranks]
         options = {
             "config": self._config,
             "size": self.num_ranks,
-            "init_method": self._rendezvous_address(first),
+            "init_method": self._rendezvous_address(bundles[0]),
             "device_type": self._plan.device_type,
             "num_threads": self.threads,
             "run_dir": str(self._run_dir),
@@ -123,7 +130,7 @@ class Cluster:
         workers = []
         for rank, gpus in enumerate(self._ranks):
             spec = WorkerSpec("sota_grpo.assembly.learning:learner_worker", {"rank": rank, **options})
-            workers.append(self.launcher.start(f"learner-{rank}", spec, bundle=first + rank, **self._placed(gpus)))
+            workers.append(self.launcher.start(f"learner-{rank}", spec, bundle=bundles[rank], **self._placed(gpus)))
         return workers
 
     def _rendezvous_address(self, bundle: int) -> str:
@@ -131,11 +138,28 @@ class Cluster:
         if not self._on_cluster:
             self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
             return f"file://{self._rendezvous_file}"
-        host = self.launcher.start("address", WorkerSpec("sota_grpo.assembly.learning:AddressWorker"), bundle=bundle)
+        return f"tcp://{self._asked('address', [bundle])[0]}"
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """Of each shared GPU, by its index in the plan, on its node: what Ray gives to a worker with a whole bundle."""
+        if not (self._ranks_beside_engines and self._gpus_by_ray):
+            return {}
+        per_engine = len(self._engines[0])
+        found = self._asked("devices", range(self._engines_in_ray), num_gpus=per_engine)
+        names = [name for bundle in found for name in bundle.split(",")]
+        return dict(zip(self._plan.placement.inference, names, strict=True))
+
+    def _asked(self, method: str, bundles: Sequence[int], **options: Any) -> list[str]:
+        """What an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` says in each of these bundles."""
+        spec = WorkerSpec("sota_grpo.workers.ray_cluster:AddressWorker")
+        hosts = [self.launcher.start("address", spec, bundle=bundle, **options) for bundle in bundles]
         try:
-            return f"tcp://{host.call('address').result(self._config.ray.start_timeout_s)}"
+            answers = [host.call(method) for host in hosts]
+            return [answer.result(self._config.ray.start_timeout_s) for answer in answers]
         finally:
-            host.kill()
+            for host in hosts:
+                host.kill()
 
     def _starter(
         self, role: str, spec: WorkerSpec, devices: Sequence[tuple[int, ...]], *, first: int
@@ -149,10 +173,12 @@ class Cluster:
     def _placed(self, gpus: Sequence[int]) -> Mapping[str, Any]:
         env = {"OMP_WAIT_POLICY": "PASSIVE"}
         options: dict[str, Any] = {"threads": self.threads, "env": env}  # left alone, Ray gives an actor one thread
-        if self._gpus_by_ray:
+        shared = all(index in self._names for index in gpus)
+        if self._gpus_by_ray and not shared:
             options["num_gpus"] = len(gpus)
         elif self._plan.device_type == "cuda":
-            env |= {"CUDA_VISIBLE_DEVICES": visible_names(gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            names = ",".join(self._names[index] for index in gpus) if shared else visible_names(gpus)
+            env |= {"CUDA_VISIBLE_DEVICES": names, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         return options
 
     def _start_ray(self, places: Sequence[tuple[int, ...]]) -> Any:

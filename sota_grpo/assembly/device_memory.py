@@ -117,10 +117,10 @@ class RunMemory:
     def devices(self) -> list[DeviceMemory]:
         """Every device with what it holds at each moment.
 
-        In synchronous mode on one device its parts take turns: sampling, the reference's pass, training; an engine that
-        shares a GPU with the learner sleeps through the latter two. With workers all are at work at once. Before the
-        first step come the checks, where the learner compares two gradients. On a CPU all processes share the memory of
-        the machine, and nothing sleeps.
+        In synchronous mode on one device, or on GPUs that engines and learner share, its parts take turns: sampling,
+        the reference's pass, training; an engine that shares a GPU with the learner sleeps through the latter two. With
+        other workers all are at work at once. Before the first step come the checks, where the learner compares two
+        gradients. On a CPU all processes share the memory of the machine, and nothing sleeps.
         """
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":
@@ -148,15 +148,17 @@ class RunMemory:
         elif on_cpu:
             processes = 1 + (ranks if ranks > 1 else 0) + (0 if is_server(plan.engine) else engines) + references
         else:
-            processes = ranks + references + (0 if kind == "vllm" else engines)  # vLLM's share holds its own context
+            in_share = kind == "vllm" and not plan.shared  # vLLM's share holds its own context, which does not sleep
+            processes = ranks + references + (0 if in_share else engines)
         if on_cpu:
             graders = GRADER_BYTES * self.config.env.reward_workers
             base = {"libraries": processes * self.machine.process_bytes + graders}
         else:
             base = {"context": CUDA_CONTEXT * processes}
         base |= {"reference: weights": own * references} if references else {}
-        if plan.workers:
-            base |= {"reference: pass": passing * references} if references else {}
+        if plan.workers and references:  # a process of its own keeps what a pass took
+            base |= {"reference: pass": passing * references}
+        if not self._take_turns:
             base |= {part: engines * size for part, size in engine.items()}
             base |= {"weights on their way": self.model.parameters * 4} if on_cpu else {}  # in the workers' store
             moments = {AT_WORK: base}
@@ -178,6 +180,11 @@ class RunMemory:
         present = {"learner": ranks, "engine": engines, "reference": references or (on_cpu and passing)}
         roles = tuple(role for role, count in present.items() if count)
         return DeviceMemory(name, roles, moments, self.machine.memory, problem)
+
+    @property
+    def _take_turns(self) -> bool:
+        """Whether sampling and training are never at work on a device at once; without GPUs no engine sleeps."""
+        return not self.plan.workers or (self.plan.shared and self.plan.device_type != "cpu")
 
     @cached_property
     def how(self) -> Learning:
@@ -244,7 +251,7 @@ class RunMemory:
         """
         how = self.how
         step = learner_memory(self.model, how, self.micro_batches(self.row_shares))
-        moments = {AT_WORK if self.plan.workers else TRAIN: step}
+        moments = {TRAIN if self._take_turns else AT_WORK: step}
         if self.config.check.mode != "off":
             how = replace(how, product_bytes=how.weight_bytes) if how.on_cpu else how
             budgets = compared_budgets(self.config.train.micro_batch_tokens, sum(self.largest_sample))
@@ -313,7 +320,7 @@ class RunMemory:
             return None
         trained, saved = self.how.trained_bytes(self.model), self.how.optimizer_bytes(self.model)
         engine = self.model.parameters * dtype_bytes(engine_dtype(self.config.inference_model.torch_dtype, "cuda"))
-        asleep = engine if self.plan.placement.colocated and not self.plan.workers else 0
+        asleep = engine * self.num_engines if self.plan.placement.colocated and self._take_turns else 0
         return {
             "loading the model": self.model.parameters * self.how.weight_bytes,
             "the checks": asleep + (trained if self.config.check.mode != "off" else 0),

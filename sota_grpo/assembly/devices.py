@@ -14,6 +14,7 @@ from sota_grpo.assembly.sampling import engine_rows
 from sota_grpo.config import Config, has_reference, model_name
 from sota_grpo.config.elastic import engine_range
 from sota_grpo.config.mixture import longest_response, mean_responses_per_step
+from sota_grpo.config.shared import shares_devices
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
@@ -24,12 +25,17 @@ FEW_ROWS = 64  # of an engine on a GPU: reading its weights takes longer than wh
 
 @dataclass(frozen=True)
 class Role:
-    """What one role asks for: a count, or explicit indices, or neither (one device, shared where none is left)."""
+    """What one role asks for: a count, or explicit indices, or neither (one device, shared where none is left).
+
+    Args:
+        shared: the role is the engines', and stands on all devices of the learner.
+    """
 
     name: str
     num_devices: int | None = None
     devices: Sequence[int] | None = None
     default: int = 1
+    shared: bool = False
 
     @property
     def requested(self) -> bool:
@@ -60,8 +66,8 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
     """Devices for the roles: disjoint for those that ask for devices, shared by those that ask for nothing.
 
     An engine that asks for nothing shares the learner's devices, because in synchronous mode the two never work at the
-    same time. A reference that asks for nothing takes the first free device, or the learner's where none is free. A
-    machine with one device has it shared by all.
+    same time; ``shared`` engines do so as workers, too. A reference that asks for nothing takes the first free device,
+    or the learner's where none is free. A machine with one device has it shared by all.
 
     Args:
         available: devices there are; 0 stands for the CPU, where the indices of a role only count its workers.
@@ -77,16 +83,19 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
         Placement(train=(1,), inference=(0,), ref=(), colocated=False)
         >>> place(Role("train_model", num_devices=2), Role("inference_model", num_devices=2), None, available=0)
         Placement(train=(0, 1), inference=(0, 1), ref=(), colocated=True)
+        >>> place(Role("train_model", num_devices=2), Role("inference_model", shared=True), None, available=2)
+        Placement(train=(0, 1), inference=(0, 1), ref=(), colocated=True)
     """
     if available == 0:
         counted = [tuple(role.devices or range(role.count)) if role else () for role in (train, inference, ref)]
-        return Placement(counted[0], counted[1], counted[2], colocated=True)
+        return Placement(counted[0], counted[0 if inference.shared else 1], counted[2], colocated=True)
     # The engine chooses first: vLLM inside this process can only take the first device.
     roles = [role for role in (inference, train, ref) if role is not None]
     _check_indices(roles, available)
     if available == 1 and all(role.count == 1 for role in roles):
         return Placement((0,), (0,), (0,) if ref else (), colocated=True)
-    needed = [role for role in roles if role.requested or role is train or (concurrent and role is inference)]
+    apart = concurrent and not inference.shared
+    needed = [role for role in roles if role.requested or role is train or (apart and role is inference)]
     _check_amount(needed, available)
     taken = {index for role in needed for index in role.devices or ()}
     free = [index for index in range(available) if index not in taken]
@@ -152,6 +161,7 @@ class Plan:
     Args:
         workers: collection, reference and several ranks live in processes of their own.
         notes: what a run says of it when it starts, one sentence each.
+        shared: the engines of workers stand on the learner's devices, and sleep while those compute.
         elastic: fewest and most engines, where they come and go; on this machine ``placement`` has devices for the
             most, on a cluster for the fewest.
     """
@@ -162,6 +172,7 @@ class Plan:
     workers: bool
     notes: tuple[str, ...] = ()
     elastic: tuple[int, int] | None = None
+    shared: bool = False
 
 
 def resolve_device(config: Config) -> str:
@@ -207,10 +218,13 @@ def _roles(config: Config) -> tuple[Role, Role, Role]:
     count, ends = inference.num_devices, engine_range(config)
     if ends is not None:
         count = ends[1] if config.ray.address is None else ends[0]
+    shared = shares_devices(config)
+    if shared:
+        count = None
     assert not isinstance(count, str)  # the rules have refused it
     return (
         Role("train_model", train.num_devices, train.devices),
-        Role("inference_model", count, inference.devices, default=inference.tensor_parallel_size),
+        Role("inference_model", count, inference.devices, inference.tensor_parallel_size, shared),
         Role("ref_model", ref.num_devices, ref.devices),
     )
 
@@ -229,7 +243,7 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
     learner, engines, ref = _roles(config)
     reference = ref if reference_has_own_weights(config) else None
     engine = resolve_engine_name(config.engine.name, device=device_type)
-    workers = wants_workers(config)
+    workers, shared = wants_workers(config), engines.shared
     notes = []
     available = (num_gpus or torch.cuda.device_count)() if device_type == "cuda" else 0
     elastic = _elastic_engines(config, device_type)
@@ -242,13 +256,13 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
             f"inference_model.tensor_parallel_size={engines.default} needs GPUs; use inference_model.num_devices="
             f"{engines.default} engines on the CPU."
         )
-    taken = [*placement.train, *placement.inference, *placement.ref]
+    taken = [*placement.train, *(() if shared else placement.inference), *placement.ref]
     if config.ray.address is not None and device_type == "cuda" and len(set(taken)) < len(taken):
         raise UserError(  # Ray gives each GPU to one process
             f"On a cluster every role needs GPUs of its own: {len(taken)} in all, and this one has {available}; add "
             "nodes, set policy.kl_coef=0 for a run without reference, or leave ray.address out."
         )
-    if workers and device_type == "cuda" and placement.colocated:
+    if workers and device_type == "cuda" and placement.colocated and not shared:
         if elastic is not None:
             raise UserError(
                 f"inference_model.num_devices={config.inference_model.num_devices} needs GPUs beside the learner's, "
@@ -265,10 +279,11 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
     if ref.requested and not has_reference(config):
         notes.append(f"{ref.option} has no effect: with policy.kl_coef=0 no reference is built.")
     if workers:
-        notes.append(f"Placement: {describe(placement, device_type)}.")
+        turns = "; engines sleep while the learner computes" if shared else ""
+        notes.append(f"Placement: {describe(placement, device_type)}{turns}.")
     if elastic is not None:
         notes.append("The run starts with {} and takes up to {} engines as they come.".format(*elastic))
-    plan = Plan(device_type, placement, engine, workers, tuple(notes), elastic)
+    plan = Plan(device_type, placement, engine, workers, tuple(notes), elastic, shared and workers)
     return replace(plan, notes=(*notes, *_idle_notes(config, plan))) if device_type == "cuda" else plan
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -376,22 +375,3 @@ def learner_worker(
         return make_learner(config, policy, tokenizer.pad_token_id, device_type, Path(run_dir), ranks)
 
     return LearnerWorker(make, tokenizer)
-
-
-class AddressWorker:
-    """Says where ranks can meet on the machine that it runs on."""
-
-    def address(self) -> str:
-        """This machine's address and a port that is free now."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((host, 0))
-            return f"{host}:{free.getsockname()[1]}"
-
-    def ping(self) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        """Nothing to free."""

@@ -375,8 +375,9 @@ class InferenceModelConfig:
 
     num_devices: int | str | None = opt(
         None,
-        "devices of the engines, their own, one engine on each; MIN:MAX with mode=async: engines come and go (in YAML "
-        "in quotes: it reads 1:4 as 64); null: with mode=sync it shares the learner's, else 1",
+        "devices of the engines, their own, one engine on each; shared with mode=sync: all of the learner's, where "
+        "they sleep while it computes; MIN:MAX with mode=async: engines come and go (in YAML in quotes: it reads 1:4 "
+        "as 64); null: with mode=sync one engine shares the learner's, else 1",
     )
     gone_s: float = opt(
         1800.0,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from sota_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
 from sota_grpo.engines import is_server
 
+SHARED = "shared"  # the learner's devices (:mod:`sota_grpo.config.shared`)
 _RANGE = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
@@ -24,7 +25,7 @@ def engine_range(config: Config) -> tuple[int, int] | None:
 
 
 def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig) -> int | None:
-    """Devices that a role asks for, of ``MIN:MAX`` the most; None where it asks for none.
+    """Devices that a role asks for, of ``MIN:MAX`` the most; None where it asks for none of its own.
 
     >>> device_count(InferenceModelConfig(num_devices="2:6")), device_count(TrainModelConfig(devices=[0, 3]))
     (6, 2)
@@ -40,8 +41,11 @@ def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig)
 def a_range_of_engines_is_two_numbers(config: Config) -> Iterator[str]:
     option, value, ends = "inference_model.num_devices", config.inference_model.num_devices, engine_range(config)
     if ends is None:
-        if isinstance(value, str):
-            yield f"{option}={value} is neither a number nor MIN:MAX; write it like {option}=2 or {option}=1:4."
+        if isinstance(value, str) and value != SHARED:
+            yield (
+                f"{option}={value} is neither a number nor MIN:MAX nor {SHARED}; write it like {option}=2 or "
+                f"{option}=1:4."
+            )
         return
     least, most = ends
     if least < 1:

@@ -17,6 +17,7 @@ from sota_grpo.config import (
     most_kept,
     responses_per_step,
     reward_names,
+    shared,
 )
 from sota_grpo.config.judging import judge_faults
 from sota_grpo.config.mixture import (
@@ -434,6 +435,11 @@ def obstacles_to_a_broadcast(config: Config) -> Iterator[str]:
     engine = config.inference_model
     if is_server(config.engine.name):
         yield f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
+    if shared.shares_devices(config):
+        yield (
+            "inference_model.weight_transfer=collective sends between devices, and with inference_model.num_devices="
+            "shared engines stand on the learner's; leave it out."
+        )
     if config.train_model.lora.enabled:
         yield "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."
     if engine.tensor_parallel_size > 1:
@@ -556,7 +562,7 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             )
 
 
-_MODULES = (algorithm_rules, elastic, memory_rules)
+_MODULES = (algorithm_rules, elastic, memory_rules, shared)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
 _GENERATORS = [rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE]

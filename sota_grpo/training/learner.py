@@ -307,6 +307,10 @@ class Learner(ForwardPasses):
             self.entropy_coef = other.entropy_coef
             self._apply_entropy_coef(other.loss.entropy_coeff)
 
+    def give_back(self) -> None:
+        """Return to the device what this process holds there in reserve only, for who takes turns on it."""
+        torch.cuda.empty_cache()
+
     def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, torch.Tensor]:
         """This rank's part of the gradient of one step over ``rows``, by parameter, on the CPU; nothing is updated.
 
@@ -530,12 +534,13 @@ class Publisher:
         weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
             adapter alone, for engines that merge it (:class:`~sota_grpo.policy.lora.AdapterPack`).
         engines: who receives them.
-        share_device: the engines stand on the learner's GPU, so each makes room for the other.
+        make_room: the engines stand on the learner's devices, so each makes room for the other: this gives back what
+            the learner's side holds there in reserve. None: they have their own.
     """
 
     weights: Callable[[], Any]
     engines: Sequence[Engine]
-    share_device: bool = False
+    make_room: Callable[[], object] | None = None
     seconds: float = field(default=0.0, init=False)
 
     def publish(self, version: int) -> None:
@@ -549,14 +554,14 @@ class Publisher:
         self.seconds = time.perf_counter() - began
 
     def sleep(self) -> None:
-        """Leave a shared GPU to the learner; nothing where the engines have their own."""
-        if self.share_device:
+        """Leave shared GPUs to the learner; nothing where the engines have their own."""
+        if self.make_room is not None:
             for engine in self.engines:
                 engine.sleep()
 
     def wake(self) -> None:
         """Undo :meth:`sleep`. An engine in another process finds only the memory that this one has given back."""
-        if self.share_device:
-            torch.cuda.empty_cache()
+        if self.make_room is not None:
+            self.make_room()
         for engine in self.engines:
             engine.wake()

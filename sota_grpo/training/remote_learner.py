@@ -400,6 +400,7 @@ class RemoteLearner:
     gradient_gap = _asked(Learner.gradient_gap)
     perturb = _asked(Learner.perturb)
     restore = _asked(Learner.restore)
+    give_back = _asked(Learner.give_back)
 
     def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None:
         """:meth:`WeightSender.send_weights`; the members, perhaps many, are told to rank 0 alone, which sends."""

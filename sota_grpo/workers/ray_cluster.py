@@ -361,6 +361,29 @@ class RayLauncher(Launcher):
             self._guardian.wait()
 
 
+class AddressWorker:
+    """Says where ranks can meet on the machine that it runs on, and which GPUs it was given."""
+
+    def devices(self) -> str:
+        """``CUDA_VISIBLE_DEVICES`` of this process, as Ray set it."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def address(self) -> str:
+        """This machine's address and a port that is free now."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return f"{host}:{free.getsockname()[1]}"
+
+    def ping(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
 @cache
 def _actor_class(role: str) -> Any:
     """The actor under the name that ``ps`` shows: ``ray::rollout``."""

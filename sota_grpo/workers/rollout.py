@@ -24,6 +24,7 @@ from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import OpenCalls, WorkerDied, promised
 from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.sleeping import SleepingFleet
 from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightReceiver, WeightTransfer
 
 _log = logging.getLogger(__name__)
@@ -117,6 +118,14 @@ class RolloutWorker:
     def served(self) -> Future[tuple[int, str | None]]:
         """The version of the next token, once what came before is done; and why the last broadcast failed, if so."""
         return self._submit(lambda engine: (engine.version, self._receiver.failure))
+
+    def sleep(self) -> Future[None]:
+        """:meth:`~sota_grpo.engines.Engine.sleep`, with nothing in flight."""
+        return self._submit(lambda engine: engine.sleep())
+
+    def wake(self) -> Future[None]:
+        """:meth:`~sota_grpo.engines.Engine.wake`."""
+        return self._submit(lambda engine: engine.wake())
 
     def ping(self) -> float:
         """Seconds for which the step or call at hand has been running; 0 when there is nothing to do.
@@ -232,7 +241,8 @@ class FleetEngine(Streams):
     Contract. Consumes: requests, one group at a time. Produces: groups, from whichever worker had room. Waits for:
     workers, as long as each shows progress. Unblocked by: the next finished group. When a worker dies or is silent, the
     fleet replaces it, gives the new one the newest weights, and asks again for the groups it had; a push returns when
-    every worker that is alive serves the version. A stream that is dropped is sampled to its end all the same.
+    every worker that is alive serves the version. A stream that is dropped is sampled to its end all the same. Only the
+    workers of a :class:`~sota_grpo.workers.sleeping.SleepingFleet` share devices with the learner, and sleep.
 
     Args:
         fleet: rollout workers (:class:`~sota_grpo.workers.rollout.RolloutWorker`).
@@ -313,10 +323,14 @@ class FleetEngine(Streams):
         return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)
 
     def sleep(self) -> None:
-        """Nothing: these engines have their own devices."""
+        """Return when every engine sleeps; nothing where they have their own devices."""
+        if isinstance(self.fleet, SleepingFleet):
+            self.fleet.sleep(self._deadline_s)
 
     def wake(self) -> None:
-        """Nothing to undo."""
+        """Undo :meth:`sleep`."""
+        if isinstance(self.fleet, SleepingFleet):
+            self.fleet.wake(self._deadline_s)
 
     def close(self) -> None:
         """End the workers; idempotent."""

@@ -269,6 +269,36 @@ BROKEN = [
         ["mode=async", "engine=sglang_server", "inference_model.num_devices=2:6"],
         "servers that stay; use engine=vllm, or inference_model.num_devices=6",
     ),
+    *(
+        (rule, ["inference_model.num_devices=shared", *overrides], said)
+        for rule, overrides, said in (
+            (
+                "shared_devices_are_used_in_turn",
+                ["mode=async", "train.max_policy_age=1"],
+                "max_policy_age=1); use mode=sync",
+            ),
+            (
+                "shared_devices_are_those_of_whole_engines",
+                ["train_model.num_devices=6", "inference_model.tensor_parallel_size=4"],
+                "tensor_parallel_size=4 do not fill; use inference_model.tensor_parallel_size=2",
+            ),
+            (
+                "a_running_server_shares_no_devices",
+                ["engine=vllm_server", "engine.url=http://127.0.0.1:1"],
+                "leave inference_model.num_devices out",
+            ),
+            (
+                "a_broadcast_of_weights_has_whole_engines",
+                ["inference_model.weight_transfer=collective"],
+                "engines stand on the learner's; leave it out",
+            ),
+            (
+                "devices_are_counted_or_named",
+                ["inference_model.devices=[0]"],
+                "num_devices=shared and inference_model.devices=[0]",
+            ),
+        )
+    ),
     ("every_amount_is_positive", ["inference_model.gone_s=0"], "inference_model.gone_s=0"),
     ("a_url_belongs_to_a_server", ["engine=scripted", "engine.url=http://127.0.0.1:1"], "engine=vllm_server"),
     *(
@@ -705,6 +735,10 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["env.chat_template_kwargs={enable_thinking: false}", "model.load_kwargs={use_safetensors: true}"],
         ["engine=vllm", "inference_model.engine_kwargs={max_logprobs: 8}", "inference_model.stop=[a,'b c']"],
         ["engine=vllm_server", "ray.address=auto", "device=cpu"],
+        [
+            *("train_model.num_devices=4", "inference_model.num_devices=shared"),
+            "inference_model.tensor_parallel_size=2",
+        ],
         ["engine=vllm_server", "ray.address=auto", "device=cuda", "engine.url=http://127.0.0.1:1"],
         [*JUDGED, "reward.judge.alone=true", "reward.success_above=0.5", "reward.judge.pairwise=3"],
         [*JUDGED, "env.mixture={a: {judge_weight: 0, reward_path: r.py}, b: {}}", "reward.judge.alone=true"],

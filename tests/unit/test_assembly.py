@@ -364,6 +364,53 @@ def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None
     )
 
 
+SHARED = ("engine.name=vllm", "inference_model.num_devices=shared", "train_model.num_devices=4")
+
+
+def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None:
+    gpus(4)
+    config = config_of(*SHARED, "inference_model.tensor_parallel_size=2")
+    plan = make_plan(config, "cuda")
+    assert (plan.workers, plan.shared, num_engines(config, plan)) == (True, True, 2)
+    assert any("engines sleep while the learner computes" in note for note in plan.notes)
+    assert not build.broadcasts_weights(config, plan)
+    gpus(1)
+    alone = make_plan(config_of(*SHARED[:2]), "cuda")
+    assert (alone.workers, alone.shared, alone.placement.colocated) == (False, False, True)
+
+
+def test_on_a_cluster_shared_engines_stand_in_the_bundles_of_their_ranks(monkeypatch, tmp_path, with_vllm) -> None:
+    """One GPU more, for a reference; which GPUs a bundle has is asked of a worker that gets all of them."""
+    bundles, launcher = [], Mock()
+    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: bundles.extend(places) or launcher)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8, "GPU": 4}}])
+    config = config_of(*SHARED, "ray.address=auto", "inference_model.tensor_parallel_size=2", "policy.kl_coef=0.1")
+    with pytest.raises(UserError, match="5 in all, and this one has 4"):
+        make_plan(config, "cuda", lambda: 4)
+    cluster = Cluster(config, make_plan(config, "cuda", lambda: 5), tmp_path)
+    assert [len(places) for places in bundles] == [2, 2, 1]
+    on_nodes = {("devices", 0): "6,7", ("devices", 1): "GPU-a,GPU-b", ("address", 0): "here:1"}
+
+    def started(name, spec, *, bundle, **options):
+        return Mock(call=lambda method: Mock(result=lambda timeout: on_nodes[method, bundle]))
+
+    launcher.start.side_effect = started
+    rollout, reference = cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2])), cluster.start_reference({})
+    for start, slots in ((rollout, 2), (reference, 1)):
+        for slot in range(slots):
+            start(slot)
+    cluster.start_ranks()
+    placed = {call.args[0]: call.kwargs for call in launcher.start.call_args_list}
+    seen = {name: found.get("env", {}).get("CUDA_VISIBLE_DEVICES") for name, found in placed.items()}
+    assert (seen["rollout-0"], seen["rollout-1"]) == ("6,7", "GPU-a,GPU-b")
+    assert [seen[f"learner-{rank}"] for rank in range(4)] == ["6", "7", "GPU-a", "GPU-b"]
+    assert [placed[f"learner-{rank}"]["bundle"] for rank in range(4)] == [0, 0, 1, 1]
+    assert [placed[name]["bundle"] for name in ("rollout-0", "rollout-1", "reference-0")] == [0, 1, 2]
+    # who says which GPUs there are holds them for so long only
+    asked = [call.kwargs["num_gpus"] for call in launcher.start.call_args_list if call.kwargs.get("num_gpus")]
+    assert asked == [2, 2, 1]
+
+
 ELASTIC = ("mode=async", "engine.name=vllm", "inference_model.num_devices='2:4'")  # YAML reads 2:4 as 124
 
 

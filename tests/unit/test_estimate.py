@@ -120,6 +120,24 @@ def test_an_engine_whose_share_does_not_hold_the_model_cannot_start() -> None:
 
 
 @NO_GPU
+def test_engines_on_the_learners_gpus_are_counted_by_turns() -> None:
+    """As on one GPU: never with gradients and activations; asleep, each leaves its weights on the host."""
+    own = [*LLAMA, "engine=vllm", "policy.kl_coef=0", "train_model.num_devices=4"]
+    found = planned(*own, "inference_model.num_devices=shared", gib=80.0)
+    apart = planned(*own, "inference_model.num_devices=4", gib=80.0)
+    assert [device.roles for device in found.devices] == [("learner", "engine")] * 4
+    assert len(apart.devices) == 8
+    (engine,) = [device for device in apart.devices if device.name == "cuda:0"]
+    (rank,) = [device for device in apart.devices if device.name == "cuda:4"]
+    parts = found.devices[0].moments
+    resting = {part: parts["training"][part] for part in ("context", "weights", "optimizer")}
+    served = {part: size for part, size in engine.moments["at work"].items() if part.startswith("engine")}
+    assert parts["sampling"] == resting | served
+    assert {**parts["training"], "context": 0} == {**rank.moments["at work"], "context": 0}
+    assert found.host["the checks"] - apart.host["the checks"] == 4 * served["engine: weights"]
+
+
+@NO_GPU
 def test_more_ranks_hold_less_each() -> None:
     peaks = []
     for count in (2, 4, 8):

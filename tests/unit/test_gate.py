@@ -351,7 +351,7 @@ def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
         watched = lambda *args, call=call: (computed.append(seen["asleep"]), call(*args))[1]  # noqa: E731
         monkeypatch.setattr(learner, name, watched)
     subject.transforms = [lambda batch: (computed.append(seen["asleep"]), batch)[1]]
-    subject.publisher.share_device = share_device
+    subject.publisher.make_room = learner.give_back if share_device else None
     assert failed(subject) == []
     assert set(computed) == {share_device}
     assert set(woken) == {share_device}

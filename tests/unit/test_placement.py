@@ -93,6 +93,22 @@ def test_concurrent_engines_never_share_the_learners_device(available: int, with
     assert found.ref == (((2,) if available > 2 else found.train) if with_reference else ())
 
 
+@pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])
+def test_shared_engines_stand_on_all_devices_of_the_learner(available: int, reference: tuple[int, ...]) -> None:
+    engines = Role("inference_model", default=2, shared=True)
+    found = place(Role("train_model", 4), engines, Role("ref_model"), available=available, concurrent=True)
+    assert (found.train, found.inference, found.ref) == ((0, 1, 2, 3), (0, 1, 2, 3), reference)
+    assert found.colocated
+    listed = place(Role("train_model", devices=[3, 1]), engines, None, available=4, concurrent=True)
+    assert listed.train == listed.inference == (3, 1)
+
+
+def test_shared_engines_ask_for_no_further_device() -> None:
+    engines = Role("inference_model", shared=True)
+    with pytest.raises(UserError, match=r"9 devices .*train_model=8, ref_model=1.* has 8; lower train_model"):
+        place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)
+
+
 def test_a_copy_over_several_devices_asks_for_all_of_them() -> None:
     found = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
     assert (found.train, found.inference) == ((2,), (0, 1))

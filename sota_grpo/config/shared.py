@@ -1,0 +1,47 @@
+"""Engines on the learner's devices, ``inference_model.num_devices=shared``: the rules that it must keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from sota_grpo.config import Config
+from sota_grpo.config.elastic import SHARED, device_count
+
+
+def shares_devices(config: Config) -> bool:
+    """Whether engines stand on the learner's devices and take turns with it.
+
+    >>> config = Config()
+    >>> config.inference_model.num_devices = "shared"
+    >>> shares_devices(config), shares_devices(Config())
+    (True, False)
+    """
+    return config.inference_model.num_devices == SHARED
+
+
+def shared_devices_are_used_in_turn(config: Config) -> Iterator[str]:
+    if shares_devices(config) and config.mode == "async":
+        yield (
+            "inference_model.num_devices=shared lets engines and learner take turns on the same devices, and mode="
+            f"async lets both work at once (train.max_policy_age={config.train.max_policy_age}); use mode=sync "
+            "(grpo.py), or give inference_model.num_devices a number."
+        )
+
+
+def shared_devices_are_those_of_whole_engines(config: Config) -> Iterator[str]:
+    size, count = config.inference_model.tensor_parallel_size, device_count(config.train_model) or 1
+    if shares_devices(config) and size > 0 and count % size:
+        yield (
+            f"inference_model.num_devices=shared stands on the learner's {count} devices, which engines of "
+            f"inference_model.tensor_parallel_size={size} do not fill; use inference_model.tensor_parallel_size="
+            f"{math.gcd(count, size)}."
+        )
+
+
+def a_running_server_shares_no_devices(config: Config) -> Iterator[str]:
+    if shares_devices(config) and config.engine.url is not None:
+        yield (
+            f"engine.url={config.engine.url} is one running server on devices of its own, and "
+            "inference_model.num_devices=shared starts engines on the learner's; leave inference_model.num_devices out."
+        )
