@@ -1,11 +1,12 @@
 """Settings of every test process: random draws that can be had again, threads that sleep while they wait, no network,
 and a compiler in this process."""
 
+import gc
 import hashlib
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,21 @@ def seed_draws(name: str) -> None:
     np.random.seed(int.from_bytes(digest[:4]))
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(int.from_bytes(digest[:7]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(50_000, 20, 50)  # as in a run: modules and tests are made by the million, and stay
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was collected and imported stays, so that no collection of a test walks through it."""
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None  # a run in this process would thaw all of it, and each later one walk through it
+
+
+def pytest_unconfigure(config: pytest.Config, thaw: Callable[[], None] = gc.unfreeze) -> None:
+    thaw()  # what is never freed, nanobind calls a leak
 
 
 @pytest.hookimpl(wrapper=True)

@@ -143,6 +143,7 @@ class _Refuse:
 
 
 def _serve() -> None:
+    gc.disable()  # while all is imported
     if sys.argv[1:] == ["light"]:
         sys.meta_path.insert(0, _Refuse())  # type: ignore[arg-type]
         import hydra  # noqa: F401
@@ -151,6 +152,7 @@ def _serve() -> None:
     else:
         sys.modules["vllm"] = None  # type: ignore[assignment]
         import datasets  # noqa: F401
+        import peft  # noqa: F401
 
         import sota_grpo.assembly.estimate
         import sota_grpo.assembly.evaluation
@@ -165,6 +167,7 @@ def _serve() -> None:
         load_model("tiny")
 
     gc.collect()
+    gc.enable()
     gc.freeze()  # a child neither looks through nor copies what was imported here
     for line in iter(sys.stdin.readline, ""):
         child = os.fork()

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from functools import reduce
 from typing import Any
 
 from sota_grpo.config import Config
@@ -42,11 +41,16 @@ def changed_options(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """A copy of ``config`` with other values, by dotted name."""
-    changed = copy.deepcopy(config)
+    """A copy of ``config`` with other values, by dotted name; sections without any of them are shared."""
+    changed = copy.copy(config)
     for name, value in options.items():
         *sections, leaf = name.split(".")
-        setattr(reduce(getattr, sections, changed), leaf, value)
+        section: Any = changed
+        for each in sections:
+            copied = copy.copy(getattr(section, each))
+            setattr(section, each, copied)
+            section = copied
+        setattr(section, leaf, value)
     return changed
 
 

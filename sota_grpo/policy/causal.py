@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
@@ -510,7 +509,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model itself, out of its LoRA wrapper when it has one."""
-    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+    unwrap = getattr(model, "get_base_model", None)  # peft's, which is not imported to ask
+    return cast(PreTrainedModel, model if unwrap is None else unwrap())
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:

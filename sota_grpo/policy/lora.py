@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -22,6 +20,10 @@ from sota_grpo.policy.quantization import dequantized, is_quantized
 from sota_grpo.policy.sharding import divided, gathered, replicated
 from sota_grpo.policy.tensor_files import Kept
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks, padded, rounded, rounded_dtype
+
+if TYPE_CHECKING:  # where bitsandbytes is installed peft imports it, a second that runs without an adapter save
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
 
 
 def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
@@ -44,6 +46,8 @@ def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0
         raise ValueError(f"the LoRA rank is {r}, but it must be at least 1")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"the LoRA dropout is {dropout}, but it must lie in [0, 1)")
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", bias="none", task_type="CAUSAL_LM"
     )
@@ -57,7 +61,7 @@ def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         ValueError: the model has no adapter.
     """
-    if not isinstance(model, PeftModel):
+    if base_model(model) is model:
         raise ValueError(f"{type(model).__name__} has no adapter to switch off; wrap it with add_lora first")
     return model.disable_adapter()
 
@@ -175,9 +179,14 @@ def engine_layout(model: nn.Module) -> dict[str, Kept]:
     return dict(first.values())
 
 
+def _is_adapted(module: nn.Module) -> TypeGuard[LoraLayer]:
+    """Whether peft has put its matrices beside those of this layer."""
+    return hasattr(module, "lora_A")
+
+
 def _parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor, LoraLayer | None]]:
     """The weights of :func:`engine_weights` as this rank holds them, each with the layer whose adapter it lacks."""
-    adapted = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLayer)}
+    adapted = {name: module for name, module in inner.named_modules() if _is_adapted(module)}
     trainable = {name for name, value in inner.named_parameters(remove_duplicate=False) if value.requires_grad}
     for name, value in inner.state_dict(keep_vars=True).items():
         if ".lora_A." in name or ".lora_B." in name:
@@ -252,7 +261,7 @@ class AdapterPack:
         tensors: list[tuple[str, torch.Tensor]] = []
         scales: dict[str, float] = {}
         for name, module in base_model(model).named_modules():
-            if isinstance(module, LoraLayer):
+            if _is_adapted(module):
                 (adapter,) = module.active_adapters
                 first: Any = module.lora_A[adapter]
                 second: Any = module.lora_B[adapter]

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -147,7 +146,7 @@ def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
         raise NotImplementedError(f"transformers' plan divides {name} as {kind}, which is not known here")
     parallel = ColwiseParallel if kind == "colwise" else RowwiseParallel
     module = layer.get_submodule(name)
-    if not isinstance(module, LoraLayer):
+    if not hasattr(module, "lora_A"):
         return {name: parallel()}
     (adapter,) = module.active_adapters
     first, second = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"

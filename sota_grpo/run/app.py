@@ -23,7 +23,7 @@ from sota_grpo.config import Config, num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import RunFailed, UserError, collect_seldom
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_evaluations
@@ -93,7 +93,7 @@ class Run:
         ):
             gc.collect()
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
-            gc.set_threshold(50_000, 20, 50)  # nor every 700 objects: rows have no cycles, which need a collector
+            collect_seldom()
             self.run_log.rewind(first)
             drop_steps(self.run_dir, first)
             # not before: a first start that fails leaves no run behind

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
+from sota_grpo.errors import collect_seldom
 from sota_grpo.orphans import end_group_with, ending
 from sota_grpo.text import readable
 from sota_grpo.workers.base import (
@@ -353,6 +354,7 @@ def _show(name: str, printed: IO[bytes]) -> None:
 
 def serve_child(fd: int, parent_pid: int) -> None:
     """The life of a worker's process: its object on the main thread, where it may use signals; calls on another."""
+    collect_seldom()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(sys.stdout, TextIOWrapper):  # what is printed is not lost when the process is killed
         sys.stdout.reconfigure(line_buffering=True)

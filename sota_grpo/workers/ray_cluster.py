@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from sota_grpo.errors import collect_seldom
 from sota_grpo.orphans import die_with_parent, guard
 from sota_grpo.workers.base import Host, Launcher, OpenCalls, WorkerSpec, child_environment, descendants, outcome
 from sota_grpo.workers.processes import Message
@@ -79,6 +80,7 @@ class HostActor:
     def __init__(self, name: str, spec: bytes, path: list[str]) -> None:
         die_with_parent()  # Ray's node manager; a stopped actor could not notice that it is gone
         sys.path += [entry for entry in path if entry not in sys.path]
+        collect_seldom()
         self._host = Host(name, lambda: pickle.loads(spec))
         self._host.serve_on_thread()
         self._next_call = 0
