@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def lay(folder: Path) -> None:
         (folder / name).symlink_to(_TINY)
 
 
+@cache
 def _problems() -> list[dict[str, str]]:
     from sota_grpo.tasks import make_task
 

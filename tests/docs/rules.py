@@ -21,6 +21,7 @@ SIZES = {
     "eval.num_samples": "4",
     "eval.avg_at_k": "1",
     "env.max_samples": "64",
+    "env.num_heldout": "16",
 }
 #: The checks before training do not depend on how a command is written; those of the README are made all the same.
 UNCHECKED = "check.mode=off"

@@ -45,13 +45,23 @@ def is_variation(command: Command) -> bool:
     return command.block.document.name != "README.md" and command in ON_GPUS
 
 
+def is_mixed(command: Command) -> bool:
+    """Whether a mixture of the same document trains with its tools or its environment, from the same file."""
+    named = [word.partition("=")[2] for word in command.words if word.startswith(("env.tools=", "env.environment="))]
+    others = [c for c in COMMANDS if c.block.document == command.block.document]
+    mixtures = " ".join(word for c in others for word in c.words if word.startswith("env.mixture="))
+    return bool(named) and all(name in mixtures for name in named)
+
+
 #: What another document runs as well is run once.
 FIRST = {(c.words, c.environment): c for c in reversed(COMMANDS)}
 
 
 def cases(chosen: list[Command]) -> list:
     slow = [pytest.mark.slow]
-    return [pytest.param(c, id=str(c), marks=slow if is_slow(c) or is_variation(c) else []) for c in chosen]
+    return [
+        pytest.param(c, id=str(c), marks=slow if is_slow(c) or is_variation(c) or is_mixed(c) else []) for c in chosen
+    ]
 
 
 def test_every_block_says_its_language() -> None:

@@ -24,6 +24,7 @@ SMALL = (
     "env.num_envs=16",
     "env.repeats=4",
     "env.max_samples=256",  # every prompt is tokenized at the start
+    "env.num_heldout=32",
     "train.dialog_turns_per_batch=16",
     "train.optim_batch_size=16",
     "train.total_dialog_turns=64",

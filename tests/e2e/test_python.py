@@ -37,7 +37,8 @@ rows = [{{"prompt": f"How much is {{n}} + 1?", "answer": str(n + 1)}} for n in r
 result = sota_grpo.train("grpo_cpu", reward=brief, dataset=rows, overrides={overrides!r}, run_dir={run_dir!r})
 print("STEPS", len(result.metrics), result.finished)
 """
-OPTIONS = (*SMALL, "engine=transformers", "eval.mode=off", "train.checkpoint_frequency=1", "logging.report=false")
+NO_HELDOUT = tuple(option for option in SMALL if not option.startswith("env.num_heldout="))  # a tenth of the rows is
+OPTIONS = (*NO_HELDOUT, "engine=transformers", "eval.mode=off", "train.checkpoint_frequency=1", "logging.report=false")
 
 
 def script(folder: Path, *overrides: str) -> list[str]:

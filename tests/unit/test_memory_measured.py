@@ -26,11 +26,11 @@ SIZES: dict[str, dict[str, Any]] = {
     LARGEST: DEEP | SHORT | {"family": "llama"},
 }
 LIGHT: dict[str, dict[str, Any]] = {
-    WORDY: SIZES[WORDY],
     "an adapter with dropout": TOKENS | SHORT | {"rank": 16, "dropout": 0.05},
     "moments of 8 bits": TOKENS | SHORT | {"optimizer": "adamw_8bit"},
 }
 HEAVY: dict[str, dict[str, Any]] = {
+    WORDY: SIZES[WORDY],
     "an adapter": TOKENS | LONG | {"rank": 16},
     "checkpointing": TOKENS | LONG | {"checkpointing": True},
     "muon": DEEP | SHORT | {"family": "llama", "optimizer": "muon"},

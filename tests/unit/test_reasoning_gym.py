@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import os
 import pickle
@@ -175,32 +177,29 @@ def test_a_score_above_one_is_no_success() -> None:
     assert TASK.score("<answer>0</answer>", example).terms == {"correct": 0.0}
 
 
-_DRAWN = """
-import hashlib, json, random, sys
-from sota_grpo.tasks.reasoning_gym import ReasoningGymTask
-random.seed()  # problems must not depend on the process's random numbers
-names, seed, order = json.loads(sys.argv[1])
-drawn = {}
-for name in names[::order]:
+def digests(name: str, seed: int, order: int) -> list[str]:
+    """Of the first problems of a task, drawn forwards or backwards, in the order of their places."""
     task = ReasoningGymTask.load(tasks={name: 1}, seed=seed, num_train=4)
     places = [0, 3] if name in ("zebra_puzzles", "futoshiki") else [0, 1, 2, 3]
-    drawn[name] = [hashlib.md5(repr(task.train[place]).encode()).hexdigest() for place in places[::order]][::order]
-print(json.dumps(drawn, sort_keys=True))
-"""
+    return [hashlib.md5(repr(task.train[place]).encode()).hexdigest() for place in places[::order]][::order]
 
 
 def test_problems_are_the_same_whatever_the_hash_seed_and_the_order() -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", _DRAWN, json.dumps([ALLOWED, SEED, order])],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed, order in (("1", 1), ("2", -1))
-    ]
-    first, second = (json.loads(process.communicate()[0]) for process in started)
+    code = "import hashlib, json, random, sys\nfrom sota_grpo.tasks.reasoning_gym import ReasoningGymTask\n"
+    code += inspect.getsource(digests)
+    code += "random.seed()\n"  # problems must not depend on the process's random numbers
+    code += "names, seed = json.loads(sys.argv[1]), int(sys.argv[2])\n"
+    code += "print(json.dumps({name: digests(name, seed, -1) for name in names}))\n"
+    other = "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"
+    started = subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(ALLOWED[::-1]), str(SEED)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": other, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    first = {name: digests(name, SEED, 1) for name in ALLOWED}
+    second = json.loads(started.communicate()[0])
     assert [name for name in ALLOWED if first[name] != second[name]] == [], SEED
 
 

@@ -53,7 +53,7 @@ def build(folder: Path, device: str, *, lora: bool, dropout: float, tied: bool, 
     return Learner(policy, loss, LearnerSettings(**chosen), pad_token_id=0, dump_dir=folder)
 
 
-def rows(count: int = 16) -> LazyStackedTensorDict:
+def rows(count: int = 8) -> LazyStackedTensorDict:
     torch.manual_seed(SEED + 1)
     return ragged_rows(count)
 
@@ -88,14 +88,14 @@ def test_it_learns_what_the_cpu_learns(case: dict[str, Any], tmp_path: Path, mon
     assert here.device == CUDA
     assert here.policy.shared_prompt
     calls.clear()
-    close, batch = CLOSE[case["precision"]], row_list(rows())
+    close, batch = CLOSE[case["precision"]], row_list(rows(16))
     gradients = [learner.gradient(batch, token_budget=60) for learner in (here, there)]
     assert distance(*gradients) < close
     assert bool(calls) == (case["precision"] != "fp32")
     norm, gap, _ = here.gradient_gap(batch, (1000, 20))
     assert norm > 0.01
     assert gap < close
-    metrics = [learner.update(rows()) for learner in (here, there)]
+    metrics = [learner.update(rows(16)) for learner in (here, there)]
     for name in ("loss/objective", "loss/kl", "grad_norm", "entropy", "kl", "ess"):
         assert metrics[0][name] == pytest.approx(metrics[1][name], rel=close, abs=close), name
     assert metrics[0].get("skipped_steps", 0) == 0
@@ -170,7 +170,7 @@ def test_a_micro_batch_seldom_makes_the_host_wait(whose: str, tmp_path: Path) ->
     """Of passes over the same rows in one micro-batch and in many, by their difference."""
     learner = build(tmp_path, "cuda", **{**FULL, "precision": "bf16", "optim_batch_size": 16})
     reference = FrozenReference(make_model(head_dim=8).to("cuda"))
-    counted, batch = {}, row_list(rows())
+    counted, batch = {}, row_list(rows(16))
     for budget in (20, 1000):
         with host_traffic() as traffic:
             if whose == "learner":
