@@ -63,7 +63,8 @@ def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
     """
     if base_model(model) is model:
         raise ValueError(f"{type(model).__name__} has no adapter to switch off; wrap it with add_lora first")
-    return model.disable_adapter()
+    adapted: Any = model
+    return adapted.disable_adapter()
 
 
 def engine_weights(

@@ -145,7 +145,7 @@ def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
     if kind not in ("colwise", "rowwise"):
         raise NotImplementedError(f"transformers' plan divides {name} as {kind}, which is not known here")
     parallel = ColwiseParallel if kind == "colwise" else RowwiseParallel
-    module = layer.get_submodule(name)
+    module: Any = layer.get_submodule(name)
     if not hasattr(module, "lora_A"):
         return {name: parallel()}
     (adapter,) = module.active_adapters
