@@ -48,7 +48,7 @@ def test_every_allowed_type_survives_the_round_trip(tmp_path):
         "plain": [1, 2.5, None, True, b"\x00\xff", 2**130, -(2**70), ("nested", {3: "int key"})],
         "text": "naïve ✓",
     }
-    path = CheckpointStore(tmp_path).save(7, state)
+    path = CheckpointStore(tmp_path / "of a run" / "checkpoints").save(7, state)
     loaded = CheckpointStore.load(path)
     assert loaded["plain"] == state["plain"]
     assert loaded["text"] == state["text"]

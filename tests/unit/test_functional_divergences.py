@@ -127,12 +127,13 @@ def test_icepop_by_hand() -> None:
 
 def test_off_policy_tokens_by_the_plain_loop() -> None:
     log_prob, behaviour = torch.randn(2, 40, 8, dtype=torch.float64)
-    mask, advantage = torch.rand(40, 8) < 0.6, torch.randn(40, 1).sign()
+    mask, advantage = torch.rand(40, 8) < 0.6, torch.randint(-1, 2, (40, 1))
     mask[1] = False
+    mask[2:4], behaviour[2:4], advantage[2], advantage[3] = True, log_prob[2:4] + 1, -1, 0
     dirty = log_prob.masked_fill(~mask, math.nan).requires_grad_()
     found = off_policy_tokens(dirty, behaviour, advantage, mask, threshold=0.1)
     assert not found.requires_grad
-    assert found.any()
+    assert found[2].all()
     for i in range(40):
         gaps = [(behaviour[i, t] - log_prob[i, t]).item() for t in range(8) if mask[i, t]]
         stale = bool(gaps) and advantage[i] < 0 and sum(gaps) / len(gaps) > 0.1

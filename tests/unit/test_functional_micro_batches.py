@@ -227,6 +227,12 @@ def test_one_group_is_cut_for_its_ranks() -> None:
     assert [[piece.tokens for piece in share] for share in shares] == [[110]] * 4
 
 
+def test_of_a_group_that_is_cut_the_longest_rows_that_fit_go() -> None:
+    """Prompt 1 and responses of 1, 2, 5 and 5 are 14 tokens, a half 7.5 as the prompt counts twice: 1 + 5 + 1 fit."""
+    shares = rank_shares([PromptGroup((0, 1, 2, 3), 1, (1, 2, 5, 5))], 2, lambda group: group.tokens)
+    assert sorted([sorted(piece.responses) for piece in share] for share in shares) == [[[1, 5]], [[2, 5]]]
+
+
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 8])
 def test_no_share_exceeds_another_by_more_than_the_largest_cost(num_shares: int) -> None:
     for _ in range(50):

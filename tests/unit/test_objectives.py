@@ -339,6 +339,15 @@ def test_a_correction_below_its_floor_is_counted_and_rejected_by_row() -> None:
         assert out.correction_fraction.item() == fraction
 
 
+@pytest.mark.parametrize("bounds", [{"correction_floor": 1.0}, {"correction_cap": 1.0}])
+def test_a_correction_at_its_bound_is_within_it(bounds) -> None:
+    batch = hand_batch(behaviour=[0.0] * 3, advantage=1.0)
+    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 3))
+    loss = GRPOLoss(Constant([0.0] * 3), correction="token", correction_mode="mask", entropy_bonus=False, **bounds)
+    out = loss(batch)
+    assert (out.loss_objective.item(), out.correction_fraction.item()) == (-1.0, 0.0)
+
+
 def test_tokens_of_weight_zero_take_no_part() -> None:
     """A dropped row changes neither loss nor diagnostics, however bad its numbers."""
     stream = generator()

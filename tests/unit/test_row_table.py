@@ -159,7 +159,7 @@ def test_what_is_written_to_a_table_is_written_to_the_rows_that_it_was_made_of()
     write(lazy_stack(rows))
     assert "y" not in rows[0].keys()  # noqa: SIM118
     assert (rows[1]["y"].tolist(), rows[0]["text"]) == ([1.0], "a")
-    with pytest.raises(ValueError, match="stack TensorDicts lazily"):
+    with pytest.raises(ValueError, match="y is missing in 1 of 2 rows; stack TensorDicts lazily"):
         write(TensorDict({"x": torch.zeros(2, 1)}, [2]))
 
 

@@ -27,9 +27,9 @@ from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import Kept, StoredTensor, in_memory, stored_tensors, write_tensors
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
 from sota_grpo.training.remote_learner import LearnerWorker
-from sota_grpo.training.shards import Shards, ShardWriter, filled
+from sota_grpo.training.shards import Shards, ShardWriter, emptied, filled
 from sota_grpo.untrusted import TensorFileError
-from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.base import WorkerDied, WorkerThread
 from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
 
@@ -211,6 +211,22 @@ def test_saves_that_are_killed_again_and_again_fill_no_disk(tmp_path: Path) -> N
     assert store.num_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
 
 
+def test_a_leftover_that_cannot_be_removed_keeps_no_checkpoint_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, "in use")
+
+    store = CheckpointStore(tmp_path)
+    half = store.folder(1)
+    half.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rmdir", refuse)
+        path = saved(store, 1)
+    assert half.is_dir()
+    assert CheckpointStore.load(path)["learner"]["model"]["w"].shape == (4, 2)
+
+
 def test_what_a_rank_wrote_of_8_bit_moments_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie a level deeper than others: a cluster's only rank writes them."""
     pytest.importorskip("bitsandbytes")
@@ -315,6 +331,11 @@ def test_a_state_whose_tensor_is_in_no_file_is_refused(tmp_path: Path) -> None:
         CheckpointStore.load(path)
 
 
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"two tensors of a state are called a\.b"):
+        emptied({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
+
+
 def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,15 +346,19 @@ def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
         go_on.wait(30)
         return write(*args, **options)
 
+    progress: list[str] = []
     monkeypatch.setattr("sota_grpo.training.shards.write_tensors", slow)
+    monkeypatch.setattr(WorkerThread, "progress", lambda thread: progress.append(thread.name))
     writer = ShardWriter(Ranks())
     writer.begin(tmp_path / "a", {"w": weight})
     writer.wait_copied()
+    assert len(progress) == 2  # it began, and made the only copy
     weight.fill_(2.0)
     assert not writer.written().done()
     go_on.set()
     name, _ = writer.written().result(30)
     assert torch.equal(load_file(tmp_path / "a" / name)["w"], torch.ones(3))
+    assert len(progress) == 4  # the header and the only tensor
     writer.close()
 
 

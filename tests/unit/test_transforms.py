@@ -249,7 +249,10 @@ def test_they_compose_as_a_collectors_postproc() -> None:
         ReferenceKL(FakeReference(), pad_token_id=0, token_budget=50),
         GroupAdvantage(scale="none", group_size=4),
     )
+    before = set(rows[0].keys(include_nested=True, leaves_only=True))
     out = postproc(lazy_stack(rows, 0))
+    written = set(row_list(out)[0].keys(include_nested=True, leaves_only=True)) - before
+    assert written <= {key for transform in postproc for key in transform.out_keys}
     assert out["advantage"].flatten().tolist() == [0.875, -0.125, -0.375, -0.375]
     assert all(keys.REF_LOG_PROBS in row.keys(True) for row in row_list(out))
 
