@@ -461,12 +461,12 @@ def test_learning_rate_schedules() -> None:
 
 
 def _gradient(learner: Learner, rows: list[TensorDict], budget: int) -> tuple[dict[str, torch.Tensor], dict]:
-    """The gradient of one optimizer step, and its metrics; the rows are told which of their tokens were kept."""
+    """The gradient of one optimizer step, its losses and metrics; the rows are told which of their tokens were kept."""
     plain = plain_rows(rows)
-    metrics = learner._run(plain, learner._passes(plain, budget))[1]
+    losses, metrics = learner._run(plain, learner._passes(plain, budget))
     for row, shown in zip(rows, plain, strict=True):
         row.set(keys.OBJECTIVE_MASK, shown.get(keys.OBJECTIVE_MASK, torch.zeros_like(row[keys.ASSISTANT_MASK])))
-    return {name: p.grad.clone() for name, p in learner.policy.named_parameters()}, metrics
+    return {name: p.grad.clone() for name, p in learner.policy.named_parameters()}, losses | metrics
 
 
 def test_tokens_of_high_entropy_are_those_of_the_whole_optimizer_step(tmp_path: Path) -> None:
@@ -491,7 +491,8 @@ def test_tokens_of_high_entropy_are_those_of_the_whole_optimizer_step(tmp_path: 
     advantage = batch[keys.ADVANTAGE].squeeze(-1)
     value = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     weight = torch.where(batch[keys.OBJECTIVE_MASK], batch[keys.LOSS_WEIGHT], 0.0)
-    (weight * value).sum().backward()
+    (loss := (weight * value).sum()).backward()
+    assert metrics["loss/objective"] == pytest.approx(loss.item(), abs=1e-4)
     assert largest_gap(whole, {name: p.grad for name, p in learner.policy.named_parameters()}) < 1e-5 * scale
 
 

@@ -234,6 +234,8 @@ def test_of_no_rows_every_column_is_empty() -> None:
 def test_an_entry_that_all_taken_rows_have_is_a_tensor_of_all() -> None:
     table = RowTable.of([{"x": torch.ones(1)}, {"y": 1}, {"x": torch.zeros(1)}])
     assert table[2:].get("x").tolist() == [[0.0]]
+    ragged = RowTable.of([{"x": torch.ones(2)}, {"x": torch.zeros(2)}, {"x": torch.ones(3)}])
+    assert ragged[:2].get("x").tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
