@@ -109,6 +109,24 @@ def test_ragged_rows_through_a_wrapper_equal_the_plain_policy(model, pad_output,
     )
 
 
+def test_an_actor_may_have_nothing_but_the_distribution(model) -> None:
+    """A module of one's own, which TorchRL's loss takes too: ``get_dist`` of a wrapper that masks as it likes."""
+
+    class Own(nn.Module):
+        pad_output, input_mode = True, "tokens"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = wrapper(model)
+
+        def get_dist(self, batch: TensorDict, logits_key: str) -> torch.distributions.Distribution:
+            return self.wrapped._get_sft_dist(batch, logits_key=logits_key)
+
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    own, known = (GRPOLoss(actor, entropy_bonus=False)(batch.clone()) for actor in (Own(), wrapper(model)))
+    assert own.loss_objective.item() == known.loss_objective.item()
+
+
 def test_torchrls_loss_consumes_our_rows_and_our_padded_batch(model) -> None:
     for shapes in (EQUAL_LENGTHS, RAGGED):
         rows = rows_of(model, shapes)

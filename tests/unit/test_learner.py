@@ -346,6 +346,17 @@ def test_non_finite_step_stops_with_the_batch_and_unchanged_weights(tmp_path: Pa
     assert torch.isnan(dumped["batch"]["advantage"]).any()
 
 
+@pytest.mark.parametrize("trained", ["fp32", "bf16"])
+def test_what_half_precision_does_to_log_probs_is_half_minus_float32(trained: str, tmp_path: Path) -> None:
+    rows = make_rows(4)
+    half, single = (make_learner(tmp_path, precision=precision).measured(rows)[0] for precision in ("bf16", "fp32"))
+    learner = make_learner(tmp_path, precision=trained)
+    measured, rounding = learner.measured_with_rounding(rows)
+    assert torch.equal(measured[0], half if trained == "bf16" else single)
+    assert torch.equal(rounding, half - single)
+    assert rounding.any()
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_follows_fp32(precision: str, tmp_path: Path) -> None:
     rows = make_rows()

@@ -280,7 +280,8 @@ def test_an_export_that_is_written_weight_by_weight_is_what_transformers_writes(
     monkeypatch.setattr(load, "write_model", partial(write_model, most_bytes=most_bytes))
     monkeypatch.setattr(base, "save_pretrained", partial(only_its_configuration, base.save_pretrained))
     save_hf(model, load_tokenizer("tiny"), tmp_path / "ours")
-    assert (len(list((tmp_path / "ours").glob("*.safetensors"))) > 1) == (most_bytes == 10**6)
+    several = len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    assert several == (tmp_path / "ours" / "model.safetensors.index.json").exists() == (most_bytes == 10**6)
     ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
