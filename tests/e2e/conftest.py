@@ -17,6 +17,7 @@ import torch
 from sota_grpo.recording.metrics import declared
 from tests.forked import Done, ForkServer
 
+collect_ignore = ["turns"]  # for other processes, which it watches
 ROOT = Path(__file__).resolve().parents[2]
 # one thread each: equal bits need equal thread counts (docs/design.md, decision 8)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
