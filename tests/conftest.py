@@ -8,9 +8,12 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+
+from sota_grpo.errors import collect_seldom
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,7 +43,7 @@ def seed_draws(name: str) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.set_threshold(50_000, 20, 50)  # as in a run: modules and tests are made by the million, and stay
+    collect_seldom()  # modules and tests are made by the million, and stay
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -66,6 +69,18 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test draws, and the fixtures that are made for it."""
     seed_draws(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a fixture of several tests draws, whichever of them is the first; that one's draws stay what they are."""
+    if fixturedef.scope == "function":
+        return (yield)
+    seed_draws(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}")
+    try:
+        return (yield)
+    finally:
+        seed_draws(request._pyfuncitem.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -433,6 +433,7 @@ def _reference_service(
         "model_name": resolve_model_path(reference_name(config)),
         "num_threads": cluster.threads if plan.device_type == "cpu" else None,
         "pad_token_id": tokenizer.pad_token_id,
+        "gives_back": plan.shared,
     }
     count = len(plan.placement.ref)
     fleet = Fleet(

@@ -148,7 +148,12 @@ class Cluster:
         per_engine = len(self._engines[0])
         found = self._asked("devices", range(self._engines_in_ray), num_gpus=per_engine)
         names = [name for bundle in found for name in bundle.split(",")]
-        return dict(zip(self._plan.placement.inference, names, strict=True))
+        if len(names) != len(self._plan.placement.inference):
+            raise RunFailed(
+                f"Ray lent {len(self._plan.placement.inference)} GPUs to the engines and named {found}; unset "
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started."
+            )
+        return dict(zip(self._plan.placement.inference, names))
 
     def _asked(self, method: str, bundles: Sequence[int], **options: Any) -> list[str]:
         """What an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` says in each of these bundles."""
@@ -173,7 +178,7 @@ class Cluster:
     def _placed(self, gpus: Sequence[int]) -> Mapping[str, Any]:
         env = {"OMP_WAIT_POLICY": "PASSIVE"}
         options: dict[str, Any] = {"threads": self.threads, "env": env}  # left alone, Ray gives an actor one thread
-        shared = all(index in self._names for index in gpus)
+        shared = bool(gpus) and all(index in self._names for index in gpus)
         if self._gpus_by_ray and not shared:
             options["num_gpus"] = len(gpus)
         elif self._plan.device_type == "cuda":

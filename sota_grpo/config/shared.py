@@ -39,6 +39,14 @@ def shared_devices_are_those_of_whole_engines(config: Config) -> Iterator[str]:
         )
 
 
+def sglang_keeps_its_weights_where_it_sleeps(config: Config) -> Iterator[str]:
+    if shares_devices(config) and config.engine.name == "sglang_server":
+        yield (
+            "engine=sglang_server keeps its weights on the device while it sleeps; inference_model.num_devices=shared "
+            "leaves that room to the learner: use engine=vllm, or give inference_model.num_devices a number."
+        )
+
+
 def a_running_server_shares_no_devices(config: Config) -> Iterator[str]:
     if shares_devices(config) and config.engine.url is not None:
         yield (

@@ -182,7 +182,7 @@ def engine_layout(model: nn.Module) -> dict[str, Kept]:
 
 def _is_adapted(module: nn.Module) -> TypeGuard[LoraLayer]:
     """Whether peft has put its matrices beside those of this layer."""
-    return hasattr(module, "lora_A")
+    return hasattr(module, "lora_A") and hasattr(module, "active_adapters")
 
 
 def _parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor, LoraLayer | None]]:

@@ -375,7 +375,7 @@ class RolloutSource:
         if self.synchronous and state.get("max_policy_age", 0):
             raise UserError(
                 "The saved run had workers beside its learner, whose groups this one, which takes turns, would lose; "
-                "resume it on as many devices as it had."
+                "resume it in the same mode, on as many devices as it had."
             )
         if self._begun:
             raise RuntimeError("load_state_dict() was called after next_batch(); load before the first batch.")

@@ -546,9 +546,10 @@ class Publisher:
     def publish(self, version: int) -> None:
         """Return when every engine samples its next token from the weights called ``version``."""
         began = time.perf_counter()
+        pushes = [self.weights() for _ in self.engines]  # what gathering them takes is given back before anybody wakes
         self.wake()
-        for engine in self.engines:
-            engine.update_weights(self.weights(), version)
+        for engine, weights in zip(self.engines, pushes):
+            engine.update_weights(weights, version)
             if engine.version != version:
                 raise RuntimeError(f"Engine {engine.name} serves version {engine.version} after a push of {version}.")
         self.seconds = time.perf_counter() - began

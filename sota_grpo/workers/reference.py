@@ -33,6 +33,7 @@ class ReferenceWorker:
         token_budget: packed tokens of one forward pass; padded ones for a model that cannot be packed.
         pad_token_id: padding of the tokens; any id of the vocabulary will do.
         shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        gives_back: keeps no memory of the device in reserve between answers, for engines that sleep there meanwhile.
 
     Raises:
         ValueError: an unknown precision.
@@ -48,13 +49,14 @@ class ReferenceWorker:
         pad_token_id: int = 0,
         shared_prompt: bool = True,
         fused: bool = False,
+        gives_back: bool = False,
     ) -> None:
         if precision not in _AUTOCAST:
             raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(_AUTOCAST)}")
         self._device_type = next(model.parameters()).device.type
         self._autocast = _AUTOCAST[precision]
         self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt, fused=fused)
-        self._token_budget, self._pad_token_id = token_budget, pad_token_id
+        self._token_budget, self._pad_token_id, self._gives_back = token_budget, pad_token_id, gives_back
         self._thread = WorkerThread("reference")
 
     def run(self, rows: RowTable) -> Future[list[np.ndarray]]:
@@ -76,6 +78,8 @@ class ReferenceWorker:
             token_budget=self._token_budget,
             shared_prompt=self._reference.shared_prompt,
         )
+        if self._gives_back:
+            torch.cuda.empty_cache()
         return [values.numpy() for values in log_probs]
 
     def _forward(self, padded: TensorDictBase) -> torch.Tensor:

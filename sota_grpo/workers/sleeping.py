@@ -45,9 +45,14 @@ class SleepingFleet(Fleet):
 
         Raises:
             WorkerDied, WorkerLate: as :meth:`~.fleet.Fleet.broadcast`.
+            RuntimeError: tasks are open, which would wake their workers again.
         """
         if not self._may_start.is_set():
             return
+        idle = promised()
+        if not self._post(self._require_idle, idle):
+            raise self._closed()
+        idle.result()
         self.broadcast("sleep", deadline_s=deadline_s, sticky=True)
         all_asleep = promised()
         if not self._post(self._hold_starts, all_asleep):
@@ -60,6 +65,12 @@ class SleepingFleet(Fleet):
         self.broadcast("wake", deadline_s=deadline_s)
 
     # The supervisor's thread.
+
+    def _require_idle(self, idle: Future[None]) -> None:
+        if count := len(self._queue) + sum(len(slot.tasks) for slot in self._slots):
+            idle.set_exception(RuntimeError(f"{count} tasks of {self._role} are open while it is to sleep."))
+        else:
+            idle.set_result(None)
 
     def _hold_starts(self, all_asleep: Future[None]) -> None:
         if self._dead is not None:

@@ -283,6 +283,11 @@ BROKEN = [
                 "tensor_parallel_size=4 do not fill; use inference_model.tensor_parallel_size=2",
             ),
             (
+                "sglang_keeps_its_weights_where_it_sleeps",
+                ["engine=sglang_server"],
+                "use engine=vllm, or give inference_model.num_devices a number",
+            ),
+            (
                 "a_running_server_shares_no_devices",
                 ["engine=vllm_server", "engine.url=http://127.0.0.1:1"],
                 "leave inference_model.num_devices out",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import plain_rows, row_list
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
-from sota_grpo.training.learner import Learner, NonFiniteStep
+from sota_grpo.training.learner import Learner, NonFiniteStep, Publisher
 from tests.unit.tiny_models import VOCAB, make_model
 
 PAD = 0
@@ -579,3 +580,13 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
     fresh = make_learner(tmp_path, entropy_target=100.0, **adapts)
     fresh.load_state_dict(older)
     assert fresh.loss.entropy_coeff == fresh.entropy_coef == 0.0
+
+
+def test_weights_are_gathered_before_room_is_made_and_an_engine_wakes() -> None:
+    """On one device for both, the reserve of the gathering would stand beside all that is sampled next."""
+    events: list[str] = []
+    engine = SimpleNamespace(name="engine", version=0, wake=lambda: events.append("wake"))
+    engine.update_weights = lambda weights, version: (events.append(weights), setattr(engine, "version", version))
+    publisher = Publisher(lambda: events.append("gather") or "push", [engine], lambda: events.append("make room"))
+    publisher.publish(1)
+    assert events == ["gather", "make room", "wake", "push"]

@@ -57,6 +57,20 @@ def in_threads() -> Iterator[ThreadLauncher]:
     launcher.close()
 
 
+@pytest.mark.parametrize("gives_back", [True, False])
+def test_a_worker_keeps_nothing_in_reserve_where_engines_sleep(
+    gives_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    model = make_model("llama", vocab_size=64)
+    worker = ReferenceWorker(model, temperature=1.0, token_budget=BUDGET, gives_back=gives_back)
+    (rows,) = groups_of_rows(1)
+    worker.run(rows).result(60)
+    worker.close()
+    assert emptied == [True] * gives_back
+
+
 def written_here(model: torch.nn.Module, groups: list[RowTable], coeff: float | None = None):
     """Copies of the rows after the transform of the synchronous loop, all in one batch."""
     here = FrozenReference(deepcopy(model), temperature=0.7)

@@ -129,6 +129,20 @@ def test_one_that_is_being_replaced_is_waited_for_and_sleeps_before_its_first_ta
     assert stage.lives() == [1, 2]
 
 
+def test_nobody_is_told_to_sleep_who_has_a_task(stage: SleeperStage) -> None:
+    """It would wake for it, beside others who compute."""
+    fleet = stage.fleet(2)
+    task = fleet.submit("a")
+    until(lambda: any(stage.now(index).tasks for index in range(2)))
+    with pytest.raises(RuntimeError, match="1 tasks of sleeper are open"):
+        fleet.sleep(WAIT_S)
+    (busy,) = (stage.now(index) for index in range(2) if stage.now(index).tasks)
+    busy.open["a"].set_result("done")
+    assert task.result(WAIT_S) == "done"
+    fleet.sleep(WAIT_S)
+    assert stage.asleep() == [True, True]
+
+
 def test_a_task_ends_the_sleep(stage: SleeperStage) -> None:
     """Else one for which no worker is left would wait for ever."""
     fleet = stage.fleet(1)
