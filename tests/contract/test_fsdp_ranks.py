@@ -117,10 +117,13 @@ def test_two_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
         found, expected = measured(two.update(rows)), measured(one.update(rows))
         close = 1e-5 if kind != "bf16" else 2e-2
         assert found == pytest.approx(expected, rel=close, abs=close)
-    moved = max(float((value - before[name]).abs().max()) for name, value in engine_weights(one.policy.model))
-    assert moved > 1e-4
-    # half precision adds other row sets in another order, and Adam turns a changed sign of a tiny gradient into a step
-    assert_equal_weights(two, one, **({} if kind != "bf16" else {"rtol": 0.0, "atol": 2.5 * 9 * 1e-4}))
+    after = dict(engine_weights(one.policy.model))
+    assert max(float((value - before[name]).abs().max()) for name, value in after.items()) > 1e-4
+    if kind != "bf16":
+        assert_equal_weights(two, one)
+    else:  # other row sets are added in another order, and Adam turns a changed sign of a tiny gradient into a step
+        apart = sum(float((value - after[name]).abs().sum()) for name, value in two.weights().tensors())
+        assert apart < 0.05 * sum(float((value - before[name]).abs().sum()) for name, value in after.items())
     assert two.version == one.version == 2
 
 
