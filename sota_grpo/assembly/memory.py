@@ -35,7 +35,7 @@ Weights and the optimizer's state are there throughout.
 
 **The C library's heap** (glibc, on a CPU) gives tensors below 32 MiB room that others have left only in part: gradients
 that are made while activations go lie between their pieces. So high-water marks add up instead of taking turns, and
-some is never used again: measured, a fifth of the activations; 0.5 to 1.1 of them with an adapter, whose gradients are
+some is never used again: measured, a tenth of the activations; 0.5 to 1.1 of them with an adapter, whose gradients are
 small and many (0.8 is taken); under checkpointing 0.4 of what all layers would save. ``MALLOC_MMAP_THRESHOLD_=1048576``
 in the environment gives every larger tensor pages of its own, which ends that and costs 4 to 36 % of the time. Under
 autocast on a CPU the matrix library holds some 60 MiB more, which are not counted.
@@ -57,7 +57,7 @@ from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
 
 TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 256 * 2**20  # of sota_grpo.functional.log_probs
 HEAP_TENSOR = 32 * 2**20  # glibc's largest threshold above which memory comes in pages of its own
-LOST, LOST_WITH_ADAPTER, LOST_UNDER_CHECKPOINTING = 0.2, 0.8, 0.4  # see the module
+LOST, LOST_WITH_ADAPTER, LOST_UNDER_CHECKPOINTING = 0.1, 0.8, 0.4  # see the module
 KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
 PREFILL_TOKENS = 2048  # of one pass over prompts, see sota_grpo.engines.decode_attention
