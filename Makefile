@@ -5,7 +5,7 @@
 # make agent   teach the embedded policy a calculator tool, then train it to use it (docs/agent.md), half an hour
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
-#              SLOW="--minutes=30 --seed=1" runs as many files as half an hour allows, in an order drawn from the seed
+#              SLOW="--minutes=30 --files-by=1" begins tests for half an hour, file by file in an order drawn from the seed 1
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
 # make notebook   run docs/python.ipynb again
 # make api     a reference of every public name in docs/api, from the docstrings
@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 SLOW ?=
 REAL ?=
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 IFEVAL ?= input_data.jsonl
 GSM8K ?= train.jsonl
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
@@ -67,10 +68,10 @@ real-gsm8k: $(GSM8K) $(VENV)/.real
 	$(BIN)/python scripts/real.py --preset smollm_gsm8k $(GSM8K) --seed $(SEED) $(REAL)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow"
 
 slow: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/slow_tests.py $(SLOW)
+	$(PYTEST) -m slow tests $(SLOW)
 
 e2e: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e

@@ -1,11 +1,13 @@
 """Settings of every test process: random draws that can be had again, threads that sleep while they wait, no network,
-and a compiler in this process."""
+a compiler in this process, and an end to what is begun."""
 
 import gc
 import hashlib
+import math
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
+END = pytest.StashKey[float]()  # on the monotonic clock: no test begins after it
 os.environ.setdefault("TEST_SEED", source_digest())  # whatever is set instead gives other draws
 
 
@@ -42,8 +45,25 @@ def seed_draws(name: str) -> None:
         sys.modules["torch"].manual_seed(int.from_bytes(digest[:7]))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("as many tests as the time allows")
+    group.addoption("--files-by", metavar="SEED", help="take the files in an order drawn from SEED")
+    group.addoption(
+        "--minutes", type=float, default=math.inf, help="after so many minutes begin no test more, but skip it"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[END] = time.monotonic() + 60 * config.getoption("minutes")
     collect_seldom()  # modules and tests are made by the million, and stay
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With another seed other files come first; the tests of a file stay together, as they stand in it."""
+    if (seed := config.getoption("files_by")) is not None:
+        files = sorted({item.path for item in items})
+        turns = {path: turn for turn, path in enumerate(random.Random(seed).sample(files, len(files)))}
+        items.sort(key=lambda item: turns[item.path])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -67,7 +87,9 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test draws, and the fixtures that are made for it."""
+    """What a test draws, and the fixtures that are made for it; none when the time is over."""
+    if time.monotonic() > item.config.stash[END]:
+        pytest.skip(f"not reached within {item.config.getoption('minutes'):g} minutes")
     seed_draws(item.nodeid)
 
 
