@@ -96,6 +96,7 @@ def small(command: Command) -> list[str]:
     given = overrides_of(command)
     if set(_TRAINS_NOTHING) & set(given):
         return given
+    given = _few(given)
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
     sizes += ["hydra.sweeper.n_trials=2"] if any(word.startswith("hydra.sweeper.n_trials") for word in given) else []
     sizes += [] if command.block.document.name == "README.md" else [UNCHECKED]
@@ -103,6 +104,13 @@ def small(command: Command) -> list[str]:
     if own:
         return [*given, *sizes]
     return [*(word for word in given if not word.startswith("model.size=")), *sizes, "model.name=tiny"]
+
+
+def _few(given: list[str]) -> list[str]:
+    """At most two devices of a kind and two runs of a sweep: two values of the first list, one of the others."""
+    lists = [word for word in given if "--multirun" in given and re.fullmatch(r"[\w.]+=[^,\[({]+(,[^,]+)+", word)]
+    kept = {word: ",".join(word.split(",")[: 2 if word is lists[0] else 1]) for word in lists}
+    return [re.sub(r"\.num_devices=([3-9]|\d\d+)$", ".num_devices=2", kept.get(word, word)) for word in given]
 
 
 def small_block(text: str) -> str:

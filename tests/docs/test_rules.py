@@ -71,3 +71,12 @@ def test_only_sizes_and_the_model_are_added() -> None:
     assert small(typed("python grpo.py model.size=4B")) == [*sizes, "model.name=tiny"]
     assert small(typed("python grpo.py model.name=path/to/your/model"))[-1] != "model.name=tiny"
     assert small(typed("python grpo.py --help")) == ["--help"]
+
+
+def test_devices_and_runs_are_few() -> None:
+    given = "train_model.num_devices=16 ref_model.num_devices=1 inference_model.num_devices=shared policy.betas=[1,2,3]"
+    assert small(typed(f"python grpo.py {given}"))[:4] == [*given.replace("16", "2").split()]
+    swept = small(
+        typed("python grpo.py --multirun optimizer.lr=1,2,3 seed=0,1 'policy.kl_coef=choice(0.0, 0.1, 0.2)' a=[1,2]")
+    )
+    assert swept[:5] == ["--multirun", "optimizer.lr=1,2", "seed=0", "policy.kl_coef=choice(0.0, 0.1, 0.2)", "a=[1,2]"]
