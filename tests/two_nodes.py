@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -133,8 +134,9 @@ class TwoNodes:
         titles = []
         for pid in self.pids(index):
             with suppress(OSError):  # it has just ended
-                titles.append(Path(f"/proc/{pid}/cmdline").read_text().partition("ray::")[2])
-        roles = [title.replace(".", " ").split()[0] for title in titles if title]
+                titles.append(Path(f"/proc/{pid}/cmdline").read_text())
+        # Ray writes "ray::learner.call" for the time of a call; meanwhile it may read "ray::learner\0call"
+        roles = [found[1] for title in titles if (found := re.search(r"ray::(\w+)", title))]
         return sorted(role for role in roles if role in ("learner", "reference", "rollout"))
 
     def kill(self, index: int) -> None:

@@ -96,7 +96,8 @@ def small(command: Command) -> list[str]:
     given = overrides_of(command)
     if set(_TRAINS_NOTHING) & set(given):
         return given
-    given = _few(given)
+    if command.block.document.suffix == ".md":
+        given = _few(given)
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
     sizes += ["hydra.sweeper.n_trials=2"] if any(word.startswith("hydra.sweeper.n_trials") for word in given) else []
     sizes += [] if command.block.document.name == "README.md" else [UNCHECKED]

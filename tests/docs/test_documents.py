@@ -21,8 +21,10 @@ from tests.docs.rules import (
     is_training,
     needs_gpu,
     packages_of,
+    starts_workers,
     why_not_run,
 )
+from tests.docs.test_reference_commands import COMMANDS as REFERENCE
 from tests.docs.workshop import Workshop
 
 BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
@@ -35,8 +37,11 @@ ON_GPUS = [c for c in COMMANDS if is_training(c) and c.block.needs and "hub" not
 
 
 def is_run(command: Command) -> bool:
+    """What starts workers takes a minute here; where ``estimate`` judges it as well, it is run for the README alone."""
     known = is_training(command) or is_tool(command) or is_of_the_shell(command)
-    return known and not ELSEWHERE & set(command.block.needs)
+    return (
+        known and not ELSEWHERE & set(command.block.needs) and not (is_variation(command) and starts_workers(command))
+    )
 
 
 def is_variation(command: Command) -> bool:
@@ -53,8 +58,9 @@ def is_mixed(command: Command) -> bool:
     return bool(named) and all(name in mixtures for name in named)
 
 
-#: What another document runs as well is run once.
-FIRST = {(c.words, c.environment): c for c in reversed(COMMANDS)}
+#: What another document or :mod:`tests.docs.test_reference_commands` runs as well is run once.
+REFERENCE_RUNS = {(c.words, c.environment) for c in REFERENCE.values()}
+FIRST = {key: c for c in reversed(COMMANDS) if (key := (c.words, c.environment)) not in REFERENCE_RUNS}
 
 
 def cases(chosen: list[Command]) -> list:

@@ -73,10 +73,10 @@ def test_only_sizes_and_the_model_are_added() -> None:
     assert small(typed("python grpo.py --help")) == ["--help"]
 
 
-def test_devices_and_runs_are_few() -> None:
+def test_a_documents_devices_and_runs_are_few() -> None:
     given = "train_model.num_devices=16 ref_model.num_devices=1 inference_model.num_devices=shared policy.betas=[1,2,3]"
-    assert small(typed(f"python grpo.py {given}"))[:4] == [*given.replace("16", "2").split()]
-    swept = small(
-        typed("python grpo.py --multirun optimizer.lr=1,2,3 seed=0,1 'policy.kl_coef=choice(0.0, 0.1, 0.2)' a=[1,2]")
-    )
-    assert swept[:5] == ["--multirun", "optimizer.lr=1,2", "seed=0", "policy.kl_coef=choice(0.0, 0.1, 0.2)", "a=[1,2]"]
+    assert small(typed(f"python grpo.py {given}", "demo.md"))[:4] == given.replace("16", "2").split()
+    given = "--multirun optimizer.lr=1,2,3 seed=0,1 'policy.kl_coef=choice(0.0, 0.1, 0.2)' a=[1,2]"
+    few = ["--multirun", "optimizer.lr=1,2", "seed=0", "policy.kl_coef=choice(0.0, 0.1, 0.2)", "a=[1,2]"]
+    assert small(typed(f"python grpo.py {given}", "demo.md"))[:5] == few
+    assert small(typed(f"python grpo.py {given}"))[1:3] == ["optimizer.lr=1,2,3", "seed=0,1"]

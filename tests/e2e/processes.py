@@ -8,17 +8,17 @@ import time
 from pathlib import Path
 
 
-def _stat(pid: int) -> tuple[int, str, str] | None:
-    """Parent, state and command line; None when the process is gone."""
+def _stat(pid: int) -> tuple[int, str, str, int] | None:
+    """Parent, state, command line and moment of its start; None when the process is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return int(fields[1]), fields[0], text
+    return int(fields[1]), fields[0], text, int(fields[19])
 
 
-def table() -> dict[int, tuple[int, str, str]]:
+def table() -> dict[int, tuple[int, str, str, int]]:
     """Every process of this machine that is not a zombie."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return {pid: row for pid in pids if (row := _stat(pid)) is not None and row[1] != "Z"}
@@ -31,7 +31,7 @@ def below(root: int) -> dict[int, str]:
     frontier = [root]
     while frontier:
         parent = frontier.pop()
-        for pid, (above, _, text) in rows.items():
+        for pid, (above, _, text, _) in rows.items():
             if above == parent and pid not in found:
                 found[pid] = text
                 frontier.append(pid)
@@ -58,13 +58,12 @@ def hit(pid: int, number: int) -> bool:
 
 def require_gone(pids: set[int], within_s: float = 20.0) -> None:
     """Fail unless every process is gone (or another program has its number) after so many seconds."""
-    before = {pid: row[2] for pid, row in table().items() if pid in pids}
+    left = {pid: row for pid, row in table().items() if pid in pids}
     limit = time.monotonic() + within_s
-    left = before
     while left and time.monotonic() < limit:
         time.sleep(0.2)
         now = table()
-        left = {pid: text for pid, text in left.items() if pid in now and now[pid][2] == text}
+        left = {pid: row for pid, row in left.items() if pid in now and now[pid][3] == row[3]}  # texts may change
     for pid in left:
         hit(pid, signal.SIGKILL)
-    assert not left, f"left behind: {left}"
+    assert not left, f"left behind: { {pid: row[2] for pid, row in left.items()} }"

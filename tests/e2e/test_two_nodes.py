@@ -117,7 +117,7 @@ def test_a_node_that_is_taken_for_dead_ends_and_the_run_goes_on(tmp_path: Path) 
     """As Ray is set up by itself, 90 s are too long: the learner and all engines are lost, which the run says at once.
     When the link is back the far node ends with all its workers; it joins again, and the same command goes on."""
     run_dir = tmp_path / "run"
-    with two_nodes(tmp_path, cpus=(0, 3)) as nodes:  # where both have room, Ray chooses
+    with two_nodes(tmp_path, cpus=(0, 3)) as nodes:
         run = train(nodes, run_dir)
         wait_for(lambda: steps_done(run_dir) >= 3)
         assert nodes.workers(1) == ["learner", "rollout", "rollout"]
