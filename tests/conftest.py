@@ -53,7 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "hypothesis_seed", "") is None:
+        config.option.hypothesis_seed = str(int(hashlib.sha256(os.environ["TEST_SEED"].encode()).hexdigest()[:8], 16))
     config.stash[END] = time.monotonic() + 60 * config.getoption("minutes")
     collect_seldom()  # modules and tests are made by the million, and stay
 

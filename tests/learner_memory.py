@@ -1,6 +1,6 @@
 """Peak memory of a learner in a process of its own, measured and predicted.
 
-``python -m tests.learner_memory JSON``, where JSON is a list of cases.
+``python -m tests.learner_memory JSON SEED``, where JSON is a list of cases.
 """
 
 from __future__ import annotations
@@ -202,4 +202,5 @@ def compared(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    random.seed(sys.argv[2])
     print(json.dumps([compared(case) for case in json.loads(sys.argv[1])]))

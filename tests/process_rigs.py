@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def children(pid: int) -> list[int]:
+    """What the main thread of a process has started and not reaped."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def members(group: int) -> list[int]:
     """Living processes of a process group, from /proc."""
     found = []

@@ -133,7 +133,7 @@ class Bench:
 
         def make() -> Learner:
             if self.ranks is None:
-                self.ranks = join_ranks(**self.place, device="cpu", timeout_s=60)
+                self.ranks = join_ranks(**self.place, device="cpu", timeout_s=300)
             ranks = Ranks(self.ranks.rank, self.ranks.size, **layout)
             return build_learner(ranks, self.dump_dir, **options)
 

@@ -49,8 +49,9 @@ class TwoNodes:
         self.address = f"{self.addresses[0]}:{_PORT}"
         self._folder, self._cpus = folder, cpus
         self._temporary = Path(tempfile.mkdtemp(prefix="r"))  # short: Ray's sockets lie in it
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "GLOO_"))}
         self.environment = {
-            **os.environ,
+            **kept,  # without what a cluster of this process alone has left in it
             "OMP_NUM_THREADS": "1",
             "RAY_TMPDIR": str(self._temporary),
             "RAY_USAGE_STATS_ENABLED": "0",

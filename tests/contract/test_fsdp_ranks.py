@@ -59,7 +59,7 @@ class Pair:
     def ask(self, method: str, *args: Any) -> list[Any]:
         """The answers of both ranks."""
         answers = [worker.call(method, *args) for worker in self.workers]
-        return [answer.result(timeout=60) for answer in answers]
+        return [answer.result(timeout=300) for answer in answers]  # the first: of processes that start
 
 
 @contextmanager

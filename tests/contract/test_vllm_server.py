@@ -39,7 +39,7 @@ from tests.engine_rigs import (
     token_lists,
 )
 from tests.l3_parts import score_of
-from tests.process_rigs import members, wait_for
+from tests.process_rigs import children, members, wait_for
 
 pytestmark = [
     pytest.mark.vllm,
@@ -48,6 +48,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="these bounds are for float32 on a CPU"),
 ]
 POLICY = str(Path(sota_grpo.__file__).parent / "assets" / "tiny")
+LONG = 900  # tokens of a sample that is not to end while something else is done
 EOS = 2
 TEMPERATURE, MAX_STEPS = 0.8, 3  # of dialogs
 
@@ -113,7 +114,7 @@ def test_a_push_while_groups_run_is_seen_in_their_versions_and_ends_none(rig: Ri
     short = GroupRequest(group_id=9, prompt_ids=(40, 4), num_samples=1, seed=9)
     before = AutoModelForCausalLM.from_pretrained(POLICY).eval()
     before.load_state_dict(rig.model.state_dict())
-    add(rig.engine, requests, Sampling(max_tokens=600, ignore_eos=True))
+    add(rig.engine, requests, Sampling(max_tokens=LONG, ignore_eos=True))
     add(rig.engine, [short], Sampling(max_tokens=20, ignore_eos=True))
     ended = []
     while not ended:
@@ -126,8 +127,8 @@ def test_a_push_while_groups_run_is_seen_in_their_versions_and_ends_none(rig: Ri
     for _, output in ended[1:]:
         for sample in output.samples:
             num_old = int((sample.versions == old).sum())
-            assert 0 < num_old < 600
-            assert sample.versions.tolist() == [old] * num_old + [old + 1] * (600 - num_old)
+            assert 0 < num_old < LONG
+            assert sample.versions.tolist() == [old] * num_old + [old + 1] * (LONG - num_old)
             first = sample.token_ids[:num_old]
             wanted = reference_log_probs(before, requests[output.group_id].prompt_ids, first, 1.0)
             assert float((wanted - sample.log_probs[:num_old]).abs().max()) < 1e-4
@@ -235,9 +236,8 @@ def test_a_killed_server_ends_the_step_with_its_log_and_leaves_nothing(rig: Rig)
     add(rig.engine, [GroupRequest(1, (5, 6), num_samples=4, seed=1)], Sampling(max_tokens=900, ignore_eos=True))
     for _ in range(3):
         step(rig.engine)
-    launcher, server, *others = members(rig.group)
-    assert launcher == rig.group
-    assert others  # vLLM's engine is a process of its own
+    (server,) = children(rig.group)  # of the launcher
+    assert len(members(rig.group)) > 2  # vLLM's engine is a process of its own
     os.kill(server, signal.SIGKILL)
     with pytest.raises(ServerDied, match="ended while it sampled") as caught:
         step_for_ever(rig.engine)

@@ -16,10 +16,10 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import HttpClient, ServerProcess, start_server
 from sota_grpo.engines.server_engine import server_engine
 from sota_grpo.engines.vllm_server import VLLMDialect
-from sota_grpo.engines.weight_upload import PATH, ReceiveWeights, WeightUpload
+from sota_grpo.engines.weight_upload import PATH, ReceiveWeights, WeightUpload, _delete_what_the_dead_left
 from sota_grpo.policy.lora import MergedWeights, add_lora, engine_weights
 from sota_grpo.rl.records import GroupRequest, Sampling
-from tests.contract.test_vllm_server import EOS, POLICY
+from tests.contract.test_vllm_server import EOS, LONG, POLICY
 from tests.engine_rigs import add, changed_weights, generate, largest_gap, ragged_requests, step
 from tests.process_rigs import members
 
@@ -81,9 +81,11 @@ def test_a_server_that_is_sent_its_weights_samples_from_them(
                 if ".lora_B." in name:
                     parameter.normal_(0.0, 0.05)
         long = GroupRequest(group_id=9, prompt_ids=(30, 4, 5), num_samples=2, seed=version)
-        add(engine, [long], Sampling(max_tokens=600, ignore_eos=True))
-        for _ in range(3):
-            step(engine)
+        short = GroupRequest(group_id=8, prompt_ids=(40, 4), num_samples=1, seed=version)
+        add(engine, [long], Sampling(max_tokens=LONG, ignore_eos=True))
+        add(engine, [short], Sampling(max_tokens=20, ignore_eos=True))
+        while not step(engine):
+            pass  # when the short one has ended, the long one has about 20 tokens
         engine.update_weights(MergedWeights.of(adapted), version)
         assert left() == before
         while engine.num_in_flight:
@@ -100,6 +102,7 @@ def test_a_server_that_is_sent_its_weights_samples_from_them(
     assert len(left()) == len(before) + 1
     engine.close()
     process.close()
+    _delete_what_the_dead_left(Path("/dev/shm"))  # the next push would; a server that takes long to end is killed
     assert left() == before
 
 

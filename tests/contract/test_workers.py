@@ -113,7 +113,7 @@ def is_gone(pid: int | None) -> bool:
 
 
 def test_calls_start_in_order_and_wait_for_the_construction(place: Place) -> None:
-    worker = place.start("slow_echo", seconds=1.0)
+    worker = place.start("slow_echo", seconds=2.0)
     ready = worker.call("ping")
     assert worker.call(IDLE_METHOD).result(WAIT_S) == 0.0
     assert not ready.done()  # so that a start can be watched
@@ -273,7 +273,7 @@ def test_bundles_that_do_not_exist_are_refused_in_words(places: dict[str, Place]
 def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
     placements = [{"bundle": 0, "threads": 1}, {"bundle": 1, "threads": 1}]
     start = starter(places["ray"].launcher, "echo", spec(), placements)
-    fleet = Fleet("echo", start, 2, capacity=2, silence_s=2.0)
+    fleet = Fleet("echo", start, 2, capacity=2, silence_s=6.0)
     fleet.wait_ready()
     weights = places["ray"].launcher.share(3)
     assert fleet.broadcast("update", weights, deadline_s=WAIT_S, sticky=True) == [3, 3]

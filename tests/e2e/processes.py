@@ -56,7 +56,7 @@ def hit(pid: int, number: int) -> bool:
     return True
 
 
-def require_gone(pids: set[int], within_s: float = 20.0) -> None:
+def require_gone(pids: set[int], within_s: float = 60.0) -> None:
     """Fail unless every process is gone (or another program has its number) after so many seconds."""
     left = {pid: row for pid, row in table().items() if pid in pids}
     limit = time.monotonic() + within_s

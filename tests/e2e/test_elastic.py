@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,17 @@ RUN = (
 )
 
 
+def free_ports(count: int) -> list[int]:
+    """Between those that Ray gives its workers and those that the system gives anybody."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.add(port)
+    return [*found]
+
+
 class Nodes:
     """Ray's nodes on this machine, each as many CPUs large as it says, which die as machines do: by SIGKILL."""
 
@@ -52,10 +64,7 @@ class Nodes:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            other.bind(("127.0.0.1", 0))
-            port, client_port = one.getsockname()[1], other.getsockname()[1]
+        port, client_port = free_ports(2)
         self.address = f"127.0.0.1:{port}"
         self._start("--head", f"--port={port}", f"--ray-client-server-port={client_port}", "--include-dashboard=false")
 

@@ -123,11 +123,15 @@ def kill_one(run: subprocess.Popen, role: str, dice: random.Random) -> bool:
     return bool(found) and hit(dice.choice(found), signal.SIGKILL)
 
 
+def engines(run: subprocess.Popen) -> list[int]:
+    return [pid for pid, text in workers(run.pid).items() if "ray::rollout" in text]
+
+
 def test_a_hung_engine_is_found_and_replaced(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with started(run_dir, *epoch_of(80), "inference_model.timeout_s=6") as run:
+    with started(run_dir, *epoch_of(80), "inference_model.timeout_s=15") as run:
         wait_for(lambda: steps(run_dir) >= 2, run)
-        (engine,) = [pid for pid, text in workers(run.pid).items() if "ray::rollout" in text]
+        (engine,) = wait_for(lambda: one if len(one := engines(run)) == 1 else None, run)
         hit(engine, signal.SIGSTOP)
         wait_for(lambda: engine not in below(run.pid), run, within_s=100)  # the default deadline is 120 s
         assert run.wait(240) == 0, console(run_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -29,18 +30,22 @@ def test_a_killed_run_asks_its_judge_nothing_again_and_equals_the_uninterrupted_
     with FakeJudge() as fake:
         whole = grpo(tmp_path / "whole", *RUN, f"reward.judge.url={fake.url}")
     assert whole.returncode == 0, whole.stderr
-    run_dir = tmp_path / "killed"
+    run_dir, closed_s = tmp_path / "killed", 0.0
     with FakeJudge() as fake:
         options = (*RUN, f"reward.judge.url={fake.url}", "train.resume=auto")
 
         def is_asking(count: int, step: int) -> bool:
             """In the middle of a step: some answers of it are kept, the others are held back."""
+            nonlocal closed_s
             cache, rows = run_dir / "judge.jsonl", run_dir / "metrics.jsonl"
             steps = rows.read_bytes().count(b"\n") if rows.exists() else 0
-            if steps >= step and sum(fake.answered.values()) >= count:
+            if steps >= step and sum(fake.answered.values()) >= count and fake.gate.is_set():
                 fake.gate.clear()
+                closed_s = time.monotonic()
             kept = cache.read_bytes().count(b"\n") if cache.exists() else 0
-            return not fake.gate.is_set() and kept >= sum(fake.answered.values()) and fake._at_once > 0
+            if fake.gate.is_set() or time.monotonic() < closed_s + 0.5:  # who is past the gate answers
+                return False
+            return kept >= sum(fake.answered.values()) and fake._at_once > 0
 
         for count, step in ((3, 0), (25, 1)):
             done = signalled(signal.SIGKILL, lambda count=count, step=step: is_asking(count, step), run_dir, *options)

@@ -87,5 +87,7 @@ def test_a_run_with_workers_and_ranks_replays_in_one_process(parallel: int, tmp_
     found = json.loads(again.stdout)
     for name in ("loss/objective", "loss/kl", "grad_norm", "kl", "entropy"):
         values = found["figures"][name]
-        assert values["replayed"] == pytest.approx(values["stored"], rel=1e-4, abs=1e-7), name
+        # the objective is a sum of advantages that cancel
+        nothing = 1e-6 if name == "loss/objective" else 1e-7
+        assert values["replayed"] == pytest.approx(values["stored"], rel=1e-4, abs=nothing), name
     assert any("2 ranks" in note for note in found["notes"])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -39,12 +40,20 @@ def sweep(tmp_path: Path) -> Callable[..., subprocess.Popen]:
 
 def job_of(sweep: subprocess.Popen, run_dir: Path, steps: int) -> psutil.Process:
     """The process that trains in ``run_dir``, once it has done so many steps."""
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)) >= steps)
-    for process in psutil.Process(sweep.pid).children(recursive=True):
-        is_job = "submitit.core._submit" in process.cmdline()
-        if is_job and any(file.path == str(run_dir / ".lock") for file in process.open_files()):
-            return process
-    raise AssertionError(f"nobody works in {run_dir}")
+    found: list[psutil.Process] = []
+
+    def is_found() -> bool:
+        if not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < steps:
+            return False
+        for process in psutil.Process(sweep.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                is_job = "submitit.core._submit" in process.cmdline()
+                if is_job and any(file.path == str(run_dir / ".lock") for file in process.open_files()):
+                    found.append(process)
+        return bool(found)
+
+    wait_for(is_found)
+    return found[0]
 
 
 @pytest.mark.slow

@@ -14,7 +14,18 @@ import pytest
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SMALL, metrics
 
 pytestmark = pytest.mark.slow
-NOT_SHIPPED = (".git", ".venv*", "build", "dist", "outputs", "multirun", "*.egg-info", "__pycache__", ".*_cache")
+NOT_SHIPPED = (
+    ".git",
+    ".venv*",
+    "build",
+    "dist",
+    "outputs",
+    "multirun",
+    "*.egg-info",
+    "__pycache__",
+    ".*_cache",
+    ".hypothesis",
+)
 
 
 def run(command: list[str], folder: Path, **kwargs: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ needs_proc = pytest.mark.skipif(
 
 def measured(*cases: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
     kept = {name: value for name, value in os.environ.items() if name != "MALLOC_MMAP_THRESHOLD_"}
-    command = [sys.executable, "-m", "tests.learner_memory", json.dumps(cases)]
+    command = [sys.executable, "-m", "tests.learner_memory", json.dumps(cases), str(random.getrandbits(62))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=kept | environment)
     return json.loads(done.stdout)
 
