@@ -34,7 +34,6 @@ _CONNECT_S = 10.0
 _SHOWN_CHARACTERS = 400
 _NO_LOG_PROB = -9000.0  # vLLM writes -9999 where a log-prob is missing, infinite or NaN
 Exchange = tuple[str, Any]  # path and body; a body of None is an empty one
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _PORT_TRIES = 3
 _POLL_S = 0.2
 _BURIAL_S = 3.0
@@ -118,7 +117,12 @@ class HttpClient:
         self._pool.close()
 
     def _ask(
-        self, method: str, path: str, body: bytes | None, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
         sent = f"{method} {self.url}{path}"
         options: dict[str, Any] = {
@@ -382,33 +386,29 @@ class ServerProcess:
                 env=inherited | {"PYTHONPATH": python_path} | dict(environment),
                 start_new_session=True,
             )
-
-    @property
-    def pid(self) -> int:
-        """Of the launcher, which leads the group of all processes of the server."""
-        return self._launcher.pid
+        self.pid = self._launcher.pid  # which leads the group of all processes of the server
 
     def has_ended(self, *, within_s: float = 0.0) -> bool:
         """Whether the server has ended, or does so in the next ``within_s`` seconds."""
         deadline = time.monotonic() + within_s
-        while not self._look() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return self._ended
-
-    def _look(self) -> bool:
-        if not self._ended and self._launcher.poll() is not None:
-            self._ended = True
-            self._kill_group()  # nothing is left of it, unless the launcher itself was killed
+        while not self._ended:
+            if self._launcher.poll() is not None:
+                self._ended = True
+                self._kill_group()  # nothing is left of it, unless the launcher itself was killed
+            elif time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            else:
+                break
         return self._ended
 
     def _kill_group(self) -> None:
         """Kill all that is left, and wait until the kernel has freed their memory (zombies may stay in a container)."""
         deadline = time.monotonic() + _BURIAL_S
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._launcher.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
             self._launcher.wait()
             while time.monotonic() < deadline:
-                os.killpg(self._launcher.pid, 0)
+                os.killpg(self.pid, 0)
                 time.sleep(0.02)
 
     def said(self) -> str:
@@ -432,7 +432,7 @@ class ServerProcess:
 
     def close(self, *, grace_s: float = 10.0) -> None:
         """End all processes of the server; idempotent."""
-        if self._look():
+        if self.has_ended():
             return
         self._launcher.terminate()
         if not self.has_ended(within_s=grace_s):

@@ -55,7 +55,6 @@ class ScriptedEngine(SteppingEngine):
         max_model_len: int = 4096,
     ):
         super().__init__()
-        self.version = 0
         self.max_model_len = max_model_len
         self.checksum: float | None = None  # sum of all pushed weights; None before the first push
         self._script = script or self._uniform_tokens
@@ -65,9 +64,6 @@ class ScriptedEngine(SteppingEngine):
         self._duration_s = duration_s
         # a heap by end (monotonic seconds), then ticket; last is the version that is served to the group
         self._flying: list[tuple[float, int, Flight, int]] = []
-
-    def _require_open(self) -> None:
-        """A script has nothing to close."""
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
         now = time.monotonic()
@@ -121,7 +117,7 @@ class ScriptedEngine(SteppingEngine):
             self.checksum, self.version = checksum, version
 
     def close(self) -> None:
-        """Forget what is in flight."""
+        """Forget what is in flight; a script has nothing to close."""
         self.abort()
 
 
@@ -130,10 +126,10 @@ def scripted_engine(options: EngineOptions) -> ScriptedEngine:
     from transformers import AutoConfig
 
     if options.model:
-        config = options.model.config.get_text_config()
+        config = options.model.config
     else:
-        whole = AutoConfig.from_pretrained(options.model_path, trust_remote_code=options.trust_remote_code)
-        config = whole.get_text_config()
+        config = AutoConfig.from_pretrained(options.model_path, trust_remote_code=options.trust_remote_code)
+    config = config.get_text_config()
     return ScriptedEngine(
         options.script,
         eos_token_id=min(options.eos_token_ids),

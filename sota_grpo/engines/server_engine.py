@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,16 +127,14 @@ class ServerEngine(SteppingEngine):
     Args:
         client: of the server.
         dialect: what the server speaks.
+        options: of the engine; ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most
+            requests at the same time) and ``deadlines`` are read here.
         shapes: of every weight of the model.
         tied: for each tied weight, the one it shares its values with.
-        eos_token_ids: the tokens that end a response.
-        max_model_len: context in tokens; None takes what the server allows.
-        max_rows: most samples of one group, and most requests at the same time.
         process: the server, where it is ours to end.
         weight_folder: where pushes are written; None makes one, for weights as they come.
         upload: brings them from there to a server that cannot read that folder.
         can_sleep: the server was started so that it can free its memory.
-        deadlines: of every wait.
 
     Raises:
         UserError: the server lacks something, or its context is too short; the server is ended then if it is ours.
@@ -146,29 +144,25 @@ class ServerEngine(SteppingEngine):
         self,
         client: HttpClient,
         dialect: Dialect,
+        options: EngineOptions,
         *,
         shapes: dict[str, torch.Size],
         tied: dict[str, str],
-        eos_token_ids: Collection[int],
-        max_model_len: int | None = None,
-        max_rows: int = 256,
         process: ServerProcess | None = None,
         weight_folder: WeightFolder | None = None,
         upload: WeightUpload | None = None,
         can_sleep: bool = False,
-        deadlines: Deadlines | None = None,
     ):
         super().__init__()
         self.name = self.label = dialect.name
-        self.version = 0
         self._client, self._dialect, self._process, self._upload = client, dialect, process, upload
-        self._shapes, self._tied, self._max_rows = shapes, tied, max_rows
-        self._stop_token_ids = tuple(sorted(eos_token_ids))
-        self._deadlines = deadlines or Deadlines()
+        self._shapes, self._tied = shapes, tied
+        self._max_rows, self._deadlines = options.max_rows, options.deadlines
+        self._stop_token_ids = tuple(sorted(options.eos_token_ids))
         self._weights = weight_folder or WeightFolder(shapes, None)
         self.weight_dtype = self._weights.dtype
         self._versions = Versions(secrets.token_hex(4))
-        self._can_sleep, self._closed = can_sleep, False
+        self._can_sleep = can_sleep
         self._failure: Exception | None = None
         self._num_pushes = 0
         self._base: object = None  # what the server's weights are an adapter on, as far as that is known
@@ -182,7 +176,7 @@ class ServerEngine(SteppingEngine):
         self._last_answer_at = time.monotonic()
         self._aborter: threading.Thread | None = None
         try:
-            self.max_model_len = self._connect(max_model_len)
+            self.max_model_len = self._connect(options.max_model_len)
         except BaseException:
             self.close()
             raise
@@ -202,8 +196,7 @@ class ServerEngine(SteppingEngine):
         return max_model_len or allowed
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("This engine is closed; build a new one to sample again.")
+        super()._require_open()
         if self._failure is not None:
             raise RuntimeError(f"This engine is broken and has to be built anew: {self._failure}") from self._failure
 
@@ -281,15 +274,20 @@ class ServerEngine(SteppingEngine):
             self._fail(self._process.died("while it sampled"), "")
         if time.monotonic() - self._last_answer_at < _PROBE_EVERY_S:
             return
-        try:
+        with self._failing("while it sampled"):
             self._client.get(self._dialect.probe_path, timeout_s=self._deadlines.control)
-        except ServerError as error:
-            self._fail(error, "while it sampled")
         self._last_answer_at = time.monotonic()
 
     def _fail(self, error: Exception, doing: str) -> NoReturn:
         self._failure = self._explained(error, doing)
         raise self._failure from (None if self._failure is error else error)
+
+    @contextlib.contextmanager
+    def _failing(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except ServerError as error:
+            self._fail(error, doing)
 
     def _explained(self, error: Exception, doing: str) -> Exception:
         """The server's death instead of a broken connection that came from it."""
@@ -334,7 +332,10 @@ class ServerEngine(SteppingEngine):
             raise
         number = self._num_pushes + 1
         try:
-            readable = str(folder) if self._upload is None else self._uploaded(self._upload, folder, number)
+            readable = str(folder)
+            if self._upload is not None:
+                with self._failing("while it was sent weights"):
+                    readable = self._upload.send(folder / WEIGHT_FILE, number)
             with self._between_steps():
                 self._require_open()
                 self._wake_now()
@@ -349,27 +350,18 @@ class ServerEngine(SteppingEngine):
         """Whether the server has our last weights, over the same base, and keeps what a push leaves out."""
         if weights.base is not self._base:
             return False
-        try:
+        with self._failing("before it took new weights"):
             label = self._dialect.label_to_build_on(self._client, self._deadlines)
-        except ServerError as error:
-            self._fail(error, "before it took new weights")
         return label == self._versions.label(self.version)
-
-    def _uploaded(self, upload: WeightUpload, folder: Path, number: int) -> str:
-        try:
-            return upload.send(folder / WEIGHT_FILE, number)
-        except ServerError as error:
-            self._fail(error, "while it was sent weights")
 
     def _push(self, folder: str, version: int) -> None:
         self._may_send.clear()
         label = self._versions.label(version)
         try:
-            self._dialect.push(self._client, folder, label, self._deadlines, idle=not self._sent)
+            with self._failing("while it loaded weights"):
+                self._dialect.push(self._client, folder, label, self._deadlines, idle=not self._sent)
             self._num_pushes += 1
             self.version = version
-        except ServerError as error:
-            self._fail(error, "while it loaded weights")
         finally:
             self._may_send.set()
 
@@ -379,23 +371,17 @@ class ServerEngine(SteppingEngine):
     def _restore_memory(self) -> None:
         self._client.post(*self._dialect.restore_memory, timeout_s=self._deadlines.control)
 
-    def close(self) -> None:
-        """End a server that was started here, drop the groups in flight of any other; idempotent."""
-        with self._between_steps():
-            if self._closed:
-                return
-            self._forget_all()
-            self._closed = True
-            for _ in range(self._num_senders):
-                self._waiting.put(None)
-            self._dropped.put(None)
-            if self._process is not None:
-                self._process.close()
-            elif self._aborter is not None:
-                self._aborter.join(_ABORT_S)  # it goes on without us: it should not go on for us
-            self._client.close()
-            self._weights.close()
-        self._resolve_ended()
+    def _release(self) -> None:
+        """End a server that was started here; any other is told what it need not sample any more."""
+        for _ in range(self._num_senders):
+            self._waiting.put(None)
+        self._dropped.put(None)
+        if self._process is not None:
+            self._process.close()
+        elif self._aborter is not None:
+            self._aborter.join(_ABORT_S)  # it goes on without us: it should not go on for us
+        self._client.close()
+        self._weights.close()
 
 
 def server_engine(options: EngineOptions) -> ServerEngine:
@@ -440,17 +426,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
             raise
         client = reach(url, api_key=key)
         own |= {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
-    return ServerEngine(
-        client,
-        dialect,
-        shapes=shapes,
-        tied=tied,
-        eos_token_ids=options.eos_token_ids,
-        max_model_len=options.max_model_len,
-        max_rows=options.max_rows,
-        deadlines=options.deadlines,
-        **own,
-    )
+    return ServerEngine(client, dialect, options, shapes=shapes, tied=tied, **own)
 
 
 def _upload_to(client: HttpClient, dialect: Dialect, deadlines: Deadlines) -> WeightUpload | None:

@@ -184,13 +184,14 @@ class SteppingEngine(Streams, ABC):
 
     name: str
     label: str  # in messages
-    version: int
+    version = 0
     max_model_len: int
     stepwise = True
     device = torch.device("cpu")  # where this process can compute with weights before it pushes them
     weight_dtype: torch.dtype | None = None  # see :class:`~sota_grpo.engines.Engine`
     stops: StopStrings | None = None  # what ends a response beside the end tokens
     _can_sleep = False
+    _closed = False
 
     def __init__(self) -> None:
         self._asleep = False
@@ -205,13 +206,6 @@ class SteppingEngine(Streams, ABC):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
 
     @abstractmethod
-    def close(self) -> None: ...
-
-    @abstractmethod
-    def _require_open(self) -> object:
-        """Raise RuntimeError when the engine is closed."""
-
-    @abstractmethod
     def _start(self, flights: Mapping[int, Flight]) -> None:
         """Take groups in, by ticket; all have one sampling but for its ``max_tokens``, for which each has a room."""
 
@@ -223,6 +217,9 @@ class SteppingEngine(Streams, ABC):
     def _drop(self, tickets: Collection[int]) -> None:
         """Forget these groups, those already unknown too."""
 
+    def _release(self) -> None:
+        """Called to close, once, with nothing in flight."""
+
     def _free_memory(self) -> None:
         """Called to sleep, with nothing in flight."""
 
@@ -231,6 +228,10 @@ class SteppingEngine(Streams, ABC):
 
     def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
         """Raise ValueError for what this engine cannot do; called by :meth:`submit`, in any thread."""
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("This engine is closed; build a new one to sample again.")
 
     @property
     def num_in_flight(self) -> int:
@@ -312,6 +313,16 @@ class SteppingEngine(Streams, ABC):
         """Forget everything in flight; its futures raise RuntimeError."""
         with self._between_steps():
             self._forget_all()
+        self._resolve_ended()
+
+    def close(self) -> None:
+        """Forget everything in flight and free what the engine holds; idempotent."""
+        with self._between_steps():
+            if self._closed:
+                return
+            self._forget_all()
+            self._closed = True
+            self._release()
         self._resolve_ended()
 
     def _forget_all(self, why: str = "was dropped by abort() or close(); ask for it again") -> None:
@@ -467,13 +478,11 @@ def checked_weights(
                 "push the weights of the same model."
             )
     for name, partner in tied.items():
-        if name in pushed and not _same_values(pushed[name], pushed[partner]):
+        if name not in pushed or pushed[name].data_ptr() == pushed[partner].data_ptr():
+            continue
+        if not torch.equal(pushed[name], pushed[partner]):
             raise ValueError(f"{name} and {partner} are tied in the engine's model but differ in the push; untie it.")
     return pushed
-
-
-def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() or torch.equal(a, b)
 
 
 def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:

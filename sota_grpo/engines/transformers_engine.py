@@ -245,7 +245,9 @@ class GroupDecoder:
         """Sample one token of every living row from the weights called ``version``; return the groups that ended."""
         t = len(self._versions)
         if self._dropped:
-            self._end_dropped_rows()
+            dropped = [row for row, group in enumerate(self._group_of_row) if group in self._dropped]
+            self._living = self._living & ~torch.isin(self._rows, torch.tensor(dropped, device=self._rows.device))
+            self._num_living, self._dropped = int(self._living.sum()), []
         self._leave_ended_rows()
         if self._cache is None:
             self._cache = self._make_cache(self._model)
@@ -273,12 +275,6 @@ class GroupDecoder:
         """Those of a row that has ended."""
         own = self._kept[row][:length]
         return KeptTokens(torch.cat(own), torch.tensor([*map(len, own)], dtype=torch.int32)) if own else None
-
-    def _end_dropped_rows(self) -> None:
-        dropped = [row for row, group in enumerate(self._group_of_row) if group in self._dropped]
-        self._living = self._living & ~torch.isin(self._rows, torch.tensor(dropped, device=self._rows.device))
-        self._num_living = int(self._living.sum())
-        self._dropped = []
 
     def _end_rows(self, tokens: torch.Tensor, length: int) -> list[int]:
         at_eos = torch.isin(tokens, self._eos_token_ids)
@@ -407,7 +403,6 @@ class TransformersEngine(SteppingEngine):
         context = max_model_len or getattr(config, "max_position_embeddings", None)
         if not context:
             raise ValueError("The model's config has no max_position_embeddings; give max_model_len.")
-        self.version = 0
         self.max_model_len = int(context)
         self._max_rows = max_rows
         self._eos_token_ids = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
@@ -415,7 +410,7 @@ class TransformersEngine(SteppingEngine):
         self._waiting: deque[dict[int, Flight]] = deque()  # groups to be decoded together, by ticket
         self._running: list[tuple[list[int], GroupDecoder]] = []  # the tickets of a decoder's groups
         own: Any = copy.deepcopy(model) if copy_model else model
-        self._model: PreTrainedModel | None = own.to(device=device, dtype=dtype)
+        self._model: Any = own.to(device=device, dtype=dtype)
         own.eval().requires_grad_(False)
         self.device = own.device
         self._can_sleep = self.device.type != "cpu"
@@ -458,7 +453,7 @@ class TransformersEngine(SteppingEngine):
                     break
                 batch |= self._waiting.popleft()
             decoder = GroupDecoder(
-                self._require_open(),
+                self._model,
                 [flight.request for flight in batch.values()],
                 sampling,
                 [flight.room for flight in batch.values()],
@@ -480,11 +475,6 @@ class TransformersEngine(SteppingEngine):
                     decoder.drop(group)
         self._running = [(known, decoder) for known, decoder in self._running if decoder.active]
 
-    def _require_open(self) -> PreTrainedModel:
-        if self._model is None:
-            raise RuntimeError("This engine is closed; build a new one to sample again.")
-        return self._model
-
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy every weight by name; an explicit tied ``lm_head.weight`` is accepted when it equals its partner.
@@ -492,7 +482,8 @@ class TransformersEngine(SteppingEngine):
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
-        own = self._require_open().state_dict()
+        self._require_open()
+        own = self._model.state_dict()
         shapes = {name: tensor.shape for name, tensor in own.items()}
         pushed = checked_weights(weights, shapes, self._tied, tied_required=False)
         with self._between_steps():
@@ -503,19 +494,14 @@ class TransformersEngine(SteppingEngine):
 
     def _free_memory(self) -> None:
         """The weights move to the CPU."""
-        self._require_open().cpu()
+        self._model.cpu()
         torch.cuda.empty_cache()
 
     def _restore_memory(self) -> None:
-        model: Any = self._require_open()
-        model.to(self.device)
+        self._model.to(self.device)
 
-    def close(self) -> None:
-        """Free the weights and forget what is in flight; idempotent."""
-        with self._between_steps():
-            self._forget_all()
-            self._model = None
-        self._resolve_ended()
+    def _release(self) -> None:
+        self._model = None
 
 
 def transformers_engine(options: EngineOptions) -> TransformersEngine:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import random
+import shutil
+import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
-from sota_grpo.engines.vllm_adapters import Adapters, adapter_arguments
 from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters
+from sota_grpo.errors import UserError
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
 
 PROVIDER = "sota_grpo_cpu"
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
 
 
 def cpu_norms() -> dict[str, list[str]]:
@@ -92,7 +98,6 @@ class VLLMEngine(SteppingEngine):
 
     def __init__(self, options: EngineOptions):
         super().__init__()
-        self.version = 0
         self._on_cpu = not torch.cuda.is_available()
         self._can_sleep = not self._on_cpu  # vLLM cannot on a CPU
         self._eos_token_ids = sorted(options.eos_token_ids)
@@ -134,7 +139,7 @@ class VLLMEngine(SteppingEngine):
             )
             # The salt keys the prefix cache by version: it cannot be reset while other requests run.
             prompt = tokens_input(list(request.prompt_ids), cache_salt=str(self.version))
-            adapter = self._adapters.request() if self._adapters else None
+            adapter = self._adapters.request if self._adapters else None
             self._engine.add_request(str(ticket), prompt, params, lora_request=adapter)
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
@@ -143,18 +148,18 @@ class VLLMEngine(SteppingEngine):
         with eager:
             outputs = self._engine.step()
         ended = {int(output.request_id): output for output in outputs if output.finished}
-        vocab = self._vocab_size
-        return [(ticket, _group_output(self._requests.pop(ticket), output, vocab)) for ticket, output in ended.items()]
+        return [(ticket, self._group(self._requests.pop(ticket), output)) for ticket, output in ended.items()]
+
+    def _group(self, request: GroupRequest, output: Any) -> GroupOutput:
+        ordered = sorted(output.outputs, key=lambda completion: completion.index)
+        samples = tuple(_sample(completion, self._vocab_size) for completion in ordered)
+        # greedy samples are equal, and asked for once
+        return GroupOutput(request.group_id, samples * request.num_samples if len(samples) == 1 else samples)
 
     def _drop(self, tickets: Collection[int]) -> None:
         for ticket in tickets:
             if self._requests.pop(ticket, None) is not None:
                 self._engine.abort_request([str(ticket)])
-
-    def _require_open(self) -> Any:
-        if self._engine is None:
-            raise RuntimeError("This engine is closed; build a new one to sample again.")
-        return self._engine
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; the next token of every request comes from them.
@@ -168,34 +173,26 @@ class VLLMEngine(SteppingEngine):
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
-        engine = self._require_open()
-        if isinstance(weights, AdapterPack):
-            self._update_adapter(weights, version)
-            return
-        pushed = checked_weights(weights, self._shapes, self._tied, tied_required=True)
-        pairs = [(name, tensor.detach()) for name, tensor in pushed.items()]
-        if self._tensor_parallel_size > 1:  # the workers are other processes: the tensors travel as bytes
-            pairs = [(name, tensor.cpu()) for name, tensor in pairs]
-        with self._between_steps():
-            self._wake_now()
-            self._finish_batches()
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
-            self._serve(version)
-
-    def _update_adapter(self, adapter: AdapterPack, version: int) -> None:
-        if self._adapters is None:
+        self._require_open()
+        pairs: list[tuple[str, torch.Tensor]] = []
+        if not isinstance(weights, AdapterPack):
+            pushed = checked_weights(weights, self._shapes, self._tied, tied_required=True)
+            pairs = [(name, tensor.detach()) for name, tensor in pushed.items()]
+            if self._tensor_parallel_size > 1:  # the workers are other processes: the tensors travel as bytes
+                pairs = [(name, tensor.cpu()) for name, tensor in pairs]
+        elif self._adapters is None:
             raise ValueError("This engine was built without adapter_rank; push whole weights.")
         with self._between_steps():
             self._wake_now()
             self._finish_batches()
-            self._engine.add_lora(self._adapters.loading(adapter))
-            self._serve(version)
-
-    def _serve(self, version: int) -> None:
-        if not self._engine.has_unfinished_requests():
-            self._engine.reset_prefix_cache()
-        self._engine.set_weight_version(str(version))
-        self.version = version
+            if self._adapters is not None and isinstance(weights, AdapterPack):
+                self._engine.add_lora(self._adapters.loading(weights))
+            else:
+                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+            if not self._engine.has_unfinished_requests():
+                self._engine.reset_prefix_cache()
+            self._engine.set_weight_version(str(version))
+            self.version = version
 
     def _finish_batches(self) -> None:
         """Fetch what has been launched and not been fetched, and launch nothing more meanwhile.
@@ -221,22 +218,15 @@ class VLLMEngine(SteppingEngine):
     def _restore_memory(self) -> None:
         self._engine.wake_up()
 
-    def close(self) -> None:
-        """Shut vLLM down and free its memory; idempotent."""
-        if self._engine is None:
-            return
-        with self._between_steps(), _process_state_restored():
-            self._forget_all()
+    def _release(self) -> None:
+        with _process_state_restored():
             self._engine.engine_core.shutdown()
-            self._engine = None
-            self._llm = None
-            if self._adapters is not None:
-                self._adapters.close()
-        self._resolve_ended()
+        self._engine = self._llm = None
+        if self._adapters is not None:
+            self._adapters.close()
 
 
 def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
-    """Import vLLM and load the model."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM sets it only after its imports
@@ -273,14 +263,6 @@ def _process_state_restored() -> Iterator[None]:
 def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
     """Of vLLM's own model, in the process that has it."""
     return matrix_dtype(model.parameters())
-
-
-def _group_output(request: GroupRequest, output: Any, vocab: int) -> GroupOutput:
-    ordered = sorted(output.outputs, key=lambda completion: completion.index)
-    samples = [_sample(completion, vocab) for completion in ordered]
-    if len(samples) == 1:
-        samples = samples * request.num_samples
-    return GroupOutput(group_id=request.group_id, samples=tuple(samples))
 
 
 def _sample(completion: Any, vocab: int) -> Sample:
@@ -328,3 +310,61 @@ def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor
     kept = log_probs.isfinite()
     kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
     return log_probs[:, 0].clone(), KeptTokens(ids[kept], kept.sum(1).to(torch.int32))
+
+
+def adapter_arguments(rank: int) -> dict[str, Any]:
+    """What vLLM is started with to serve one adapter of ``rank``.
+
+    Raises:
+        UserError: vLLM has no room for such a rank.
+
+    >>> adapter_arguments(12)
+    {'enable_lora': True, 'max_loras': 1, 'max_lora_rank': 16}
+    """
+    room = next((most for most in ADAPTER_RANKS if most >= rank), None)
+    if room is None:
+        raise UserError(f"train_model.lora.r={rank} is above {ADAPTER_RANKS[-1]}, the highest rank that vLLM serves.")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
+
+class Adapters:
+    """The newest LoRA adapter, which vLLM computes with unmerged: ``W x + (alpha / r) B A x``, ``W`` as it was loaded.
+
+    It is the folder that vLLM reads, in memory where the system has files there (``/dev/shm``).
+    """
+
+    def __init__(self) -> None:
+        memory = Path("/dev/shm")
+        self._folder = Path(tempfile.mkdtemp(prefix="sota_grpo_adapter_", dir=memory if memory.is_dir() else None))
+        self.request: Any = None  # the adapter of a request; None before the first
+
+    def loading(self, adapter: AdapterPack) -> Any:
+        """The request that makes vLLM read ``adapter`` in place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        write_adapter(adapter, self._folder)
+        self.request = LoRARequest("policy", 1, str(self._folder))
+        return LoRARequest("policy", 1, str(self._folder), load_inplace=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def write_adapter(adapter: AdapterPack, folder: Path) -> None:
+    """``adapter`` as PEFT saves one, with the names and the config that PEFT's loader and vLLM's ask for."""
+    tensors, ranks = {}, set()
+    for name, tensor in adapter.pack.tensors():
+        weight, _, factor = name.rpartition(":")
+        tensors[f"base_model.model.{weight.removesuffix('weight')}lora_{factor}.weight"] = tensor.contiguous()
+        ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])
+    (rank,), (scale,) = ranks, set(adapter.scales.values())
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": sorted({weight.split(".")[-2] for weight in adapter.scales}),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -166,11 +166,10 @@ _REFUSED = {  # beginnings of names of vLLM's arguments, and why they are not pa
         "learner, tokenizer and engine have to be of one revision: give its folder as model.name",
     ),
     **dict.fromkeys(
-        ("data_parallel", "pipeline_parallel", "prefill_context", "decode_context", "dcp_", "nnodes", "node_rank"),
-        "devices are given by inference_model.num_devices, devices and tensor_parallel_size",
-    ),
-    **dict.fromkeys(
-        ("master_", "device_ids"),
+        (
+            *("data_parallel", "pipeline_parallel", "prefill_context", "decode_context", "dcp_"),
+            *("nnodes", "node_rank", "master_", "device_ids"),
+        ),
         "devices are given by inference_model.num_devices, devices and tensor_parallel_size",
     ),
     **dict.fromkeys(

@@ -30,6 +30,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ _PASSES = (_DAMAGED, 502, 503, 504)  # what may be over at the next attempt; a p
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before something is sent again
 
 
+@dataclass(frozen=True)
 class WeightUpload:
     """The trainer's end.
 
@@ -62,12 +64,12 @@ class WeightUpload:
         keep_s: a push of which the server hears nothing for so long is deleted there.
     """
 
-    def __init__(
-        self, client: HttpClient, session: str, *, bucket_bytes: int, dtype: str, timeout_s: float, keep_s: float
-    ):
-        self.dtype = dtype
-        self._client, self._session, self._bucket_bytes = client, session, bucket_bytes
-        self._timeout_s, self._keep_s = timeout_s, keep_s
+    client: HttpClient
+    session: str
+    bucket_bytes: int
+    dtype: str
+    timeout_s: float
+    keep_s: float
 
     @classmethod
     def to(cls, client: HttpClient, session: str, *, timeout_s: float, keep_s: float) -> WeightUpload | None:
@@ -92,7 +94,7 @@ class WeightUpload:
                 return None  # somebody else answers at this path
         if dtype not in _DTYPES:
             raise ServerError(f"The server at {client.url} computes in {dtype}, which no weights are sent in.")
-        return cls(client, session, dtype=dtype, bucket_bytes=bucket_bytes, timeout_s=timeout_s, keep_s=keep_s)
+        return cls(client, session, bucket_bytes, dtype, timeout_s, keep_s)
 
     def send(self, file: Path, number: int) -> str:
         """Bring a safetensors file to the server's machine; the folder in which it lies there.
@@ -105,32 +107,32 @@ class WeightUpload:
             ServerError: no room there, a later push has begun, or something did not arrive in five attempts.
         """
         num_bytes, push = file.stat().st_size, self._push(number)
-        self._insist(self._client.post, push, {"num_bytes": num_bytes, "keep_s": self._keep_s})
+        self._insist(self.client.post, push, {"num_bytes": num_bytes, "keep_s": self.keep_s})
         with file.open("rb") as opened:
-            for index in range(num_buckets(num_bytes, self._bucket_bytes)):
-                data = opened.read(self._bucket_bytes)
+            for index in range(num_buckets(num_bytes, self.bucket_bytes)):
+                data = opened.read(self.bucket_bytes)
                 headers = {DIGEST: hashlib.sha256(data).hexdigest()}
-                self._insist(self._client.put, f"{push}/{index}", data, headers=headers)
-        return str(self._insist(self._client.post, f"{push}/whole")["folder"])
+                self._insist(self.client.put, f"{push}/{index}", data, headers=headers)
+        return str(self._insist(self.client.post, f"{push}/whole")["folder"])
 
     def forget(self, number: int) -> None:
         """Have the server delete what is there of a push; it does so by itself, later, where it is not reached."""
         with suppress(ServerError):
-            self._client.delete(self._push(number), timeout_s=self._timeout_s)
+            self.client.delete(self._push(number), timeout_s=self.timeout_s)
 
     def _push(self, number: int) -> str:
-        return f"{PATH}/{self._session}/{number}"
+        return f"{PATH}/{self.session}/{number}"
 
     def _insist(self, ask: Callable[..., Any], *args: Any, **options: Any) -> Any:
         for pause_s in _PAUSES_S:
             try:
-                return ask(*args, **options, timeout_s=self._timeout_s)
+                return ask(*args, **options, timeout_s=self.timeout_s)
             except ServerError as error:
                 if not (isinstance(error, ServerSilent) or error.status in _PASSES):
                     raise
                 logger.warning("Sending weights is tried again in %g s: %s", pause_s, error)
                 time.sleep(pause_s)
-        return ask(*args, **options, timeout_s=self._timeout_s)
+        return ask(*args, **options, timeout_s=self.timeout_s)
 
 
 def num_buckets(num_bytes: int, bucket_bytes: int) -> int:

@@ -124,12 +124,12 @@ class ElasticFleet(Fleet):
     def refuse(self, newcomer: Newcomer, why: str) -> None:
         """Replace it, after a pause; its slot is given up with the fifth in a row."""
         self._judged.add(newcomer)
-        self._post(self._refuse, newcomer, why)
+        self._post(self._replace, newcomer, why, True)
 
     def lose(self, newcomer: Newcomer, why: str) -> None:
         """Replace it at once, as any worker that is gone: that says nothing of the machine."""
         self._judged.add(newcomer)
-        self._post(self._lose_newcomer, newcomer, why)
+        self._post(self._replace, newcomer, why, False)
 
     # The supervisor's thread.
 
@@ -178,24 +178,18 @@ class ElasticFleet(Fleet):
             self._dispatch()
         self._judged.discard(newcomer)
 
-    def _refuse(self, newcomer: Newcomer, why: str) -> None:
+    def _replace(self, newcomer: Newcomer, why: str, is_refused: bool) -> None:
         slot = self._slots[newcomer.index]
         self._judged.discard(newcomer)
         if slot.life != newcomer.life or slot.state != "ready":
             return
-        self._refusals[slot.index] += 1
-        if self._refusals[slot.index] < _MAX_REFUSALS:
+        self._refusals[slot.index] += is_refused
+        if not is_refused or self._refusals[slot.index] < _MAX_REFUSALS:
             self._lose(slot, why)
         else:
             slot.failed_starts = _MAX_REFUSALS
             self._retire(slot, WorkerDied(why))
             self._count()
-
-    def _lose_newcomer(self, newcomer: Newcomer, why: str) -> None:
-        slot = self._slots[newcomer.index]
-        self._judged.discard(newcomer)
-        if slot.life == newcomer.life and slot.state == "ready":
-            self._lose(slot, why)
 
     def _count(self) -> None:
         """See whether there are enough, whenever one has come or gone."""

@@ -36,7 +36,7 @@ _MAX_LATE = 2  # times that a slot's worker may be late before the call itself i
 class Fleet:
     """``count`` workers of one role behind one queue.
 
-    Contract. Consumes: calls of ``method``. Produces: one future per call, answered exactly once, in the order of
+    Contract. Consumes: calls of ``run``. Produces: one future per call, answered exactly once, in the order of
     submission as far as workers have room. Waits for: workers, on one supervisor thread, each wait with a deadline.
     Every live worker is pinged; one that dies, does not answer a ping for ``silence_s`` or says that it has made no
     progress for so long is killed and replaced in its slot, and its tasks go back to the front of the queue. Clients'
@@ -47,7 +47,6 @@ class Fleet:
         start: starts the worker of a slot; it may take long, and is called on a thread of its own.
         count: slots.
         capacity: tasks that one worker has at a time.
-        method: of the worker, called for a task.
         task_deadline_s: a worker that is at one task for longer is killed and the task fails with TimeoutError.
         progress: ``progress(*args)`` counts the parts of a task that are done; the deadline then is that of a part.
         silence_s: see above.
@@ -81,7 +80,6 @@ class Fleet:
         count: int,
         *,
         capacity: int,
-        method: str = "run",
         task_deadline_s: float | None = None,
         progress: Callable[..., int] | None = None,
         silence_s: float = 60.0,
@@ -92,7 +90,7 @@ class Fleet:
         if count < 1 or capacity < 1:
             raise ValueError(f"A fleet needs at least one worker with room for one task; got {count} and {capacity}.")
         self.restarts = self.requeued = 0
-        self._role, self._start, self._method, self._capacity = role, start, method, capacity
+        self._role, self._start, self._capacity = role, start, capacity
         self._task_deadline_s = math.inf if task_deadline_s is None else task_deadline_s
         self._progress = progress
         self._silence_s, self._start_silence_s = silence_s, start_silence_s
@@ -141,7 +139,7 @@ class Fleet:
         self._ready.result()
 
     def submit(self, *args: Any) -> Future[Any]:
-        """``method(*args)`` on the least loaded worker, as soon as one has room.
+        """``run(*args)`` on the least loaded worker, as soon as one has room.
 
         The future has the method's result or exception; :class:`TaskLost` when the task was with ``max_attempts``
         workers that died; another :class:`WorkerDied` when the fleet was closed or no slot is left;
@@ -418,7 +416,7 @@ class Fleet:
             slot.tasks[task.number] = task
             self._offer(slot)
             task.since_s = self._timers.now_s()
-            self._ask(slot, self._method, task.args, self._done, task)
+            self._ask(slot, "run", task.args, self._done, task)
             self._time(slot)
 
     def _done(self, slot: Slot, task: Task, future: Future[Any]) -> None:

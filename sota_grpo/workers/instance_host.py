@@ -35,9 +35,7 @@ from sota_grpo.workers.instance_process import LENGTH, live
 from sota_grpo.workers.instances import InstanceLost, InstanceSpec
 
 _TOOLBOX = "sota_grpo.tasks.toolbox"  # named, not imported: that room is above this one
-_DESCRIBE_S = (
-    120.0  # longest for the construction of one object and the schemas of its tools (transformers is imported)
-)
+_DESCRIBE_S = 120.0  # longest for the construction of one object and the schemas of its tools (imports transformers)
 _SCHEMAS_BYTES = 16 << 20
 _JSON_BYTES = 12  # of one character: two escapes
 _ENVELOPE_BYTES = 4096  # of a reply beside its text, or of the sentence of an error
@@ -264,7 +262,6 @@ class _Board:
     # What goes to an instance, and what comes
 
     def _begin(self, instance: _Instance) -> None:
-        """Send the first request."""
         request = instance.requests[0]
         self._limit(instance, request.timeout_s, f"TimeoutError: no answer within {request.timeout_s:g} s")
         instance.to_send = memoryview(request.message)
@@ -352,16 +349,19 @@ class _Board:
 
     def _lose(self, instance: _Instance, reason: str) -> None:
         """Kill it; the kernel tells when it has ended."""
-        is_idle = instance.key in self._instances and not instance.requests
         self._hang_up(instance)
         for kill in (os.killpg, os.kill):  # it may not lead a group yet
             with suppress(ProcessLookupError):
                 kill(instance.pid, signal.SIGKILL)
-        self._forget(instance, reason)
-        if is_idle:
-            self._reasons[instance.key] = reason
+        self._tell(instance, reason)
         if instance.death is None:
             self._reap(instance)
+
+    def _tell(self, instance: _Instance, reason: str) -> None:
+        """Why it is lost, to those who wait for it, else to whoever asks it next."""
+        if instance.key in self._instances and not instance.requests:
+            self._reasons[instance.key] = reason
+        self._forget(instance, reason)
 
     def _forget(self, instance: _Instance, reason: str) -> None:
         instance.num_events += 1
@@ -388,12 +388,8 @@ class _Board:
             self._selector.unregister(instance.death)
             os.close(instance.death)
         self._is_sweep_due = True
-        is_idle = instance.key in self._instances and not instance.requests
-        reason = f"WorkerDied: its process {ending(os.waitstatus_to_exitcode(status))}"
         self._hang_up(instance)
-        self._forget(instance, reason)
-        if is_idle:
-            self._reasons[instance.key] = reason
+        self._tell(instance, f"WorkerDied: its process {ending(os.waitstatus_to_exitcode(status))}")
 
     def _sweep(self) -> None:
         """Kill what instances that have ended left behind: it is this process's own now (:func:`adopt_orphans`)."""
@@ -415,7 +411,6 @@ def _children() -> list[int]:
 
 
 def _open_files() -> set[int]:
-    """The descriptors that are open."""
     files = set()
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # of the listing itself

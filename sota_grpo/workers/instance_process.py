@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import LARGEST
@@ -47,8 +47,8 @@ def live(connection: socket.socket, make: Callable[[], Any], max_chars: int) -> 
             ``get_reward()`` and ``close()``; what they return may be awaitable.
         max_chars: of a text that is given back.
     """
-    instance = _Instance(make, max_chars)
-    while (request := _receive(connection)) is not None:
+    instance, requests = _Instance(make, max_chars), connection.makefile("rb")
+    while (request := _receive(requests)) is not None:
         kind, content = request
         try:
             reply = ["ok", getattr(instance, kind)(content)]
@@ -63,21 +63,14 @@ def live(connection: socket.socket, make: Callable[[], Any], max_chars: int) -> 
     instance.close()
 
 
-def _receive(connection: socket.socket) -> Any:
+def _receive(requests: BinaryIO) -> Any:
     """The next request; None when the other end is gone."""
-    parts: list[bytes] = []
-    missing = LENGTH.size
-    for is_head in (True, False):
-        parts.clear()
-        while missing:
-            piece = connection.recv(min(missing, 1 << 20))
-            if not piece:
-                return None
-            parts.append(piece)
-            missing -= len(piece)
-        if is_head:
-            (missing,) = LENGTH.unpack(b"".join(parts))
-    return json.loads(b"".join(parts))
+    head = requests.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    message = requests.read(size)
+    return json.loads(message) if len(message) == size else None
 
 
 def _seed(seed: int | None) -> None:

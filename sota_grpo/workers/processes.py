@@ -150,11 +150,8 @@ class Shared:
         self._message = Message.of((), value)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _unshare, (self._message.body, [pickle.PickleBuffer(buffer) for buffer in self._message.buffers])
-
-
-def _unshare(body: bytes, buffers: list[Any]) -> Any:
-    return pickle.loads(body, buffers=buffers)
+        buffers = [pickle.PickleBuffer(buffer) for buffer in self._message.buffers]
+        return partial(pickle.loads, self._message.body, buffers=buffers), ()
 
 
 class ProcessEndedItself(WorkerDied):
@@ -191,7 +188,17 @@ class ProcessWorker:
         self._spawner = spawner  # kept: the process dies with the thread that started it
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = spawner.submit(_spawn, name, theirs.fileno(), environment, pass_fds).result()
+            command = [sys.executable, "-c", _BOOT, name, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+            self._process = spawner.submit(
+                subprocess.Popen[bytes],
+                command,
+                pass_fds=(theirs.fileno(), *pass_fds),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=dict(environment),
+            ).result()
         self.pid = self._process.pid  # of its subreaper, until the process that works gives its own
         self._printer = threading.Thread(target=_show, args=(name, self._process.stdout), daemon=True)
         self._printer.start()
@@ -321,19 +328,6 @@ class ProcessLauncher(Launcher):
     def close(self) -> None:
         super().close()
         self._spawner.shutdown(wait=False)
-
-
-def _spawn(name: str, fd: int, environment: Mapping[str, str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", _BOOT, name, json.dumps(sys.path), str(fd), str(os.getpid())]
-    return subprocess.Popen(
-        command,
-        pass_fds=(fd, *pass_fds),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=dict(environment),
-    )
 
 
 def _show(name: str, printed: IO[bytes]) -> None:

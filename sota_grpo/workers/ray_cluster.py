@@ -379,12 +379,6 @@ class AddressWorker:
             free.bind((host, 0))
             return f"{host}:{free.getsockname()[1]}"
 
-    def ping(self) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        """Nothing to free."""
-
 
 @cache
 def _actor_class(role: str) -> Any:
@@ -426,14 +420,8 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
-    if address is None and free is not None:
-        _warn_of_disk(ray.cluster_resources().get("object_store_memory", 0), free)
-
-
-def _warn_of_disk(store: float, free: int) -> None:
-    """Ray itself says it on a logger that is silenced here."""
-    if store > free:
-        logger.warning(
+    if address is None and free is not None and (store := ray.cluster_resources().get("object_store_memory", 0)) > free:
+        logger.warning(  # Ray itself says it on a logger that is silenced here
             "%s has %.2f GiB free and Ray's object store takes %.1f GiB, so it lies on the disk and everything that "
             "workers exchange goes through there: start the container with --shm-size=%dg (or --ipc=host).",
             _SHARED_MEMORY,

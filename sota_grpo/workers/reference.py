@@ -20,6 +20,8 @@ from sota_grpo.rl.transforms import Ask, reference_log_probs, write_reference
 from sota_grpo.workers.base import Launcher, WorkerSpec, WorkerThread, promised, resolve, starter
 from sota_grpo.workers.fleet import Fleet
 
+_READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
+_MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its life too
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -118,12 +120,6 @@ def reference_worker(
         device=device,
     )
     return ReferenceWorker(model, shared_prompt=attn_implementation is None, **options)
-
-
-_READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
-
-
-_MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its life too
 
 
 class ReferenceService:

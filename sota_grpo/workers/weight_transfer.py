@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -126,8 +127,7 @@ class WeightGroup:
         if self._rendezvous is not None and self._rendezvous.group == rendezvous.group:
             return
         self.leave()
-        made = promised()
-        make: Callable[[], Any] = lambda: _joined(rendezvous, rank, device)  # noqa: E731
+        made, make = promised(), partial(_joined, rendezvous, rank, device)
         # NCCL may wait for a member that has just died, for ever: that thread is left behind
         threading.Thread(target=resolve, args=(made, make), name="weight group", daemon=True).start()
         try:

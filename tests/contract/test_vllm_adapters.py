@@ -95,7 +95,7 @@ def test_a_push_while_groups_run_is_seen_in_their_versions(rig: Rig) -> None:
 
 
 def test_an_engine_without_adapters_is_given_none_and_ranks_have_an_end() -> None:
-    from sota_grpo.engines.vllm_adapters import adapter_arguments
+    from sota_grpo.engines.vllm_engine import adapter_arguments
 
     with pytest.raises(UserError, match=r"train_model.lora.r=600 is above 512"):
         adapter_arguments(600)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -36,12 +37,12 @@ class Rigs:
     def __init__(self, stack: ExitStack):
         self._stack = stack
 
-    def engine(self, fake: FakeServer, *, key: str | None = None, **options: object) -> ServerEngine:
+    def engine(self, fake: FakeServer, *, key: str | None = None, **given: Any) -> ServerEngine:
         running = fake if fake.url else self._stack.enter_context(fake.running())
         dialect: Dialect = VLLMDialect() if isinstance(fake, FakeVLLM) else SGLangDialect()
         client = HttpClient(running.url, api_key=key)
-        defaults = {"shapes": SHAPES, "tied": {"head": "embed"}, "eos_token_ids": [3, 1]}
-        engine = ServerEngine(client, dialect, **(defaults | options))  # type: ignore[arg-type]
+        options = EngineOptions("model", eos_token_ids=[3, 1], **given)
+        engine = ServerEngine(client, dialect, options, shapes=SHAPES, tied={"head": "embed"})
         self._stack.callback(engine.close)
         return engine
 
