@@ -220,7 +220,7 @@ class Order:
         request: the group.
         room: most response tokens.
         sampling: how they are drawn.
-        stop_token_ids: the tokens that end a response.
+        stop_token_ids: the tokens that end a response, but for ``sampling.ignore_eos``.
         cache_salt: cached prompts are shared between requests of one salt only; it is new after every push.
         version: of the weights when this was sent.
     """

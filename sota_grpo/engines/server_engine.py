@@ -231,7 +231,7 @@ class ServerEngine(SteppingEngine):
                 request=request,
                 room=room,
                 sampling=sampling,
-                stop_token_ids=() if sampling.ignore_eos else self._stop_token_ids,
+                stop_token_ids=self._stop_token_ids,
                 cache_salt=f"{self._versions.token}-{self._num_pushes}",
                 version=self.version,
             )

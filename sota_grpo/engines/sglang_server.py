@@ -82,7 +82,7 @@ class SGLangDialect(Dialect):
             "top_p": 1.0,
             "top_k": -1,
             "max_new_tokens": order.room,
-            "stop_token_ids": list(order.stop_token_ids),
+            "stop_token_ids": [] if sampling.ignore_eos else list(order.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
             "skip_special_tokens": False,
         }

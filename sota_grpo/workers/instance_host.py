@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import heapq
-import itertools
 import json
 import math
 import os
@@ -33,6 +31,7 @@ from sota_grpo.text import one_line
 from sota_grpo.workers.base import promised
 from sota_grpo.workers.instance_process import LENGTH, live
 from sota_grpo.workers.instances import InstanceLost, InstanceSpec
+from sota_grpo.workers.slots import Timers
 
 _TOOLBOX = "sota_grpo.tasks.toolbox"  # named, not imported: that room is above this one
 _DESCRIBE_S = 120.0  # longest for the construction of one object and the schemas of its tools (imports transformers)
@@ -174,8 +173,7 @@ class _Board:
         self._instances: dict[int, _Instance] = {}  # those that can be asked something
         self._reasons: dict[int, str] = {}  # why one is lost that was asked nothing at the time
         self._pids = set(_children())  # what the user's file has started, and every instance
-        self._deadlines: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+        self._timers = Timers(max_late_s=math.inf)
         self._inbox: deque[Callable[[], None]] = deque()
         self._since: float | None = None
         self._is_sweep_due = False
@@ -205,13 +203,13 @@ class _Board:
         """Serve as long as the process lives, which ends when this cannot go on: its owner starts another."""
         try:
             while True:
-                wait_s = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
-                events = self._selector.select(None if wait_s is None else max(0.0, wait_s))
+                events = self._selector.select(self._timers.wait_s())
                 self._since = time.monotonic()
                 for key, mask in events:
                     key.data(mask)
-                while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-                    heapq.heappop(self._deadlines)[2]()
+                while (due := self._timers.take_due()) is not None:
+                    function, args = due
+                    function(*args)
                 if self._is_sweep_due:
                     self._sweep()
                 self._since = None
@@ -247,13 +245,10 @@ class _Board:
         if instance.death is not None:
             self._selector.register(instance.death, selectors.EVENT_READ, partial(self._reap, instance))
 
-    def _at(self, wait_s: float, function: Callable[[], None]) -> None:
-        heapq.heappush(self._deadlines, (time.monotonic() + wait_s, next(self._numbers), function))
-
     def _limit(self, instance: _Instance, wait_s: float, reason: str) -> None:
         """The instance is lost where nothing has come of it in so many seconds."""
         instance.num_events += 1
-        self._at(wait_s, partial(self._expire, instance, instance.num_events, reason))
+        self._timers.at(self._timers.now_s() + wait_s, self._expire, instance, instance.num_events, reason)
 
     def _expire(self, instance: _Instance, num_events: int, reason: str) -> None:
         if instance.num_events == num_events:
@@ -400,7 +395,7 @@ class _Board:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
         if left:  # they may leave others
-            self._at(_SWEEP_AGAIN_S, self._sweep)
+            self._timers.at(self._timers.now_s() + _SWEEP_AGAIN_S, self._sweep)
 
 
 def _children() -> list[int]:

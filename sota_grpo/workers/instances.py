@@ -143,9 +143,7 @@ class Instances:
                 reset, and from then on; None draws them.
         """
         key = next(self._keys)
-        return self._ask(
-            "open", key, [dict(row), *(seeds or (None, None))], lambda observation: Opened(key, observation)
-        )
+        return self._ask("open", key, [dict(row), *(seeds or (None, None))], partial(Opened, key))
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
         """Call tools, by name and with keyword arguments, one after the other; a deadline each, one reply for all."""
