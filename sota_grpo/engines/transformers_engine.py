@@ -482,8 +482,9 @@ class TransformersEngine(SteppingEngine):
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
+        model = self._model  # read first: another thread may close this meanwhile
         self._require_open()
-        own = self._model.state_dict()
+        own = model.state_dict()
         shapes = {name: tensor.shape for name, tensor in own.items()}
         pushed = checked_weights(weights, shapes, self._tied, tied_required=False)
         with self._between_steps():
