@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sota_grpo.envs.call_formats import (
@@ -20,7 +20,6 @@ from sota_grpo.envs.call_formats import (
     THINKING,
     BadCall,
     CallFormat,
-    Limits,
     SaidCall,
     TemplateCalls,
     check_json,
@@ -93,8 +92,6 @@ class ToolCallReader:
         tokenizer: of the policy.
         schemas: of the tools (:func:`~sota_grpo.rl.tool_schemas.function_schemas`).
         template_kwargs: further arguments of ``apply_chat_template``.
-        max_argument_chars: most characters of one call.
-        max_calls: most calls of one turn.
 
     Raises:
         UserError: the chat template does not write tools, calls or what tools answer, or its calls cannot be read back.
@@ -122,16 +119,10 @@ class ToolCallReader:
         tokenizer: Any,
         schemas: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        max_argument_chars: int = 32_768,
-        max_calls: int = 16,
     ):
-        if max_argument_chars < 1 or max_calls < 1:
-            raise ValueError(f"max_argument_chars={max_argument_chars} and max_calls={max_calls} must be 1 or more.")
         self._tools = parameters_by_name(schemas)
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
-        self._limits = Limits(max_argument_chars, max_calls)
         self._special = _special_names(tokenizer)
         self._num_ids = len(tokenizer)
         if not getattr(tokenizer, "chat_template", None):
@@ -145,10 +136,10 @@ class ToolCallReader:
         Args:
             token_ids: as they were sampled ``[R]``, special tokens included.
         """
-        return self._read(token_ids, self._tools, self._limits)
+        return self._read(token_ids, self._tools)
 
-    def _read(self, token_ids: Iterable[int], tools: Mapping[str, Mapping[str, Any]], limits: Limits) -> SpokenTurn:
-        said, calls = self._format.scan(self._text(token_ids), limits)
+    def _read(self, token_ids: Iterable[int], tools: Mapping[str, Mapping[str, Any]]) -> SpokenTurn:
+        said, calls = self._format.scan(self._text(token_ids))
         content = self._marks.sub("", said).replace(OTHER, "").replace(SPELLED, "").strip()
         return SpokenTurn(content, tuple(_checked(call, tools) for call in calls))
 
@@ -244,11 +235,11 @@ class ToolCallReader:
         if form:
             behind = prompt.rpartition(_ASKED)[2]
             begun = [ends for begins, ends in THINKING if behind.rfind(begins) > behind.rfind(ends)]
-            yield form.with_turn(specials, next(iter(begun), ""))
+            yield replace(form, specials=specials, thinks_until=next(iter(begun), ""))
 
     def _reads(self, text: str, said: Sequence[Mapping[str, Any]]) -> bool:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        calls = self._read(ids, parameters_by_name([_SCHEMA]), Limits(10_000, 2)).calls
+        calls = self._read(ids, parameters_by_name([_SCHEMA])).calls
         return calls == tuple(ToolCall(_TOOL, arguments) for arguments in said)
 
 

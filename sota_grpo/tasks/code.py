@@ -8,8 +8,7 @@ from typing import Any
 from sota_grpo.rewards.extract import last_code_block, without_thinking
 from sota_grpo.rewards.sandbox import make_runner, run_tests
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import DatasetError, Row, load_named, text_of, two_sides
+from sota_grpo.tasks.dataset import DatasetError, PromptTask, Row, load_named, text_of, two_sides
 
 SYSTEM_PROMPT = (
     "Write a Python program that does what is asked. End your response with the whole program in one block that begins "
@@ -17,7 +16,7 @@ SYSTEM_PROMPT = (
 )
 
 
-class CodeTask:
+class CodeTask(PromptTask):
     """Prompts whose responses are Python programs, judged by the unit tests of their rows.
 
     ``reward = tests``, the share of the tests that pass; the success is that all do. The program is the last closed
@@ -86,10 +85,6 @@ class CodeTask:
             text_of(row, "prompt", f"{name}, row {number}")
             examples.append(self.read_row(row, f"{name}, row {number}"))
         return examples
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the prompt."""
-        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """Run the tests; see the class. ``info`` has how many there are and how many pass."""

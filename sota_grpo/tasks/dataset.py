@@ -307,8 +307,18 @@ def require_not_negative(**values: float) -> None:
             raise ValueError(f"{name}={value} must not be negative.")
 
 
-class QuestionTask:
-    """Loads the two sides, and asks a question after a system prompt.
+class PromptTask:
+    """Asks a question after a system prompt."""
+
+    system_prompt: str | None
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """A system turn, unless the system prompt is empty, and the question as it is."""
+        return chat(self.system_prompt, example.query)
+
+
+class QuestionTask(PromptTask):
+    """Loads the two sides of a data set whose answers stand in a format.
 
     A task sets ``hub_name`` and ``hub_config``, says what is asked for where any format of the answer will do and which
     columns may hold the question, and reads its rows.
@@ -396,7 +406,3 @@ class QuestionTask:
         train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, seed=seed, source=place)
         task.train = train[:max_samples]
         return task
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the raw question."""
-        return chat(self.system_prompt, example.query)

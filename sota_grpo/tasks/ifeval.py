@@ -17,8 +17,16 @@ from sota_grpo.rewards.ifeval import (
     read_prompt,
 )
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import DatasetError, Row, is_file, load_named, normalised, two_sides, unique_examples
+from sota_grpo.tasks.dataset import (
+    DatasetError,
+    PromptTask,
+    Row,
+    is_file,
+    load_named,
+    normalised,
+    two_sides,
+    unique_examples,
+)
 
 HUB_NAME, EVAL_HUB_NAME = "allenai/RLVR-IFeval", "google/IFEval"
 _MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot mend
@@ -26,7 +34,7 @@ _MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot m
 logger = logging.getLogger(__name__)
 
 
-class IFEvalTask:
+class IFEvalTask(PromptTask):
     """Prompts with instructions, each of which a response follows or not.
 
     ``reward = instructions_weight * instructions + all_weight * all``: ``instructions`` is the share of instructions
@@ -123,10 +131,6 @@ class IFEvalTask:
         task.train = train[:max_samples]
         task._tell_of_sentences({name for e in [*train, *task.heldout] for name in e.extra["instruction_id_list"]})
         return task
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, if there is a system prompt, and the raw prompt."""
-        return chat(self.system_prompt, example.query)
 
     def prepare(self) -> None:
         """Import what splits sentences and tells languages now: no response's deadline should pay for it."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sota_grpo.rl.records import Example, sample_seed
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import text_of
+from sota_grpo.tasks.dataset import PromptTask, text_of
 
 Draw = Callable[[random.Random, bool], Example]
 
@@ -60,16 +58,13 @@ class DrawnExamples(Sequence[Example]):
         return self.num_examples
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(self.num_examples)[index]]
-        position = operator.index(index)
-        if not -self.num_examples <= position < self.num_examples:
-            raise IndexError(f"index {position} is outside a split of {self.num_examples} problems.")
-        position %= self.num_examples
-        return self.draw(random.Random(sample_seed(self.seed, int(self.heldout), position)), self.heldout)
+        positions = range(self.num_examples)[index]
+        if isinstance(positions, range):
+            return [self[position] for position in positions]
+        return self.draw(random.Random(sample_seed(self.seed, int(self.heldout), positions)), self.heldout)
 
 
-class ProceduralTask:
+class ProceduralTask(PromptTask):
     """Draws both splits, and asks a question after a system prompt, if there is one; the answer ends in ``#### N``.
 
     A task says how to :meth:`draw` a problem, and has a ``default_prompt`` if it asks for something.
@@ -96,10 +91,6 @@ class ProceduralTask:
     def draw(self, rng: random.Random, heldout: bool) -> Example:
         """A problem of one side of the split."""
         raise NotImplementedError
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, if there is a system prompt, and the question."""
-        return chat(self.system_prompt, example.query)
 
     def gold_response(self, example: Example) -> str | None:
         """The worked answer; it earns the full reward."""

@@ -20,8 +20,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rl.records import SUBTASK, Example, Score
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import DatasetError, Row, answering, normalised
+from sota_grpo.tasks.dataset import DatasetError, PromptTask, Row, answering, normalised
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 
 _EXECUTES = "its scorer executes the model's text (eval or SymPy's parser)"
@@ -120,7 +119,7 @@ class InTurns(Sequence[Example]):
         return self._parts[task][number]
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(PromptTask):
     """Problems of several tasks of reasoning-gym, each in proportion to its weight.
 
     ``reward = correct``, the score in [0, 1] that the task's own scorer gives the answer; the success is a score of 1.
@@ -230,10 +229,6 @@ class ReasoningGymTask:
         raise UserError(
             f"{_DRAWS} draws from {name} made no {side}{reason}; give env.tasks.{name} options with more problems."
         )
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the question."""
-        return chat(self.system_prompt, example.query)
 
     def prepare(self) -> None:
         """Import the package and read its data now: no response's deadline should pay for it."""

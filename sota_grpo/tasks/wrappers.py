@@ -227,7 +227,7 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     if isinstance(task, MixtureTask):
         _, task, example = task.own(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
-    record = getattr(response, "record", None) or {}
+    record = _record_of(response)
     turns, state = record.get("messages"), record.get("environment")
     if isinstance(task, TableTask):
         extra, source = example.extra, source_of(example) or task.name
@@ -319,47 +319,65 @@ def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: 
     return _scored_by(scorer, task, term_weights=weights, gold_response=_no_gold_response)
 
 
-class DialogScorer:
-    """The scorer of :func:`with_tools`; ``score`` is the task's, None where only the environment rewards."""
+class _ChangedScorer:
+    """A scorer that changes what another one gives; it scores groups where that one does."""
 
-    def __init__(self, score: Scorer | None, term_weights: Mapping[str, float], success_above: float) -> None:
+    def __init__(self, score: Scorer) -> None:
         self._score: Any = score
-        self._term_weights, self._success_above = dict(term_weights), success_above
         if hasattr(score, "score_group"):
             self.score_group = self._score_group
 
     def __call__(self, response: str, example: Example) -> Score:
-        return self._joined(response, None if self._score is None else self._score(response, example))
+        return self._changed(response, self._score(response, example))
 
     def prepare(self) -> None:
         """What the scorer does before its first response."""
-        if self._score is not None:
-            prepare(self._score)
+        prepare(self._score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        has_failed = [bool((getattr(response, "record", None) or {}).get("error")) for response, _ in pairs]
-        sound = [pair for pair, is_lost in zip(pairs, has_failed, strict=True) if not is_lost]
+        scores = self._score.score_group(pairs)
+        if len(scores) != len(pairs):  # whoever has asked says so
+            return scores
+        return [self._changed(response, score) for (response, _), score in zip(pairs, scores)]
+
+    def _changed(self, response: str, score: Score) -> Score:
+        raise NotImplementedError
+
+
+class DialogScorer(_ChangedScorer):
+    """The scorer of :func:`with_tools`; ``score`` is the task's, None where only the environment rewards."""
+
+    def __init__(self, score: Scorer | None, term_weights: Mapping[str, float], success_above: float) -> None:
+        super().__init__(score or _no_score)
+        self._asks_task = score is not None
+        self._term_weights, self._success_above = dict(term_weights), success_above
+
+    def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        sound = [pair for pair in pairs if not _record_of(pair[0]).get("error")]
         scores = iter(self._score.score_group(sound) if sound else ())
         return [
-            self._joined(response, None if is_lost else next(scores))
-            for (response, _), is_lost in zip(pairs, has_failed, strict=True)
+            self._changed(response, _no_score(response, example) if _record_of(response).get("error") else next(scores))
+            for response, example in pairs
         ]
 
-    def _joined(self, response: str, score: Score | None) -> Score:
-        record = getattr(response, "record", None) or {}
-        if not record and score is not None and NEEDS_ENVIRONMENTS in (score.error or ""):
+    def _changed(self, response: str, score: Score) -> Score:
+        record = _record_of(response)
+        if not record and NEEDS_ENVIRONMENTS in (score.error or ""):
             score = Score(dict.fromkeys(score.terms), success=False)  # a text that no dialog has led to: the gate's
-        error = record.get("error") or (None if score is None else score.error)
+        error = record.get("error") or score.error
         if error is not None:
             return failed_score(self._term_weights, error)
-        reward = record.get("reward")
-        terms = {} if score is None else dict(score.terms)
+        reward, terms = record.get("reward"), dict(score.terms)
         if ENVIRONMENT in self._term_weights:
             terms[ENVIRONMENT] = reward
         info = {name: record[name] for name in _COUNTED if name in record}
         info |= {f"ended_by_{name}": int(record["ended"] == name) for name in USED_UP if record}
         own = reward is not None and reward > self._success_above
-        return Score(terms, own if score is None else score.success, info={**(score.info if score else {}), **info})
+        return Score(terms, score.success if self._asks_task else own, info={**score.info, **info})
+
+
+def _record_of(response: str) -> Mapping[str, Any]:
+    return getattr(response, "record", None) or {}
 
 
 MESSAGE = (
@@ -388,25 +406,13 @@ def think_again(task: Task, message: str = MESSAGE) -> Task:
     return _scored_by(AskAgain(scorer_of(task), message), task)
 
 
-class AskAgain:
+class AskAgain(_ChangedScorer):
     """The scorer of :func:`think_again`."""
 
     def __init__(self, score: Scorer, message: str) -> None:
-        self._score: Any = score
+        super().__init__(score)
         self._reply = {"role": "user", "content": message}
-        if hasattr(score, "score_group"):
-            self.score_group = self._score_group
 
-    def __call__(self, response: str, example: Example) -> Score:
-        return self._answered(self._score(response, example))
-
-    def prepare(self) -> None:
-        """What the scorer does before its first response."""
-        prepare(self._score)
-
-    def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        return [self._answered(score) for score in self._score.score_group(pairs)]
-
-    def _answered(self, score: Score) -> Score:
+    def _changed(self, response: str, score: Score) -> Score:
         ends = score.success or score.error is not None or score.reply is not None
         return score if ends else replace(score, reply=self._reply)
