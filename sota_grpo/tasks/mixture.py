@@ -18,8 +18,6 @@ from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.task import Task, prepare, without_examples
 from sota_grpo.tasks.dataset import DatasetError
 
-Counts = Mapping[str, tuple[float, float]]
-
 
 def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
     """Which task draw ``draw`` is of, and how many draws of that task came before it, in time of order ``T``.
@@ -204,7 +202,7 @@ class MixtureTask:
         name, task, example = self.own(example)
         count = getattr(task, "counts", None)
         terms = {term: score.terms.get(f"{name}/{term}") for term in task.term_weights}
-        counted: Counts = {} if count is None else count(replace(score, terms=terms), example)
+        counted = {} if count is None else count(replace(score, terms=terms), example)
         return {name: (float(score.success), 1.0), **{f"{name}/{each}": pair for each, pair in counted.items()}}
 
     def read_row(self, row: Mapping[str, Any], place: str) -> Example:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sota_grpo.rl.records import Example, sample_seed
-from sota_grpo.tasks.dataset import PromptTask, text_of
-
-Draw = Callable[[random.Random, bool], Example]
+from sota_grpo.tasks.dataset import ChatTask, text_of
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
 
@@ -44,7 +43,7 @@ class DrawnExamples(Sequence[Example]):
     (True, False)
     """
 
-    draw: Draw
+    draw: Callable[[random.Random, bool], Example]
     seed: int
     heldout: bool
     num_examples: int
@@ -58,13 +57,16 @@ class DrawnExamples(Sequence[Example]):
         return self.num_examples
 
     def __getitem__(self, index: Any) -> Any:
-        positions = range(self.num_examples)[index]
-        if isinstance(positions, range):
-            return [self[position] for position in positions]
-        return self.draw(random.Random(sample_seed(self.seed, int(self.heldout), positions)), self.heldout)
+        if isinstance(index, slice):
+            return [self[i] for i in range(self.num_examples)[index]]
+        position = operator.index(index)
+        if not -self.num_examples <= position < self.num_examples:
+            raise IndexError(f"index {position} is outside a split of {self.num_examples} problems.")
+        position %= self.num_examples
+        return self.draw(random.Random(sample_seed(self.seed, int(self.heldout), position)), self.heldout)
 
 
-class ProceduralTask(PromptTask):
+class ProceduralTask(ChatTask):
     """Draws both splits, and asks a question after a system prompt, if there is one; the answer ends in ``#### N``.
 
     A task says how to :meth:`draw` a problem, and has a ``default_prompt`` if it asks for something.

@@ -11,8 +11,7 @@ The functions are those written for verl or for TRL, unchanged. ``reward.path=re
   ``log_metric`` are passed, and ``environments`` as what their attributes were at the end; ``trainer_state`` and
   ``prompt_ids`` are not, because graders read responses and nothing else.
 
-A function is given those keywords that it takes. ``builtin`` as a name is the task's own reward, to stand beside them.
-Functions can be passed as objects, too (:func:`sota_grpo.train`); the file is then one of pickled functions.
+A function is given those keywords that it takes. Functions can be passed as objects, too (:func:`sota_grpo.train`).
 """
 
 from __future__ import annotations
@@ -209,7 +208,12 @@ class FunctionScorer:
             for name in _SUCCESS
             if isinstance(one.info.get(name), (bool, int, float))
         ]
-        info, reply = _joined_info(outputs), None if builtin is None else builtin.reply
+        info = {  # of several functions, each entry under its function's name
+            name if len(outputs) == 1 else f"{function}/{name}": value
+            for function, one in outputs.items()
+            for name, value in one.info.items()
+        }
+        reply = None if builtin is None else builtin.reply
         if builtin is not None and BUILTIN in self._term_weights:
             terms[BUILTIN] = _reward(builtin.terms, self._task.term_weights)
             errors += [builtin.error] if builtin.error is not None else []
@@ -228,21 +232,16 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
         _, task, example = task.own(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
     record = _record_of(response)
-    turns, state = record.get("messages"), record.get("environment")
     if isinstance(task, TableTask):
-        extra, source = example.extra, source_of(example) or task.name
-        read = (extra["prompt"], extra["ground_truth"], extra["columns"])
-        return RewardInputs(response, *read, source, ids, turns, state)
-    final = example.answer.rpartition("####")[2].strip().replace(",", "") if "####" in example.answer else None
+        prompt, truth, columns = (example.extra[name] for name in ("prompt", "ground_truth", "columns"))
+        source = source_of(example) or task.name
+    else:
+        _, mark, final = example.answer.rpartition("####")
+        truth = final.strip().replace(",", "") if mark else example.answer  # of worked answers as verl's files have it
+        prompt, columns = task.messages(example), {"question": example.query, "answer": example.answer, **example.extra}
+        source = _SOURCES.get(task.name, task.name)
     return RewardInputs(
-        response=response,
-        prompt=task.messages(example),
-        ground_truth=example.answer if final is None else final,  # of GSM8K's worked answers, as verl's files have it
-        columns={"question": example.query, "answer": example.answer, **example.extra},
-        data_source=_SOURCES.get(task.name, task.name),
-        completion_ids=ids,
-        turns=turns,
-        environment=state,
+        response, prompt, truth, columns, source, ids, record.get("messages"), record.get("environment")
     )
 
 
@@ -265,13 +264,6 @@ def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iter
 def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
     """The weighted sum of the terms that apply; None where none does."""
     return total_reward(terms, weights) if any(value is not None for value in terms.values()) else None
-
-
-def _joined_info(outputs: Mapping[str, RewardOutput]) -> dict[str, Any]:
-    """What stood beside the rewards; of several functions, each entry under its function's name."""
-    if len(outputs) == 1:
-        return dict(next(iter(outputs.values())).info)
-    return {f"{function}/{name}": value for function, one in outputs.items() for name, value in one.info.items()}
 
 
 def without_terms(task: Task) -> Task:
