@@ -20,8 +20,9 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.rl.tool_schemas import MAX_NAME, call_id
 from sota_grpo.text import sentence
 
@@ -48,21 +49,6 @@ class SaidCall(NamedTuple):
     error: str | None = None
     untyped: bool = False
     id: Any = None
-
-
-class CallFormat(Protocol):
-    """``scan`` never raises: what cannot be read is a call with an error."""
-
-    def scan(self, text: str) -> tuple[str, list[SaidCall]]: ...
-
-
-def num_common(one: str, other: str) -> int:
-    """How many characters both begin with.
-
-    >>> num_common("<call>a", "<call>bc")
-    6
-    """
-    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 class BadCall(ValueError):
@@ -165,7 +151,10 @@ class MarkedCalls:
     before_id: str = ""
 
     def scan(self, text: str) -> tuple[str, list[SaidCall]]:
-        """What was said, and the calls. Every call is read once, their number is bounded: time is linear."""
+        """What was said, and the calls; what cannot be read is a call with an error.
+
+        Every call is read once, their number is bounded: time is linear.
+        """
         said: list[str] = []
         calls: list[SaidCall] = []
         spoken = False
@@ -435,8 +424,8 @@ def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], e
         if keys is None:
             joint = joint.rpartition(name)[0]
         before, after, joint = before.rstrip(), after.lstrip(), joint.strip()
-        before = before[len(before) - num_common(before[::-1], joint[::-1]) :]
-        after = after[: num_common(after, joint)]
+        before = before[len(before) - num_shared([before[::-1], joint[::-1]]) :]
+        after = after[: num_shared([after, joint])]
     return MarkedCalls(before.strip(), after.strip(), keys, between.strip(), listed, (), before_id=before_id.strip())
 
 
