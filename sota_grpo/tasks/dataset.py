@@ -348,7 +348,7 @@ class FileTask(ChatTask):
         seed: int = 0,
         **options: Any,
     ) -> Self:
-        """From a file, or from the train split of a dataset on the hub.
+        """From a file, or from the train split of a dataset on the hub, in the columns of the task's ``read_row``.
 
         A prompt that comes twice (letter case and spacing aside) is kept once, and never on both sides.
 
