@@ -209,7 +209,7 @@ def make_rollouts(
 ) -> Rollouts:
     """Over ``engine`` itself, or over what samples whole dialogs with it, where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
-    return Rollouts(env, DialogEngine.of_tasks(engine, rules) if rules else engine, attend)
+    return Rollouts(env, DialogEngine(engine, rules) if rules else engine, attend)
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:

@@ -157,8 +157,7 @@ def _offered(config: Config) -> tuple[str, str, float] | None:
 
 
 def _instances(kind: str, value: str, timeout_s: float, opened: ExitStack) -> Instances:
-    spec = instance_spec(*((value, None) if kind == "functions" else (None, value)))
-    return opened.enter_context(closing(Instances(spec, timeout_s=timeout_s)))
+    return opened.enter_context(closing(Instances(instance_spec(value, kind), timeout_s=timeout_s)))
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
@@ -209,7 +208,7 @@ def _rules(config: Config, env: TaskEnv, instances: Instances | None, max_model_
 def _tool_partner(config: Config, env: TaskEnv, instances: Instances) -> ToolPartner:
     options = config.env
     budgets = Budgets(options.max_tool_calls, options.max_dialog_s, options.max_observation_tokens)
-    return ToolPartner.of(env, instances, budgets, config.env.chat_template_kwargs)
+    return ToolPartner(env, instances, budgets, config.env.chat_template_kwargs)
 
 
 def template_kwargs(config: Config, instances: Instances | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ A turn without a call is the answer and ends the dialog.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,15 +22,14 @@ from typing import Any
 import torch
 
 from sota_grpo.envs.chat_tokens import Messages
-from sota_grpo.envs.dialogs import Talk, resolved
+from sota_grpo.envs.dialogs import Talk, mapped, resolved
 from sota_grpo.envs.task_env import TaskEnv
-from sota_grpo.envs.tool_calls import ToolCallReader
+from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import CALLS, OBSERVATION, SECONDS, TURNS, Example, GroupRequest, sample_seed
-from sota_grpo.rl.task import Task
 from sota_grpo.rl.tool_schemas import ToolCall, call_id
 from sota_grpo.tasks.wrappers import reward_inputs
-from sota_grpo.workers.base import gathered, promised, resolve
+from sota_grpo.workers.base import gathered
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
 
 #: How a dialog may end beside :data:`~sota_grpo.rl.records.USED_UP`: with an answer, cut, or without its instance.
@@ -60,51 +59,27 @@ class ToolPartner:
     sample: the dialog ends, and its record says why.
 
     Args:
-        reader: reads calls.
-        instances: of the environment.
-        row_of: what ``reset`` is given of an example.
-        prompt_ids: ``(example, observation) -> ids`` of the prompt at whose end ``observation`` stands.
-        count_tokens: of a text.
+        env: its prompts tell of the tools.
+        instances: of the tools' environment.
         budgets: of a dialog.
-        clock: seconds, for ``budgets.max_seconds``.
-        reads_environments: records hold what the environment's attributes were at the end.
+        template_kwargs: further arguments of ``apply_chat_template``.
+
+    Raises:
+        UserError: the chat template has no tools.
     """
 
     def __init__(
-        self,
-        reader: ToolCallReader,
-        instances: Instances,
-        row_of: Callable[[Example], Mapping[str, Any]],
-        prompt_ids: Callable[[Example, str], tuple[int, ...]],
-        count_tokens: Callable[[str], int],
-        budgets: Budgets,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        reads_environments: bool = False,
+        self, env: TaskEnv, instances: Instances, budgets: Budgets, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        self.reader, self.instances = reader, instances
-        self.count_tokens, self.budgets, self.clock = count_tokens, budgets, clock
-        self._row_of, self._prompt_ids, self.reads_environments = row_of, prompt_ids, reads_environments
+        self._env, self.instances, self.budgets = env, instances, budgets
+        self.reader = ToolCallReader(env.tokenizer, instances.schemas, template_kwargs)
+        #: Whether records hold what the environment's attributes were at the end.
+        self.reads_environments = getattr(env.task, "reads_environments", False)
+        self.clock = time.monotonic
 
-    @classmethod
-    def of(
-        cls, env: TaskEnv, instances: Instances, budgets: Budgets, template_kwargs: Mapping[str, Any] | None = None
-    ) -> ToolPartner:
-        """That of an environment whose prompts tell of the tools.
-
-        Raises:
-            UserError: the chat template has no tools.
-        """
-        tokenizer = env.tokenizer
-        return cls(
-            ToolCallReader(tokenizer, instances.schemas, template_kwargs),
-            instances,
-            partial(_columns, env.task),
-            env.prompt_ids,
-            lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
-            budgets,
-            reads_environments=getattr(env.task, "reads_environments", False),
-        )
+    def count_tokens(self, text: str) -> int:
+        """Tokens of what a tool says."""
+        return len(self._env.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
         """Once an instance is there and was reset.
@@ -114,11 +89,9 @@ class ToolPartner:
         example = request.example
         assert example is not None
         seeds = sample_seed(request.seed), sample_seed(request.seed, request.first_sample + index)
-        begun: Future[Talk] = promised()
-        self.instances.open(self._row_of(example), seeds).add_done_callback(
-            lambda opened: resolve(begun, lambda: self._begun(example, opened))
-        )
-        return begun
+        inputs = reward_inputs(self._env.task, "", example)
+        row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}  # under TRL's names
+        return mapped(self.instances.open(row, seeds), partial(self._begun, example))
 
     def _begun(self, example: Example, opened: Future[Opened]) -> Talk:
         try:
@@ -128,16 +101,10 @@ class ToolPartner:
         if not there.observation:
             return ToolTalk(self, there.key)
         try:
-            return ToolTalk(self, there.key, self._prompt_ids(example, there.observation))
+            return ToolTalk(self, there.key, self._env.prompt_ids(example, there.observation))
         except UserError as error:  # it is the environment's text, not the user's: it costs the sample
             self.instances.drop(there.key)
             return ToolTalk(self, None, error=f"what reset returned cannot be said: {error}")
-
-
-def _columns(task: Task, example: Example) -> dict[str, Any]:
-    """What ``reset`` is given: the columns of the row, under TRL's names."""
-    inputs = reward_inputs(task, "", example)
-    return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
 
 
 class ToolTalk:
@@ -182,11 +149,7 @@ class ToolTalk:
         if not sound:
             return resolved(self._replies(calls, []))
         assert self._key is not None
-        answered: Future[Messages | None] = promised()
-        self._partner.instances.call(self._key, sound).add_done_callback(
-            lambda done: resolve(answered, lambda: self._answered(calls, done))
-        )
-        return answered
+        return mapped(self._partner.instances.call(self._key, sound), partial(self._answered, calls))
 
     def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Mapping[str, Any] | None]:
         """The record, once the instance has said what the dialog was worth and is gone."""
@@ -198,12 +161,9 @@ class ToolTalk:
         key, self._key = self._key, None
         if key is None:
             return resolved(self._record(None))
-        ended: Future[Mapping[str, Any] | None] = promised()
         instances = self._partner.instances
         state = instances.state(key) if self._partner.reads_environments else resolved(None)
-        both = gathered([state, instances.finish(key)])
-        both.add_done_callback(lambda done: resolve(ended, lambda: self._rewarded(done)))
-        return ended
+        return mapped(gathered([state, instances.finish(key)]), self._rewarded)
 
     def leave(self) -> None:
         """Nobody waits: the instance goes."""
@@ -217,13 +177,7 @@ class ToolTalk:
             replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, self._num_said)
         )
         self._num_said += len(calls)
-        message: dict[str, Any] = {"role": "assistant", "content": turn.content}
-        if calls:
-            called = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-            message["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": each} for call, each in zip(calls, called, strict=True)
-            ]
-        self._messages.append(message)
+        self._messages.append(message_of(turn.content, calls))
         return calls
 
     def _exceeded(self, num_calls: int) -> str | None:

@@ -20,13 +20,16 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.rl.tool_schemas import MAX_NAME, call_id
 from sota_grpo.text import sentence
 
 SPELLED, OTHER = "\ud800", "\ud801"
 MAX_DEPTH = 64  # of arrays and objects in a call
+MAX_CHARS = 32_768  # of a call
+MAX_CALLS = 16  # of a turn
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 TEMPLATE_SECONDS = 5.0  # for the regular expressions that came with a tokenizer
 
@@ -46,28 +49,6 @@ class SaidCall(NamedTuple):
     error: str | None = None
     untyped: bool = False
     id: Any = None
-
-
-class Limits(NamedTuple):
-    """Of one turn: characters of one call, calls."""
-
-    chars: int
-    calls: int
-
-
-class CallFormat(Protocol):
-    """``scan`` never raises: what cannot be read is a call with an error."""
-
-    def scan(self, text: str, limits: Limits) -> tuple[str, list[SaidCall]]: ...
-
-
-def num_common(one: str, other: str) -> int:
-    """How many characters both begin with.
-
-    >>> num_common("<call>a", "<call>bc")
-    6
-    """
-    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 class BadCall(ValueError):
@@ -142,8 +123,7 @@ def _extent(text: str, start: int) -> int | None:
     return None
 
 
-def _too_many(limits: Limits) -> str:
-    return f"a turn can have {limits.calls} calls; this and what follows is more"
+_TOO_MANY = SaidCall("", {}, f"a turn can have {MAX_CALLS} calls; this and what follows is more")
 
 
 @dataclass(frozen=True)
@@ -170,8 +150,11 @@ class MarkedCalls:
     thinks_until: str = ""
     before_id: str = ""
 
-    def scan(self, text: str, limits: Limits) -> tuple[str, list[SaidCall]]:
-        """What was said, and the calls. Every call is read once, their number is bounded: time is linear."""
+    def scan(self, text: str) -> tuple[str, list[SaidCall]]:
+        """What was said, and the calls; what cannot be read is a call with an error.
+
+        Every call is read once, their number is bounded: time is linear.
+        """
         said: list[str] = []
         calls: list[SaidCall] = []
         spoken = False
@@ -184,21 +167,13 @@ class MarkedCalls:
                 ends = dict(THINKING).get(match[0])
                 position = _after(text, ends, match.end()) if ends else match.end()
             elif self.opening:
-                position = self._opened(text, match.end(), limits, calls)
-            elif spoken or not self._is_call(text, match.start()):  # an object that is said
+                position = self._opened(text, match.end(), calls)
+            elif spoken or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0:  # an object that is said
                 said.append(match[0])
                 spoken, position = True, match.end()
             else:
-                position = self._opened(text, match.start(), limits, calls)
+                position = self._opened(text, match.start(), calls)
         return "".join((*said, text[position:])), calls
-
-    def _is_call(self, text: str, start: int) -> bool:
-        """Whether an object that no opening text announces has arguments."""
-        return self.keys is not None and text.find(f'"{self.keys[1]}"', start) >= 0
-
-    def with_turn(self, specials: tuple[str, ...], thinks_until: str) -> MarkedCalls:
-        """The same in turns of which more is known."""
-        return replace(self, specials=specials, thinks_until=thinks_until)
 
     def _begins(self) -> re.Pattern[str]:
         """Whatever changes how the text behind it is read."""
@@ -208,16 +183,16 @@ class MarkedCalls:
         marks = "|".join(re.escape(mark) for pair in THINKING for mark in pair)
         return re.compile(f"(?P<call>{call})|{marks}")
 
-    def _opened(self, text: str, start: int, limits: Limits, calls: list[SaidCall]) -> int:
+    def _opened(self, text: str, start: int, calls: list[SaidCall]) -> int:
         """Add the calls behind an opening text; where the text goes on behind them."""
         position = _skip(text, start)
         listed = self.listed and text.startswith("[", position)
         try:
             while True:
-                if len(calls) >= limits.calls:
-                    calls.append(SaidCall("", {}, _too_many(limits)))
+                if len(calls) >= MAX_CALLS:
+                    calls.append(_TOO_MANY)
                     return len(text)
-                call, position = self._call(text, position + listed, limits)
+                call, position = self._call(text, position + listed)
                 position = _skip(text, position)
                 if not listed:
                     break
@@ -243,7 +218,7 @@ class MarkedCalls:
             return position  # the turn ends here, too
         raise BadCall(f"behind its JSON stands no {self.closing}")
 
-    def _call(self, text: str, start: int, limits: Limits) -> tuple[SaidCall, int]:
+    def _call(self, text: str, start: int) -> tuple[SaidCall, int]:
         """The call that begins at ``start``, and where it ends."""
         name = identity = ""
         if self.keys is None:
@@ -260,8 +235,8 @@ class MarkedCalls:
         end = _extent(text, start)
         if end is None:
             raise BadCall("it is not JSON (its object has no end)")
-        if end - start > limits.chars:
-            raise BadCall(f"it has {end - start} characters, more than {limits.chars}")
+        if end - start > MAX_CHARS:
+            raise BadCall(f"it has {end - start} characters, more than {MAX_CHARS}")
         value = read_json(without_specials(text[start:end], self.specials))
         if self.keys is None:
             return SaidCall(name, value, id=identity.strip()), end
@@ -327,7 +302,7 @@ class TemplateCalls:
         parser = self._calls.content_args.get("value_parser") or {"name": "text"}
         self._untyped = self._calls.content in ("xml-inline", "kv-lines") and parser.get("name", "text") == "text"
 
-    def scan(self, text: str, limits: Limits) -> tuple[str, list[SaidCall]]:
+    def scan(self, text: str) -> tuple[str, list[SaidCall]]:
         """As :meth:`MarkedCalls.scan`; a turn that the template cannot read at all is one call with an error."""
         from transformers.utils.chat_parsing import parse_response
 
@@ -345,22 +320,22 @@ class TemplateCalls:
         raw = message.get("tool_calls") or []
         calls: list[SaidCall] = []
         for entry in raw if isinstance(raw, list) else [raw]:
-            if len(calls) >= limits.calls:
-                calls.append(SaidCall("", {}, _too_many(limits)))
+            if len(calls) >= MAX_CALLS:
+                calls.append(_TOO_MANY)
                 break
             try:
-                calls += self._call(entry, limits, deadline)
+                calls += self._call(entry, deadline)
             except Exception as error:
                 calls.append(SaidCall("", {}, f"the call cannot be read: {sentence(error)}"))
         return said if isinstance(said, str) else "", calls
 
-    def _call(self, entry: Mapping[str, Any], limits: Limits, deadline: float) -> list[SaidCall]:
+    def _call(self, entry: Mapping[str, Any], deadline: float) -> list[SaidCall]:
         from transformers.utils.chat_parsing.content_parsers import parse_content, process_field
 
         body = without_specials(entry["body"], self._specials)
         captures = {name: without_specials(said, self._specials) for name, said in entry["captures"].items()}
-        if len(body) > limits.chars:
-            raise BadCall(f"it has {len(body)} characters, more than {limits.chars}")
+        if len(body) > MAX_CHARS:
+            raise BadCall(f"it has {len(body)} characters, more than {MAX_CHARS}")
         field = self._calls
         if field.content == "xml-inline":
             value: Any = self._tags(body, deadline)
@@ -449,8 +424,8 @@ def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], e
         if keys is None:
             joint = joint.rpartition(name)[0]
         before, after, joint = before.rstrip(), after.lstrip(), joint.strip()
-        before = before[len(before) - num_common(before[::-1], joint[::-1]) :]
-        after = after[: num_common(after, joint)]
+        before = before[len(before) - num_shared([before[::-1], joint[::-1]]) :]
+        after = after[: num_shared([after, joint])]
     return MarkedCalls(before.strip(), after.strip(), keys, between.strip(), listed, (), before_id=before_id.strip())
 
 

@@ -162,3 +162,12 @@ class ChatTokens:
         said = json.dumps([*messages], ensure_ascii=False, default=str)
         name = self._names.search(said)
         return name[0] if name else said[:60]
+
+
+def num_shared(sequences: Sequence[Sequence[Any]]) -> int:
+    """How many tokens, or characters, all begin with.
+
+    >>> num_shared([(1, 2, 3), (1, 2, 4, 5)]), num_shared(["<call>", "<call>"])
+    (2, 6)
+    """
+    return next((at for at, each in enumerate(zip(*sequences)) if len({*each}) > 1), min(map(len, sequences)))

@@ -9,6 +9,7 @@ seed and of what was observed before each :meth:`CurriculumStream.update`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,9 +20,7 @@ from torch import Tensor
 from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Example, sample_seed
-from sota_grpo.tasks.mixture import MixedExamples
 
-LevelOf = Callable[[Example], Any]
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _ODD = re.compile(r"[^\w-]", re.ASCII)
 
@@ -170,14 +169,15 @@ class _Part:
         self.names = list(self.members or ())
         self.num_drawn = [0] * len(self.names)
         self.rates = PassRates(num_examples if self.members is None else len(self.names), rule, seed)
-        self.num_learned: dict[int, int] = {}  # groups of the last update, by level
+        self.num_learned: Counter[int] = Counter()  # groups of the last update, by level
 
-    def metrics(self, num_groups: int) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
+        num_groups = self.num_learned.total()
         rates = self.rates.rates().tolist() if len(self.names) > 1 else []
         metrics: dict[str, float] = {}
         for level, (name, rate) in enumerate(zip(self.names, rates)):
             metrics |= {f"{name}/pass_rate": rate} if rate == rate else {}
-            metrics |= {f"{name}/share": self.num_learned.get(level, 0) / num_groups} if num_groups else {}
+            metrics |= {f"{name}/share": self.num_learned[level] / num_groups} if num_groups else {}
         if self.members is None:
             tried = self.rates.trials > 0
             seen, passes, trials = int(tried.sum()), self.rates.passes[tried], self.rates.trials[tried]
@@ -224,7 +224,7 @@ class CurriculumStream(PromptStream):
         examples: Sequence[Example],
         rule: Curriculum,
         *,
-        level: LevelOf | None = None,
+        level: Callable[[Example], Any] | None = None,
         seed: int = 0,
         shuffle: bool = True,
     ):
@@ -240,9 +240,8 @@ class CurriculumStream(PromptStream):
             )
 
     def _make_parts(self) -> dict[str, _Part]:
-        parts = self.examples.parts if isinstance(self.examples, MixedExamples) else {"": self.examples}
         made = {}
-        for name, examples in parts.items():
+        for name, examples in self.parts.items():
             levels = (level_name(self._level(self._example(name, index))) for index in range(len(examples)))
             made[name] = _Part(self.rule, self._seed_of(name), len(examples), levels)
         return made
@@ -285,13 +284,12 @@ class CurriculumStream(PromptStream):
         """Learn from what was observed; groups that are not ``held`` will not be asked for again."""
         sums: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in self._parts}
         for levels in self._parts.values():
-            levels.num_learned = {}
+            levels.num_learned.clear()
         for group_id, (passes, trials) in self._observed.items():
             name, level, _ = self._groups[group_id]
             before = sums[name].get(level, (0, 0))
             sums[name][level] = (before[0] + passes, before[1] + trials)
-            learned = self._parts[name].num_learned
-            learned[level] = learned.get(level, 0) + 1
+            self._parts[name].num_learned[level] += 1
         for name, counts in sums.items():
             self._parts[name].rates.add(counts)
         self._observed = {}
@@ -301,10 +299,8 @@ class CurriculumStream(PromptStream):
         """Of each level its pass rate and its share of the groups learned from; of examples, what is solved or not."""
         metrics: dict[str, float] = {}
         for name, levels in self._parts.items():
-            own = levels.metrics(sum(levels.num_learned.values()))
-            metrics |= {
-                f"curriculum/{name}/{key}" if name else f"curriculum/{key}": value for key, value in own.items()
-            }
+            place = f"curriculum/{name}" if name else "curriculum"
+            metrics |= {f"{place}/{key}": value for key, value in levels.metrics().items()}
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from torchrl.data import Unbounded
 
 from sota_grpo import keys
 from sota_grpo.envs.agents import Budgets, ToolPartner
-from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens, num_shared
+from sota_grpo.envs.chat_tokens import num_shared
+from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.envs.task_env import DRAWN, TaskEnv
 from sota_grpo.rewards.functions import PICKLED, pickled
 from sota_grpo.rl.collate import done_entries, finish_rows, prompt_rows, response_ids
@@ -95,7 +96,12 @@ class DialogEnv(TaskEnv):
         template_kwargs: Mapping[str, Any] | None = None,
         **keywords: Any,
     ):
-        _check(max_steps, tools, environment)
+        if max_steps < 1:
+            raise ValueError(f"max_steps={max_steps} leaves no turn; use 1 or more.")
+        if tools is not None and environment is not None:
+            raise ValueError("both tools and environment are given; give the tools as methods of the environment.")
+        if max_steps == 1 and (tools is not None or environment is not None):
+            raise ValueError("max_steps=1 leaves no turn after a tool has answered; use max_steps=2 or more.")
         with ExitStack() as opened:
             spec = _spec(tools, environment, opened)
             instances = (
@@ -133,9 +139,8 @@ class DialogEnv(TaskEnv):
         turns = TurnTokens(self.tokenizer, self.template_kwargs)
         partner: Partner = GradedTurns(self.grader, turns)
         if instances is not None:
-            partner = ToolPartner.of(
-                self, instances, budgets, {name: one for name, one in self.template_kwargs.items() if name != "tools"}
-            )
+            own = {name: value for name, value in self.template_kwargs.items() if name != "tools"}
+            partner = ToolPartner(self, instances, budgets, own)
         bound = sys.maxsize if self.max_prompt_tokens is None else self.max_prompt_tokens + 1
         return Rules(partner, turns, max_steps, bound)
 
@@ -181,9 +186,7 @@ class DialogEnv(TaskEnv):
             future.result()
         steps = [self._next(index) for index in range(len(rows))]
         if self.compute_reward:
-            self._grade([step for step, is_chosen in zip(steps, chosen) if is_chosen])
-            not_asked = [step for step, is_chosen in zip(steps, chosen) if not is_chosen]
-            self._write_nothing(not_asked)
+            self._grade(steps, chosen)
         return self._stack([step.get("next") for step in steps])
 
     def _follow(self, index: int, row: TensorDictBase) -> Future[None]:
@@ -214,42 +217,33 @@ class DialogEnv(TaskEnv):
 
     def _observation(self, index: int) -> dict[str, Any]:
         """What the policy is to answer."""
-        dialog, row = self._dialogs[index], self._rows[index]
+        dialog = self._dialogs[index]
         assert dialog is not None
-        prompt = torch.tensor(dialog.ids, dtype=torch.int64)
-        return {
-            **{key: row.get(key) for key in DRAWN},
-            keys.TURN: torch.tensor(dialog.num_turns),
-            "tokens": {"prompt": prompt},
-            "masks": {"all_attention_mask": torch.ones_like(prompt, dtype=torch.bool)},
-        }
+        observed = self._observed(self._rows[index], torch.tensor(dialog.ids, dtype=torch.int64))
+        return {**observed, keys.TURN: torch.tensor(dialog.num_turns)}
 
     def _next(self, index: int) -> TensorDictBase:
-        """A row as its grader reads it, with what step returns under ``next``."""
         dialog = self._dialogs[index]
         assert dialog is not None
         text = SampledText(self.decode(dialog.last), dialog.last.tolist(), dialog.record)
         ends = {
             name: flags[0] & dialog.is_over for name, flags in done_entries(torch.tensor([dialog.truncated])).items()
         }
-        drawn = {key: self._rows[index].get(key) for key in DRAWN}
-        return TensorDict({**drawn, "text": {"response": text}, "next": {**self._observation(index), **ends}}, [])
+        return self._stepped(self._rows[index], text, self._observation(index) | ends)
 
-    def _grade(self, steps: Sequence[TensorDictBase]) -> None:
-        """Those that have ended, siblings together; the others have earned nothing yet."""
+    def _grade(self, steps: Sequence[TensorDictBase], chosen: Sequence[bool]) -> None:
+        """Those that have ended in this step, siblings together; the others have earned nothing."""
         ended: dict[int, list[TensorDictBase]] = {}
-        for step in steps:
-            if step[keys.DONE]:
-                ended.setdefault(int(step[keys.GROUP_ID]), []).append(step)
+        others: list[TensorDictBase] = []
+        for step, is_chosen in zip(steps, chosen, strict=True):
+            siblings = ended.setdefault(int(step[keys.GROUP_ID]), []) if is_chosen and step[keys.DONE] else others
+            siblings.append(step)
         futures = [self.grader.scores(graded_texts(group)) for group in ended.values()]
         for group, scores in zip(ended.values(), futures, strict=True):
             self._write(group, scores.result())
-        self._write_nothing([step for step in steps if not step[keys.DONE]])
-
-    def _write_nothing(self, steps: Sequence[TensorDictBase]) -> None:
-        nothing = Score(dict.fromkeys(self.task.term_weights, 0.0), success=False)
-        if steps:
-            self._write(steps, [nothing] * len(steps))
+        if others:
+            nothing = Score(dict.fromkeys(self.task.term_weights, 0.0), success=False)
+            self._write(others, [nothing] * len(others))
 
     def _leave(self, indexes: Sequence[int]) -> None:
         """Let go of the dialogs that are still open."""
@@ -265,27 +259,19 @@ class DialogEnv(TaskEnv):
         super().close(raise_if_closed=raise_if_closed)
 
 
-def _check(max_steps: int, tools: Tools | None, environment: Any) -> None:
-    if max_steps < 1:
-        raise ValueError(f"max_steps={max_steps} leaves no turn; use 1 or more.")
-    if tools is not None and environment is not None:
-        raise ValueError("both tools and environment are given; give the tools as methods of the environment.")
-    if max_steps == 1 and (tools is not None or environment is not None):
-        raise ValueError("max_steps=1 leaves no turn after a tool has answered; use max_steps=2 or more.")
-
-
 def _spec(tools: Tools | None, environment: str | Callable[[], Any] | None, opened: ExitStack) -> InstanceSpec | None:
     """What the instances are made of; objects travel in a file that is there as long as they are."""
+    kind = "functions" if environment is None else "factory"
     spec: Any = tools if environment is None else environment
     if spec is None:
         return None
     if isinstance(spec, str):
-        return instance_spec(*((spec, None) if environment is None else (None, spec)))
-    functions = [spec] if environment is not None else list(spec)
+        return instance_spec(spec, kind)
+    functions = list(spec) if kind == "functions" else [spec]
     names = tuple(function.__name__ for function in functions)
     path = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_"))) / f"tools{PICKLED}"
     path.write_bytes(pickled(dict(zip(names, functions, strict=True))))
-    return InstanceSpec("factory" if environment is not None else "functions", str(path), names)
+    return InstanceSpec(kind, str(path), names)
 
 
 @dataclass
@@ -392,25 +378,18 @@ class DialogRows:
             prompt = TensorDict({key: one.last.get(key) for key in DRAWN}, [])
             prompt[keys.PROMPT_TOKENS] = torch.tensor(one.dialog.prompt_ids[:common], dtype=torch.int64)
             (row,) = finish_rows(prompt, [sample], self._tokenizer)
-            row[keys.SAMPLE_ID] = one.last.get(keys.SAMPLE_ID)
-            rows.append(_graded(row, one))
+            for key in (keys.SAMPLE_ID, *_GRADED):
+                if (value := one.last.get(key, None)) is not None:
+                    row.set(key, value)
+            terms = row.get(keys.REWARD_TERMS, None)
+            for name in [] if terms is None else [name for name, value in terms.items() if value.isnan().any()]:
+                del row[(*keys.REWARD_TERMS, name)]  # it does not apply
+            if not one.has_log_probs:
+                row.pop("log_probs")
+            if not one.has_versions:
+                del row[keys.TOKEN_VERSION], row[keys.POLICY_VERSION]
+            rows.append(row)
         return rows
-
-
-def _graded(row: TensorDictBase, gathered: _Gathered) -> TensorDictBase:
-    """With what the last step earned, and without what no step has."""
-    assert gathered.last is not None
-    for key in _GRADED:
-        if (value := gathered.last.get(key, None)) is not None:
-            row.set(key, value)
-    terms = row.get(keys.REWARD_TERMS, None)
-    for name in [] if terms is None else [name for name, value in terms.items() if value.isnan().any()]:
-        del row[(*keys.REWARD_TERMS, name)]  # it does not apply
-    if not gathered.has_log_probs:
-        row.pop("log_probs")
-    if not gathered.has_versions:
-        del row[keys.TOKEN_VERSION], row[keys.POLICY_VERSION]
-    return row
 
 
 def _each(steps: TensorDictBase) -> Iterator[TensorDictBase]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ import torch
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Streams
-from sota_grpo.envs.chat_tokens import ChatTokens, Messages
+from sota_grpo.envs.chat_tokens import ChatTokens, Messages, num_shared
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import (
@@ -187,11 +187,7 @@ class GradedTalk:
 
     def answer(self, said: torch.Tensor) -> Future[Messages | None]:
         text = SampledText(self._turns.text(said), said.tolist())
-        answered: Future[Messages | None] = promised()
-        self._grader.scores([(text, self._example)]).add_done_callback(
-            lambda scores: resolve(answered, lambda: self._reply(*scores.result()))
-        )
-        return answered
+        return mapped(self._grader.scores([(text, self._example)]), lambda scores: self._reply(*scores.result()))
 
     def _reply(self, score: Score) -> Messages | None:
         if score.reply is None or score.error is not None:
@@ -210,6 +206,13 @@ def resolved(value: Any) -> Future[Any]:
     future = promised()
     future.set_result(value)
     return future
+
+
+def mapped(future: Future[Any], compute: Callable[[Future[Any]], Any]) -> Future[Any]:
+    """The future of what ``compute`` makes of another one that is done."""
+    made = promised()
+    future.add_done_callback(lambda done: resolve(made, lambda: compute(done)))
+    return made
 
 
 @dataclass(frozen=True)
@@ -315,15 +318,6 @@ def _joined(turns: Sequence[Sample]) -> KeptTokens | None:
         ids += [] if kept is None else [kept.ids]
         counts.append(torch.zeros(len(turn.token_ids), dtype=torch.int32) if kept is None else kept.counts)
     return KeptTokens(torch.cat(ids), torch.cat(counts))
-
-
-def num_shared(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with; dialogs whose environments told them something differ behind them.
-
-    >>> num_shared([(1, 2, 3), (1, 2, 4, 5)]), num_shared([(1, 2), (1, 2)])
-    (2, 2)
-    """
-    return next((at for at, ids in enumerate(zip(*prompts)) if len({*ids}) > 1), min(map(len, prompts)))
 
 
 class GroupDialogs:
@@ -438,7 +432,7 @@ class GroupDialogs:
 
     def _output(self) -> GroupOutput:
         dialogs = [dialog for _, dialog in sorted(self._dialogs.items())]
-        common = num_shared([dialog.prompt_ids for dialog in dialogs])
+        common = num_shared([dialog.prompt_ids for dialog in dialogs])  # they differ behind what environments told
         samples = tuple(dialog.sample(common) for dialog in dialogs)
         return GroupOutput(self._request.group_id, samples, dialogs[0].prompt_ids[:common])
 
@@ -451,7 +445,8 @@ class DialogEngine(Streams):
     A dialog ends where the partner has no answer, with a truncated turn, its ``max_steps``-th turn, or where the
     context has no room for the answer and one more token (truncated too). ``sampling.max_tokens`` bounds one turn.
     Where a partner adds to the prompts, what these begin with alike is the group's prompt, and the rest stands before
-    the first turn of each sample, masked like other turns.
+    the first turn of each sample, masked like other turns. Weights may be pushed in the middle of dialogs: every token
+    keeps the version that sampled it.
 
     Contract. Consumes: requests with their examples. Produces: groups, as soon as all their dialogs have ended; a
     dialog's next turn begins while others, siblings too, are in the middle of theirs. Waits for: the engine and the
@@ -462,13 +457,8 @@ class DialogEngine(Streams):
     other, up to the rounding of the engine's batches.
 
     Args:
-        engine: samples single turns.
-        partner: answers turns (:class:`GradedTurns`: by the reply of their score).
-        turns: writes the ids of answers (:class:`TurnTokens`).
-        max_steps: most turns of the policy in a dialog, at least 2.
-
-    Raises:
-        ValueError: ``max_steps`` is below 2, where the engine alone does the same.
+        engine: samples single turns, and the groups of tasks without rules.
+        rules: of each task of a mixture that has dialogs, by name; those under None are of examples of no mixture.
 
     Example, with a grader that is never content and answers of two tokens between the turns of the policy:
 
@@ -479,7 +469,7 @@ class DialogEngine(Streams):
     >>> grader = SimpleNamespace(scores=lambda pairs: graded)
     >>> turns = SimpleNamespace(text=str, ids=lambda replies, last_id: (8, 9))
     >>> scripted = ScriptedEngine(lambda request, sample, version: [5])
-    >>> engine = DialogEngine(scripted, GradedTurns(grader, turns), turns, max_steps=2)
+    >>> engine = DialogEngine(scripted, {None: Rules(GradedTurns(grader, turns), turns, 2, scripted.max_model_len)})
     >>> request = GroupRequest(0, (1, 2), num_samples=1, seed=0, example=Example("?", "!"))
     >>> ((sample,),) = [output.samples for output in engine.generate([request], Sampling(max_tokens=4))]
     >>> sample.token_ids.tolist(), sample.assistant_mask.int().tolist()
@@ -488,31 +478,12 @@ class DialogEngine(Streams):
     {'replies': [[{'role': 'user', 'content': 'Again?'}]]}
     """
 
-    def __init__(self, engine: Engine, partner: Partner, turns: TurnTokens, *, max_steps: int):
-        if max_steps < 2:
-            raise ValueError(f"max_steps={max_steps} leaves no second turn; use the engine itself.")
-        self._drive(engine)
-        rules = Rules(partner, turns, max_steps, engine.max_model_len)
-        self._rules_of: Callable[[Example], Rules | None] = lambda example: rules
-
-    @classmethod
-    def of_tasks(cls, engine: Engine, rules: Mapping[str | None, Rules]) -> DialogEngine:
-        """With rules for each task of a mixture that has dialogs, by name; the engine itself samples the other groups.
-
-        The rules under None are those of examples that are of no mixture.
-
-        Example::
-
-            DialogEngine.of_tasks(engine, {"maths": Rules(partner, turns, max_steps=4, max_model_len=2048)})
-        """
-        made = cls.__new__(cls)
-        made._drive(engine)
-        made._rules_of = lambda example: rules.get(task_of_example(example.extra))
-        return made
-
-    def _drive(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, rules: Mapping[str | None, Rules]):
+        self.engine: Any = engine
         self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
+        self.update_weights, self.close = engine.update_weights, engine.close
+        self.sleep, self.wake = engine.sleep, engine.wake
+        self._rules = dict(rules)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Begin the group's dialogs.
@@ -522,7 +493,7 @@ class DialogEngine(Streams):
         """
         self._check([request])
         assert request.example is not None
-        rules = self._rules_of(request.example)
+        rules = self._rules.get(task_of_example(request.example.extra))
         if rules is None:
             return self.engine.submit(replace(request, example=None), sampling)
         group = GroupDialogs(request, rules, partial(self.engine.submit, sampling=sampling))
@@ -556,19 +527,3 @@ class DialogEngine(Streams):
     def weight_dtype(self) -> torch.dtype | None:
         """That of the engine."""
         return self.engine.weight_dtype
-
-    def update_weights(self, weights: Iterable[Any], version: int) -> None:
-        """Push to the engine, in the middle of running dialogs too; every token keeps the version that sampled it."""
-        self.engine.update_weights(weights, version)
-
-    def sleep(self) -> None:
-        """Free the engine's device until :meth:`wake`."""
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-        self.engine.wake()
-
-    def close(self) -> None:
-        """Close the engine; idempotent."""
-        self.engine.close()

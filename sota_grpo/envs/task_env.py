@@ -59,7 +59,9 @@ class PromptStream:
     """
 
     def __init__(self, examples: Sequence[Example], *, seed: int = 0, shuffle: bool = True):
-        if not len(examples) or (isinstance(examples, MixedExamples) and not all(map(len, examples.parts.values()))):
+        #: The examples of each task of a mixture; without one, all under ``""``.
+        self.parts = examples.parts if isinstance(examples, MixedExamples) else {"": examples}
+        if not self.parts or not all(map(len, self.parts.values())):
             raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.next_group_id = 0
@@ -83,8 +85,7 @@ class PromptStream:
                 f"{self._first_group_id} to {self.next_group_id - 1}."
             )
         name, draw = self._task_of(group_id)
-        count = len(self.examples.parts[name] if isinstance(self.examples, MixedExamples) else self.examples)
-        return self._example(name, self._index(draw, count, self._seed_of(name)))
+        return self._example(name, self._index(draw, len(self.parts[name]), self._seed_of(name)))
 
     def observe(self, group_id: int, passes: int, trials: int) -> None:
         """What the responses of a group earned, where somebody draws by it."""
@@ -149,8 +150,8 @@ class PromptStream:
         own = {"seed": self.seed, "num_examples": len(self.examples)}
         if not isinstance(self.examples, MixedExamples):
             return own
-        parts, weights = self.examples.parts, self.examples.weights
-        return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in parts.items()}}
+        weights = self.examples.weights
+        return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in self.parts.items()}}
 
 
 @lru_cache(maxsize=32)  # groups in flight reach into the epoch before, and each task of a mixture has one
@@ -371,18 +372,19 @@ class TaskEnv(EnvBase):
         return stacked if self.device is None else stacked.to(self.device)
 
     def _finish(self, row: TensorDictBase) -> TensorDictBase:
-        """The row as its grader needs it, with the observation and the end of the dialog under ``next``."""
         response = response_ids(row)
+        after = self._observed(row, torch.cat([row.get(keys.PROMPT_TOKENS), response]))
+        ends = {name: flags[0] for name, flags in done_entries(torch.tensor([self._truncated(response)])).items()}
+        return self._stepped(row, SampledText(self.decode(response), response.tolist()), after | ends)
+
+    def _observed(self, row: TensorDictBase, prompt: torch.Tensor) -> dict[str, Any]:
+        masks = {"all_attention_mask": torch.ones_like(prompt, dtype=torch.bool)}
+        return {**{key: row.get(key) for key in DRAWN}, "tokens": {"prompt": prompt}, "masks": masks}
+
+    def _stepped(self, row: TensorDictBase, text: SampledText, after: Mapping[str, Any]) -> TensorDictBase:
+        """A row as its grader reads it, with what step returns under ``next``."""
         drawn = {key: row.get(key) for key in DRAWN}
-        full = torch.cat([row.get(keys.PROMPT_TOKENS), response])
-        after = {
-            **drawn,
-            "tokens": {"prompt": full},
-            "masks": {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)},
-            **{name: flags[0] for name, flags in done_entries(torch.tensor([self._truncated(response)])).items()},
-        }
-        text = SampledText(self.decode(response), response.tolist())
-        return TensorDict({**drawn, "text": {"response": text}, "next": after}, batch_size=[])
+        return TensorDict({**drawn, "text": {"response": text}, "next": dict(after)}, batch_size=[])
 
     def _truncated(self, response: torch.Tensor) -> bool:
         eos = self.tokenizer.eos_token_id

@@ -11,7 +11,8 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from sota_grpo.envs.call_formats import (
@@ -19,15 +20,14 @@ from sota_grpo.envs.call_formats import (
     SPELLED,
     THINKING,
     BadCall,
-    CallFormat,
-    Limits,
+    MarkedCalls,
     SaidCall,
     TemplateCalls,
     check_json,
     derive,
-    num_common,
     read_json,
 )
+from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.errors import UserError
 from sota_grpo.rl.tool_schemas import (
     NAME,
@@ -93,8 +93,6 @@ class ToolCallReader:
         tokenizer: of the policy.
         schemas: of the tools (:func:`~sota_grpo.rl.tool_schemas.function_schemas`).
         template_kwargs: further arguments of ``apply_chat_template``.
-        max_argument_chars: most characters of one call.
-        max_calls: most calls of one turn.
 
     Raises:
         UserError: the chat template does not write tools, calls or what tools answer, or its calls cannot be read back.
@@ -122,16 +120,10 @@ class ToolCallReader:
         tokenizer: Any,
         schemas: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        max_argument_chars: int = 32_768,
-        max_calls: int = 16,
     ):
-        if max_argument_chars < 1 or max_calls < 1:
-            raise ValueError(f"max_argument_chars={max_argument_chars} and max_calls={max_calls} must be 1 or more.")
         self._tools = parameters_by_name(schemas)
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
-        self._limits = Limits(max_argument_chars, max_calls)
         self._special = _special_names(tokenizer)
         self._num_ids = len(tokenizer)
         if not getattr(tokenizer, "chat_template", None):
@@ -145,33 +137,27 @@ class ToolCallReader:
         Args:
             token_ids: as they were sampled ``[R]``, special tokens included.
         """
-        return self._read(token_ids, self._tools, self._limits)
+        return self._read(token_ids, self._tools)
 
-    def _read(self, token_ids: Iterable[int], tools: Mapping[str, Mapping[str, Any]], limits: Limits) -> SpokenTurn:
-        said, calls = self._format.scan(self._text(token_ids), limits)
+    def _read(self, token_ids: Iterable[int], tools: Mapping[str, Mapping[str, Any]]) -> SpokenTurn:
+        said, calls = self._format.scan(self._text(token_ids))
         content = self._marks.sub("", said).replace(OTHER, "").replace(SPELLED, "").strip()
         return SpokenTurn(content, tuple(_checked(call, tools) for call in calls))
 
     def _text(self, token_ids: Iterable[int]) -> str:
         """Names for the special tokens that count, :data:`OTHER` for the others, broken names for spelled ones."""
         parts: list[str] = []
-        plain: list[int] = []
-
-        def flush() -> None:
-            if plain:
-                text = self._tokenizer.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for is_plain, run in groupby(map(int, token_ids), self._is_plain):
+            if is_plain:
+                text = self._tokenizer.decode([*run], skip_special_tokens=False, clean_up_tokenization_spaces=False)
                 parts.append(self._spelled.sub(rf"\1{SPELLED}", _HALVES.sub("\ufffd", text)))
-                plain.clear()
-
-        for number in map(int, token_ids):
-            if number not in self._special and 0 <= number < self._num_ids:
-                plain.append(number)
             else:
-                flush()
-                name = self._special.get(number, OTHER)
-                parts.append(name if name in self._counting else OTHER)
-        flush()
+                names = [self._special.get(number, OTHER) for number in run]
+                parts += [name if name in self._counting else OTHER for name in names]
         return "".join(parts)
+
+    def _is_plain(self, number: int) -> bool:
+        return number not in self._special and 0 <= number < self._num_ids
 
     # what the template writes, at construction -----------------------------------------------------------------------
 
@@ -191,7 +177,7 @@ class ToolCallReader:
         missing = [name for name in self._tools if text.count(name) <= bare.count(name)]
         if missing:
             raise UserError(f"the chat template leaves tools out ({missing[0]} is not in the prompt); {_NEEDED}")
-        call = _turn([(_TOOL, _SIMPLE)])
+        call = message_of("", [ToolCall(_TOOL, _SIMPLE, id=call_id(0))])
         if _TOOL not in self._probe("tool calls", [_QUESTION, call], []):
             raise UserError(f"the chat template leaves out what tools are called; {_NEEDED}")
         result = {"role": "tool", "name": _TOOL, "tool_call_id": call_id(0), "content": _RESULT}
@@ -218,7 +204,8 @@ class ToolCallReader:
 
     def _written(self, prompt: str, said: Sequence[Mapping[str, Any]]) -> str | None:
         """The policy's turn of calls with these arguments; None where the template takes only one call of a turn."""
-        turn = _turn([(_TOOL, arguments) for arguments in said])
+        calls = [ToolCall(_TOOL, arguments, id=call_id(number)) for number, arguments in enumerate(said)]
+        turn = message_of("", calls)
         try:
             text = self._rendered([_QUESTION, turn], [_SCHEMA])
         except Exception:  # as in _probe, which has seen one call
@@ -232,7 +219,9 @@ class ToolCallReader:
         self._marks = re.compile(either)
         self._spelled = re.compile(f"(?={either})(.)", re.DOTALL)  # each, also where two overlap
 
-    def _candidates(self, own: Any, prompt: str, one: str | None, two: str | None) -> Iterator[CallFormat]:
+    def _candidates(
+        self, own: Any, prompt: str, one: str | None, two: str | None
+    ) -> Iterator[MarkedCalls | TemplateCalls]:
         specials = tuple(sorted(self._counting))
         if own:
             try:
@@ -244,11 +233,11 @@ class ToolCallReader:
         if form:
             behind = prompt.rpartition(_ASKED)[2]
             begun = [ends for begins, ends in THINKING if behind.rfind(begins) > behind.rfind(ends)]
-            yield form.with_turn(specials, next(iter(begun), ""))
+            yield replace(form, specials=specials, thinks_until=next(iter(begun), ""))
 
     def _reads(self, text: str, said: Sequence[Mapping[str, Any]]) -> bool:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        calls = self._read(ids, parameters_by_name([_SCHEMA]), Limits(10_000, 2)).calls
+        calls = self._read(ids, parameters_by_name([_SCHEMA])).calls
         return calls == tuple(ToolCall(_TOOL, arguments) for arguments in said)
 
 
@@ -262,13 +251,13 @@ def _special_names(tokenizer: Any) -> dict[int, str]:
     return {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
 
 
-def _turn(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """A turn of the policy that only calls."""
+def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """A turn of the policy, as chat templates and TRL write it."""
     made = [
-        {"type": "function", "id": call_id(number), "function": {"name": name, "arguments": dict(arguments)}}
-        for number, (name, arguments) in enumerate(calls)
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in calls
     ]
-    return {"role": "assistant", "content": "", "tool_calls": made}
+    return {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
 
 
 def _behind(prompt: str, text: str) -> str:
@@ -283,7 +272,7 @@ def _behind(prompt: str, text: str) -> str:
     before, tail = prompt.rpartition(_ASKED)[1:]
     if before and tail.strip() and tail in text:  # something stands elsewhere than in the prompt
         return text.rpartition(tail)[2]
-    return text[num_common(prompt, text) :]
+    return text[num_shared([prompt, text]) :]
 
 
 def _checked(said: SaidCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:

@@ -22,8 +22,7 @@ from fractions import Fraction
 
 from sota_grpo.rewards.extract import extract_answer, numbers_equal
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks import procedural
-from sota_grpo.tasks.procedural import ProceduralTask
+from sota_grpo.tasks.procedural import ProceduralTask, is_heldout
 
 LARGEST_VALUE = 200
 _RESULT_NAMES = "pqrst"  # of the first to the fifth step
@@ -146,22 +145,6 @@ def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -
 LARGEST_NUM_STEPS = max(len(template.steps) for template in TEMPLATES.values())
 
 
-def is_heldout(template: str, numbers: Mapping[str, int]) -> bool:
-    """Whether a problem belongs to the held-out split: ``hash(template, numbers) mod 8 == 0``, for every seed.
-
-    >>> is_heldout("more", {"a": 5, "b": 7}) == is_heldout("more", {"b": 7, "a": 5})
-    True
-    """
-    return procedural.is_heldout(f"{template}:{sorted(numbers.items())}")
-
-
-def _phrase(rng: random.Random, template: Template, numbers: Mapping[str, int]) -> str:
-    people = dict(zip("nmk", rng.sample(NAMES, 3)))
-    items = dict(zip("ij", rng.sample(ITEMS, 2)))
-    verbs = {"gives": rng.choice(GIVES), "buys": rng.choice(TRADES), "box": rng.choice(CONTAINERS)}
-    return template.question.format(**people, **items, **verbs, **numbers)
-
-
 class ArithmeticTask(ProceduralTask):
     """Word problems that a policy of a million parameters can master; graded by exact match of the final number.
 
@@ -200,11 +183,14 @@ class ArithmeticTask(ProceduralTask):
         while True:
             numbers = {name: rng.randint(low, high) for name, (low, high) in template.ranges.items()}
             worked = solve(template.steps, numbers)
-            if worked is not None and is_heldout(template.name, numbers) == heldout:
+            if worked is not None and is_heldout(f"{template.name}:{sorted(numbers.items())}") == heldout:
                 break
+        people = dict(zip("nmk", rng.sample(NAMES, 3)))
+        items = dict(zip("ij", rng.sample(ITEMS, 2)))
+        verbs = {"gives": rng.choice(GIVES), "buys": rng.choice(TRADES), "box": rng.choice(CONTAINERS)}
         lines = [f"{expression}={value}" for expression, value in worked]
         return Example(
-            query=_phrase(rng, template, numbers),
+            query=template.question.format(**people, **items, **verbs, **numbers),
             answer="\n".join([*lines, f"#### {worked[-1][1]}"]),
             extra={"template": template.name, "numbers": numbers, "num_steps": num_steps},
         )

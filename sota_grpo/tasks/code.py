@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sota_grpo.rewards.extract import last_code_block, without_thinking
 from sota_grpo.rewards.sandbox import make_runner, run_tests
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import DatasetError, Row, load_named, text_of, two_sides
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_named, text_of
 
 SYSTEM_PROMPT = (
     "Write a Python program that does what is asked. End your response with the whole program in one block that begins "
@@ -17,7 +15,7 @@ SYSTEM_PROMPT = (
 )
 
 
-class CodeTask:
+class CodeTask(FileTask):
     """Prompts whose responses are Python programs, judged by the unit tests of their rows.
 
     ``reward = tests``, the share of the tests that pass; the success is that all do. The program is the last closed
@@ -53,43 +51,12 @@ class CodeTask:
         self._runner = make_runner(sandbox)
         self.system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
 
-    @classmethod
-    def load(
-        cls,
-        *,
-        path: str,
-        eval_path: str | None = None,
-        num_heldout: int = 512,
-        max_samples: int | None = None,
-        seed: int = 0,
-        **options: Any,
-    ) -> CodeTask:
-        """From local files, or datasets on the hub, with the columns of :meth:`read_row`.
-
-        Args:
-            path, eval_path, num_heldout, max_samples, seed, options: see
-                :meth:`sota_grpo.tasks.dataset.QuestionTask.load`.
-
-        Raises:
-            DatasetError: rows that cannot be used, with their number, or too few of them.
-            UserError: as the class.
-        """
-        task = cls(**options)
-        heldout = None if eval_path is None else task._read(eval_path)
-        train, task.heldout = two_sides(task._read(path), heldout, num_heldout=num_heldout, seed=seed, source=path)
-        task.train = train[:max_samples]
-        return task
-
     def _read(self, name: str) -> list[Example]:
         examples = []
-        for number, row in enumerate(load_named(name), start=1):
-            text_of(row, "prompt", f"{name}, row {number}")
-            examples.append(self.read_row(row, f"{name}, row {number}"))
+        for row, place in load_named(name):
+            text_of(row, "prompt", place)
+            examples.append(self.read_row(row, place))
         return examples
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the prompt."""
-        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """Run the tests; see the class. ``info`` has how many there are and how many pass."""

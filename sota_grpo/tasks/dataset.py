@@ -57,9 +57,14 @@ def load_rows(
     return rows
 
 
-def load_named(name: str) -> list[dict[str, Any]]:
-    """All rows of a local file, or of the train split of a dataset on the hub; see :func:`load_rows`."""
-    return load_rows(name, path=name if is_file(name) else None)
+def load_named(name: str) -> list[tuple[dict[str, Any], str]]:
+    """All rows of a local file, or of the train split of a dataset on the hub, each with its place for messages."""
+    return placed(load_rows(name, path=name if is_file(name) else None), name)
+
+
+def placed(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[dict[str, Any], str]]:
+    """Each row with its place in what is called ``name``."""
+    return [(row, f"{name}, row {number}") for number, row in enumerate(rows, start=1)]
 
 
 def is_file(name: str) -> bool:
@@ -307,8 +312,65 @@ def require_not_negative(**values: float) -> None:
             raise ValueError(f"{name}={value} must not be negative.")
 
 
-class QuestionTask:
-    """Loads the two sides, and asks a question after a system prompt.
+class ChatTask:
+    """Asks a question after a system prompt."""
+
+    train: Sequence[Example]
+    heldout: Sequence[Example]
+    system_prompt: str | None
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """A system turn, unless the system prompt is empty, and the question as it is."""
+        return chat(self.system_prompt, example.query)
+
+
+class FileTask(ChatTask):
+    """Loads rows of the user's; a task reads them."""
+
+    def _read(self, name: str) -> list[Example]:
+        """The examples of a file, or of a dataset on the hub."""
+        raise NotImplementedError
+
+    def _told_apart(
+        self, train: list[Example], heldout: list[Example] | None
+    ) -> tuple[list[Example], list[Example] | None]:
+        """Both sides with queries by which prompts can be told apart."""
+        return train, heldout
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        path: str,
+        eval_path: str | None = None,
+        num_heldout: int = 512,
+        max_samples: int | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Self:
+        """From a file, or from the train split of a dataset on the hub, in the columns of the task's ``read_row``.
+
+        A prompt that comes twice (letter case and spacing aside) is kept once, and never on both sides.
+
+        Args:
+            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``; anything else is a name on the hub.
+            eval_path: the same for held-out prompts; None holds ``num_heldout`` rows out.
+            num_heldout: the same for every order of the rows; not read with ``eval_path``.
+            max_samples, seed, options: see :meth:`QuestionTask.load`.
+
+        Raises:
+            DatasetError: rows that cannot be used, with their number, or none left to train on.
+            UserError: as the class.
+        """
+        task = cls(**options)
+        train, heldout = task._told_apart(task._read(path), None if eval_path is None else task._read(eval_path))
+        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, seed=seed, source=path)
+        task.train = train[:max_samples]
+        return task
+
+
+class QuestionTask(ChatTask):
+    """Loads the two sides of a data set whose answers stand in a format.
 
     A task sets ``hub_name`` and ``hub_config``, says what is asked for where any format of the answer will do and which
     columns may hold the question, and reads its rows.
@@ -383,9 +445,8 @@ class QuestionTask:
         """
         task, source, config = cls(**options), source or cls.hub_name, cls.hub_config
 
-        def read(rows: Sequence[Row], place: str) -> list[Example]:
-            places = [f"{place}, row {number}" for number in range(1, len(rows) + 1)]
-            return [replace(task.read_problem(row, at), place=at) for row, at in zip(rows, places, strict=True)]
+        def read(rows: Sequence[dict[str, Any]], place: str) -> list[Example]:
+            return [replace(task.read_problem(row, at), place=at) for row, at in placed(rows, place)]
 
         place, heldout = path or f"{source} (train)", None
         train = read(load_rows(source, path=path, config=config), place)
@@ -396,7 +457,3 @@ class QuestionTask:
         train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, seed=seed, source=place)
         task.train = train[:max_samples]
         return task
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the raw question."""
-        return chat(self.system_prompt, example.query)

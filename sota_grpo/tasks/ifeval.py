@@ -17,8 +17,7 @@ from sota_grpo.rewards.ifeval import (
     read_prompt,
 )
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import DatasetError, Row, is_file, load_named, normalised, two_sides, unique_examples
+from sota_grpo.tasks.dataset import ChatTask, DatasetError, is_file, load_named, normalised, two_sides, unique_examples
 
 HUB_NAME, EVAL_HUB_NAME = "allenai/RLVR-IFeval", "google/IFEval"
 _MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot mend
@@ -26,7 +25,7 @@ _MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot m
 logger = logging.getLogger(__name__)
 
 
-class IFEvalTask:
+class IFEvalTask(ChatTask):
     """Prompts with instructions, each of which a response follows or not.
 
     ``reward = instructions_weight * instructions + all_weight * all``: ``instructions`` is the share of instructions
@@ -124,10 +123,6 @@ class IFEvalTask:
         task._tell_of_sentences({name for e in [*train, *task.heldout] for name in e.extra["instruction_id_list"]})
         return task
 
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, if there is a system prompt, and the raw prompt."""
-        return chat(self.system_prompt, example.query)
-
     def prepare(self) -> None:
         """Import what splits sentences and tells languages now: no response's deadline should pay for it."""
         checks.capital_word_count("One word. Another.", "at least", 1, self.nltk_data)
@@ -167,7 +162,7 @@ class IFEvalTask:
     def gold_response(self, example: Example) -> None:
         """None: nobody has written responses that follow the instructions."""
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
         """An example of a row of either dataset, whose prompt may be missing.
 
         IFEval has the columns ``prompt``, ``instruction_id_list`` and ``kwargs``, RLVR-IFeval ``messages`` and
@@ -186,9 +181,8 @@ class IFEvalTask:
     def _read(self, name: str) -> list[Example]:
         """All rows of a file, each of which must be right; of a hub dataset those that are, if they are nearly all."""
         rows, examples, broken = load_named(name), [], []
-        for number, row in enumerate(rows, start=1):
+        for row, place in rows:
             try:
-                place = f"{name}, row {number}"
                 example = self.read_row(row, place)
                 if not example.query.strip():
                     raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")

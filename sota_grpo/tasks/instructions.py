@@ -140,7 +140,6 @@ def _aspects(name: str, kwargs: Kwargs) -> tuple[set[str], set[str]]:
 
 def _draw_kwargs(rng: random.Random, name: str, words: list[str], request: str) -> Kwargs:
     """The kwargs of an instruction, all of them; ``words`` are the topic's that are left, and those used leave it."""
-
     if name in _RELATIONS:
         relation_kwarg, count_kwarg, at_least, less_than = _RELATIONS[name]
         relation = rng.choice(("at least", "less than"))

@@ -87,20 +87,15 @@ class MathTask(QuestionTask):
         Raises:
             DatasetError: there is no gold answer, or none that an answer can be compared with.
         """
+        text = first_text(row, GOLD_COLUMNS, place)
+        gold = extract_answer(text, "boxed")
+        if gold is None and all(row.get(column) is None for column in GOLD_COLUMNS[:-1]):
+            raise DatasetError(f"{place}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
+        gold = gold or extract_answer(text, "hash") or text.strip()
+        if not math_equal(gold, gold):
+            raise DatasetError(
+                f"{place}: the gold answer {gold[:40]!r} ({len(gold)} characters) cannot be compared; "
+                "give a short final answer or remove the row."
+            )
         question = next((row[column] for column in self.question_columns if column in row), "")
-        return Example(query=str(question), answer=_gold(row, place))
-
-
-def _gold(row: Row, place: str) -> str:
-    """The bare gold answer of a row."""
-    text = first_text(row, GOLD_COLUMNS, place)
-    gold = extract_answer(text, "boxed")
-    if gold is None and all(row.get(column) is None for column in GOLD_COLUMNS[:-1]):
-        raise DatasetError(f"{place}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
-    gold = gold or extract_answer(text, "hash") or text.strip()
-    if not math_equal(gold, gold):
-        raise DatasetError(
-            f"{place}: the gold answer {gold[:40]!r} ({len(gold)} characters) cannot be compared; "
-            "give a short final answer or remove the row."
-        )
-    return gold
+        return Example(query=str(question), answer=gold)

@@ -57,8 +57,10 @@ class McpTools:
             try:
                 self._client = self._connected(opened)
             except Exception as error:
-                where = " ".join(command) if command else url
-                raise Unusable(f"no MCP server answers at {where} ({self._said(error)})") from error
+                where, said = " ".join(command) if command else url, sentence(_cause(error))
+                if self._refused:
+                    said = f"it refuses us, HTTP status {self._refused}: set {KEY}"
+                raise Unusable(f"no MCP server answers at {where} ({said})") from error
             self._opened = opened.pop_all()
 
     def _connected(self, opened: ExitStack) -> Any:
@@ -90,11 +92,6 @@ class McpTools:
             streamable_http_client(self._url, http_client=client) as streams,
         ):
             yield streams
-
-    def _said(self, error: BaseException) -> str:
-        if self._refused:
-            return f"it refuses us, HTTP status {self._refused}: set {KEY}"
-        return sentence(_cause(error))
 
     def _entered(self, opened: ExitStack, client: Any) -> Any:
         return opened.enter_context(self._portal.wrap_async_context_manager(client))

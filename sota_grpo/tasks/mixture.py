@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -18,8 +17,6 @@ from sota_grpo.rewards.grading import guarded_score
 from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.task import Task, prepare, without_examples
 from sota_grpo.tasks.dataset import DatasetError
-
-Counts = Mapping[str, tuple[float, float]]
 
 
 def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
@@ -92,10 +89,10 @@ class MixedExamples(Sequence[Example]):
         return sum(self._sizes)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        position = operator.index(index)
-        which, place = place_in_rounds(self._sizes, position + len(self) if position < 0 else position)
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return [self[each] for each in places]
+        which, place = place_in_rounds(self._sizes, places)
         return self.example(self._names[which], place)
 
     def example(self, name: str, index: int) -> Example:
@@ -174,7 +171,8 @@ class MixtureTask:
 
     def own(self, example: Example) -> tuple[str, Task, Example]:
         """Name and task of an example, and the example as that task made it."""
-        return _own(self.tasks, example)
+        name, own = _untagged(example)
+        return name, self.tasks[name], own
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """The chat of the example's task."""
@@ -204,7 +202,7 @@ class MixtureTask:
         name, task, example = self.own(example)
         count = getattr(task, "counts", None)
         terms = {term: score.terms.get(f"{name}/{term}") for term in task.term_weights}
-        counted: Counts = {} if count is None else count(replace(score, terms=terms), example)
+        counted = {} if count is None else count(replace(score, terms=terms), example)
         return {name: (float(score.success), 1.0), **{f"{name}/{each}": pair for each, pair in counted.items()}}
 
     def read_row(self, row: Mapping[str, Any], place: str) -> Example:
@@ -225,11 +223,6 @@ def _untagged(example: Example) -> tuple[str, Example]:
     return example.extra[TASK], replace(example, extra=extra)
 
 
-def _own(tasks: Mapping[str, Task], example: Example) -> tuple[str, Task, Example]:
-    name, own = _untagged(example)
-    return name, tasks[name], own
-
-
 class MixtureScorer:
     """The scorer of :class:`MixtureTask`; it has ``score_group`` where one of the tasks has.
 
@@ -242,8 +235,8 @@ class MixtureScorer:
             self.score_group = self._score_group
 
     def __call__(self, response: str, example: Example) -> Score:
-        name, task, own = _own(self._tasks, example)
-        return self._joined(name, task.score(response, own))
+        name, own = _untagged(example)
+        return self._joined(name, self._tasks[name].score(response, own))
 
     def prepare(self) -> None:
         """What the scorers of the tasks do before their first response."""
@@ -251,13 +244,10 @@ class MixtureScorer:
             prepare(task.score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        by_task: dict[str, list[int]] = {}
-        for index, (_, example) in enumerate(pairs):
-            by_task.setdefault(example.extra[TASK], []).append(index)
         scores: dict[int, Score] = {}
-        for name, indexes in by_task.items():
-            task = self._tasks[name]
-            own_pairs = [(pairs[at][0], _own(self._tasks, pairs[at][1])[2]) for at in indexes]
+        for name in dict.fromkeys(example.extra[TASK] for _, example in pairs):
+            task, indexes = self._tasks[name], [at for at, (_, each) in enumerate(pairs) if each.extra[TASK] == name]
+            own_pairs = [(pairs[at][0], _untagged(pairs[at][1])[1]) for at in indexes]
             score_group = getattr(task.score, "score_group", None)
             if score_group is None:
                 own_scores = [guarded_score(task.score, task.term_weights, *pair) for pair in own_pairs]

@@ -170,16 +170,13 @@ class OpenEnv:
     def _actions(self) -> dict[str, ActionType]:
         return {action.schema["function"]["name"]: action for action in action_types(self._action)}
 
-    @property
-    def _headers(self) -> dict[str, Any]:
-        """Of the connection, whose address is then fixed: a redirect to another one is refused."""
-        headers, address = headers_of(self._url), urlsplit(self._url)
-        port = address.port or {"http": 80, "https": 443}[address.scheme]
-        return {"additional_headers": headers, "address": (address.hostname, port)} if headers else {}
-
     def _first(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer to the first message of a new session, once the server has room for one."""
-        until = time.monotonic() + _ROOM_WITHIN_S
+        until, options = time.monotonic() + _ROOM_WITHIN_S, dict[str, Any]()
+        if headers := headers_of(self._url):  # then the address is fixed: a redirect to another one is refused
+            address = urlsplit(self._url)
+            port = address.port or {"http": 80, "https": 443}[address.scheme]
+            options = {"additional_headers": headers, "address": (address.hostname, port)}
         while True:
             self.close()
             try:
@@ -190,7 +187,7 @@ class OpenEnv:
                         max_size=_MOST_BYTES,
                         ping_timeout=None,  # whoever waits for this has a deadline
                         close_timeout=_LEAVE_S,
-                        **self._headers,
+                        **options,
                     )
                 )
             except Exception as error:  # of the network, of TLS, of HTTP

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sota_grpo.rl.records import Example, sample_seed
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import text_of
-
-Draw = Callable[[random.Random, bool], Example]
+from sota_grpo.tasks.dataset import ChatTask, text_of
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
 
@@ -46,7 +43,7 @@ class DrawnExamples(Sequence[Example]):
     (True, False)
     """
 
-    draw: Draw
+    draw: Callable[[random.Random, bool], Example]
     seed: int
     heldout: bool
     num_examples: int
@@ -69,7 +66,7 @@ class DrawnExamples(Sequence[Example]):
         return self.draw(random.Random(sample_seed(self.seed, int(self.heldout), position)), self.heldout)
 
 
-class ProceduralTask:
+class ProceduralTask(ChatTask):
     """Draws both splits, and asks a question after a system prompt, if there is one; the answer ends in ``#### N``.
 
     A task says how to :meth:`draw` a problem, and has a ``default_prompt`` if it asks for something.
@@ -96,10 +93,6 @@ class ProceduralTask:
     def draw(self, rng: random.Random, heldout: bool) -> Example:
         """A problem of one side of the split."""
         raise NotImplementedError
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, if there is a system prompt, and the question."""
-        return chat(self.system_prompt, example.query)
 
     def gold_response(self, example: Example) -> str | None:
         """The worked answer; it earns the full reward."""

@@ -20,8 +20,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rl.records import SUBTASK, Example, Score
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import DatasetError, Row, answering, normalised
+from sota_grpo.tasks.dataset import ChatTask, DatasetError, Row, answering, normalised
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 
 _EXECUTES = "its scorer executes the model's text (eval or SymPy's parser)"
@@ -120,7 +119,7 @@ class InTurns(Sequence[Example]):
         return self._parts[task][number]
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(ChatTask):
     """Problems of several tasks of reasoning-gym, each in proportion to its weight.
 
     ``reward = correct``, the score in [0, 1] that the task's own scorer gives the answer; the success is a score of 1.
@@ -230,10 +229,6 @@ class ReasoningGymTask:
         raise UserError(
             f"{_DRAWS} draws from {name} made no {side}{reason}; give env.tasks.{name} options with more problems."
         )
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the question."""
-        return chat(self.system_prompt, example.query)
 
     def prepare(self) -> None:
         """Import the package and read its data now: no response's deadline should pay for it."""
@@ -380,23 +375,16 @@ def _values_of_level(name: str, level: int) -> dict[str, Any]:
 
 def _item(name: str, options: str, index: int) -> dict[str, Any]:
     """Problem ``index`` of a task as JSON has it: question, answer (perhaps None) and metadata."""
-    source = _source(name, options)
-    printed = contextlib.redirect_stdout(io.StringIO()) if name == "bf" else contextlib.nullcontext()  # a dot each
-    with _global_random_numbers(index), printed:
-        item = source[index]
-    return json.loads(json.dumps(item, default=str))  # fractions become text; no scorer reads them
-
-
-@contextlib.contextmanager
-def _global_random_numbers(seed: int) -> Iterator[None]:
-    """Python's and NumPy's global random numbers start at ``seed``, and go on afterwards as if nobody had drawn."""
     import numpy
 
-    with _LOCK:
+    source = _source(name, options)
+    printed = contextlib.redirect_stdout(io.StringIO()) if name == "bf" else contextlib.nullcontext()  # a dot each
+    with _LOCK, printed:  # global random numbers start at the index, and go on as if nobody had drawn
         before, before_numpy = random.getstate(), numpy.random.get_state()
-        random.seed(seed)
+        random.seed(index)
         try:
-            yield
+            item = source[index]
         finally:
             random.setstate(before)
             numpy.random.set_state(before_numpy)
+    return json.loads(json.dumps(item, default=str))  # fractions become text; no scorer reads them

@@ -63,7 +63,19 @@ class ToolServer:
         """
         option = f"env.environment={one_line(self.written)}"
         if self.url:
-            return _url_fault(option, self.url)
+            try:
+                address = urlsplit(self.url)
+                host, _ = address.hostname, address.port
+            except ValueError as error:
+                return f"{option} is no address ({error}); write {FORMS}."
+            if not host:
+                return f"{option} names no host; write {FORMS}."
+            if address.username is not None or address.password is not None:
+                return (
+                    "env.environment has a user name or password in its address, which the run would save; leave it "
+                    "out."
+                )
+            return None
         try:
             words = shlex.split(self.command)
         except ValueError as error:
@@ -118,30 +130,24 @@ def server_of(value: str | None) -> ToolServer | None:
     >>> server_of("guess.py:Guess"), server_of(None)
     (None, None)
     """
-    written = _WRITTEN.fullmatch(value) if value is not None else None
-    if value is None or written is None:
+    if value is None or (written := _WRITTEN.fullmatch(value)) is None:
         return None
-    if written["url"] is None:
-        return ToolServer(value, "mcp", command=written["command"])
-    return ToolServer(value, written["protocol"], url=written["url"])
+    return ToolServer(value, written["protocol"] or "mcp", written["command"] or "", written["url"] or "")
 
 
-def instance_spec(tools: str | None, environment: str | None) -> InstanceSpec:
-    """What the instances are made of that ``env.tools`` or ``env.environment`` names, of which one is given.
+def instance_spec(value: str, kind: str) -> InstanceSpec:
+    """What the instances are made of that ``env.tools`` (``functions``) or ``env.environment`` (``factory``) names.
 
     Raises:
         UserError: it is a server, and this machine lacks what it needs.
 
-    >>> str(instance_spec("tools.py:add,multiply", None)), instance_spec(None, "guess.py:Guess").kind
+    >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')
     """
-    server = server_of(environment)
-    if server is not None:
+    if kind == "factory" and (server := server_of(value)) is not None:
         server.require()
         return server.spec()
-    value = tools or environment or ""
     path, names = in_file(value) or (Path(value), "")
-    kind = "functions" if tools is not None else "factory"
     return InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
 
 
@@ -170,19 +176,6 @@ def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, s
             "read; use https, or a tunnel to this machine."
         )
     return headers
-
-
-def _url_fault(option: str, url: str) -> str | None:
-    try:
-        address = urlsplit(url)
-        host, _ = address.hostname, address.port
-    except ValueError as error:
-        return f"{option} is no address ({error}); write {FORMS}."
-    if not host:
-        return f"{option} names no host; write {FORMS}."
-    if address.username is not None or address.password is not None:
-        return "env.environment has a user name or password in its address, which the run would save; leave it out."
-    return None
 
 
 def function_schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from sota_grpo.rewards import extract_answer, numbers_equal
 from sota_grpo.rewards.extract import without_thinking
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, Row, answering, load_named, normalised, two_sides
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_named, normalised
 from sota_grpo.tasks.gsm8k import GSM8KTask
 
 Chat = list[dict[str, Any]]
@@ -138,7 +138,7 @@ def _texts(ground_truth: Any) -> list[str]:
     return [text_of_answer(truth) for truth in truths] if all(isinstance(t, (str, int, float)) for t in truths) else []
 
 
-class TableTask:
+class TableTask(FileTask):
     """Prompts of a table, each with its ground truth: ``reward = correct``, 1 for a right answer and 0 otherwise.
 
     A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. A row with verl's columns
@@ -146,9 +146,7 @@ class TableTask:
     All columns stay with the example, for reward functions
     (:func:`sota_grpo.tasks.wrappers.with_reward_functions`).
 
-    Which answer is right (:func:`sota_grpo.tasks.table.is_right`): rows whose ``data_source`` is GSM8K or MATH
-    are graded as those tasks grade; of all others the answer, from where ``answer_format`` says, is right when it is
-    the same number as the ground truth, or the same text, letter case and spacing aside; of a list, as one of it.
+    Which answer is right depends on the ``data_source``: see :func:`is_right`.
 
     Args:
         train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
@@ -193,38 +191,6 @@ class TableTask:
         self.answer_format, self.system_prompt = answer_format, system_prompt
         self.level_column, self.answer_required = level_column, answer_required
 
-    @classmethod
-    def load(
-        cls,
-        *,
-        path: str,
-        eval_path: str | None = None,
-        num_heldout: int = 512,
-        max_samples: int | None = None,
-        seed: int = 0,
-        **options: Any,
-    ) -> TableTask:
-        """From a file, or from the train split of a dataset on the hub.
-
-        A prompt that comes twice (the whole chat, letter case and spacing aside) is kept once, and never on both sides.
-
-        Args:
-            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``; anything else is a name on the hub.
-            eval_path: the same for held-out prompts; None holds ``num_heldout`` rows out.
-            num_heldout: the same for every order of the rows; not read with ``eval_path``.
-            max_samples, seed, options: see :meth:`sota_grpo.tasks.dataset.QuestionTask.load`.
-
-        Raises:
-            DatasetError: rows that cannot be used, with their number, or none left to train on.
-        """
-        task = cls(**options)
-        train = task._read(path)
-        read = _with_different_queries([*train, *([] if eval_path is None else task._read(eval_path))])
-        heldout = None if eval_path is None else read[len(train) :]
-        train, task.heldout = two_sides(read[: len(train)], heldout, num_heldout=num_heldout, seed=seed, source=path)
-        task.train = train[:max_samples]
-        return task
-
     def messages(self, example: Example) -> list[dict[str, str]]:
         """The chat of the prompt, its system turn as ``system_prompt`` says."""
         chat = _turns(example.extra["prompt"])
@@ -262,13 +228,12 @@ class TableTask:
 
     def _read(self, path: str) -> list[Example]:
         rows = load_named(path)
-        missing = dict.fromkeys(name for row in rows for name in row)  # None, as parquet and the hub have it
+        missing = dict.fromkeys(name for row, _ in rows for name in row)  # None, as parquet and the hub have it
         columns = [self.answer_column]
         if self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in missing:
             columns.append("answer")
         examples = []
-        for number, row in enumerate(rows, start=1):
-            place = f"{path}, row {number}"
+        for row, place in rows:
             if row.get(self.prompt_column) in (None, ""):
                 raise DatasetError(
                     f"{place}: column {self.prompt_column!r} holds no prompt; the columns found are "
@@ -276,6 +241,21 @@ class TableTask:
                 )
             examples.append(replace(self._example({**missing, **row}, place, columns), place=place))
         return examples
+
+    def _told_apart(
+        self, train: list[Example], heldout: list[Example] | None
+    ) -> tuple[list[Example], list[Example] | None]:
+        """Different chats that end in the same user turn get all their turns as query."""
+        examples, chats = [*train, *(heldout or ())], defaultdict(set)
+        turns = [_turns(example.extra["prompt"]) for example in examples]
+        whole = ["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in chat) for chat in turns]
+        for example, chat in zip(examples, whole, strict=True):
+            chats[normalised(example.query)].add(normalised(chat))
+        examples = [
+            replace(example, query=chat) if len(chats[normalised(example.query)]) > 1 else example
+            for example, chat in zip(examples, whole, strict=True)
+        ]
+        return examples[: len(train)], None if heldout is None else examples[len(train) :]
 
     def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:
         columns = plain_columns(row, place)
@@ -323,16 +303,3 @@ def source_of(example: Example) -> str:
     """The ``data_source`` of a row, empty where it has none."""
     source = example.extra["columns"].get("data_source")
     return source if isinstance(source, str) else ""
-
-
-def _with_different_queries(examples: Sequence[Example]) -> list[Example]:
-    """Different chats that end in the same user turn get all their turns as query: it tells prompts apart."""
-    chats = defaultdict(set)
-    turns = [_turns(example.extra["prompt"]) for example in examples]
-    whole = ["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in chat) for chat in turns]
-    for example, chat in zip(examples, whole, strict=True):
-        chats[normalised(example.query)].add(normalised(chat))
-    return [
-        replace(example, query=chat) if len(chats[normalised(example.query)]) > 1 else example
-        for example, chat in zip(examples, whole, strict=True)
-    ]

@@ -11,8 +11,7 @@ The functions are those written for verl or for TRL, unchanged. ``reward.path=re
   ``log_metric`` are passed, and ``environments`` as what their attributes were at the end; ``trainer_state`` and
   ``prompt_ids`` are not, because graders read responses and nothing else.
 
-A function is given those keywords that it takes. ``builtin`` as a name is the task's own reward, to stand beside them.
-Functions can be passed as objects, too (:func:`sota_grpo.train`); the file is then one of pickled functions.
+A function is given those keywords that it takes. Functions can be passed as objects, too (:func:`sota_grpo.train`).
 """
 
 from __future__ import annotations
@@ -209,7 +208,12 @@ class FunctionScorer:
             for name in _SUCCESS
             if isinstance(one.info.get(name), (bool, int, float))
         ]
-        info, reply = _joined_info(outputs), None if builtin is None else builtin.reply
+        info = {  # of several functions, each entry under its function's name
+            name if len(outputs) == 1 else f"{function}/{name}": value
+            for function, one in outputs.items()
+            for name, value in one.info.items()
+        }
+        reply = None if builtin is None else builtin.reply
         if builtin is not None and BUILTIN in self._term_weights:
             terms[BUILTIN] = _reward(builtin.terms, self._task.term_weights)
             errors += [builtin.error] if builtin.error is not None else []
@@ -227,22 +231,17 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     if isinstance(task, MixtureTask):
         _, task, example = task.own(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
-    record = getattr(response, "record", None) or {}
-    turns, state = record.get("messages"), record.get("environment")
+    record = _record_of(response)
     if isinstance(task, TableTask):
-        extra, source = example.extra, source_of(example) or task.name
-        read = (extra["prompt"], extra["ground_truth"], extra["columns"])
-        return RewardInputs(response, *read, source, ids, turns, state)
-    final = example.answer.rpartition("####")[2].strip().replace(",", "") if "####" in example.answer else None
+        prompt, truth, columns = (example.extra[name] for name in ("prompt", "ground_truth", "columns"))
+        source = source_of(example) or task.name
+    else:
+        _, mark, final = example.answer.rpartition("####")
+        truth = final.strip().replace(",", "") if mark else example.answer  # of worked answers as verl's files have it
+        prompt, columns = task.messages(example), {"question": example.query, "answer": example.answer, **example.extra}
+        source = _SOURCES.get(task.name, task.name)
     return RewardInputs(
-        response=response,
-        prompt=task.messages(example),
-        ground_truth=example.answer if final is None else final,  # of GSM8K's worked answers, as verl's files have it
-        columns={"question": example.query, "answer": example.answer, **example.extra},
-        data_source=_SOURCES.get(task.name, task.name),
-        completion_ids=ids,
-        turns=turns,
-        environment=state,
+        response, prompt, truth, columns, source, ids, record.get("messages"), record.get("environment")
     )
 
 
@@ -265,13 +264,6 @@ def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iter
 def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
     """The weighted sum of the terms that apply; None where none does."""
     return total_reward(terms, weights) if any(value is not None for value in terms.values()) else None
-
-
-def _joined_info(outputs: Mapping[str, RewardOutput]) -> dict[str, Any]:
-    """What stood beside the rewards; of several functions, each entry under its function's name."""
-    if len(outputs) == 1:
-        return dict(next(iter(outputs.values())).info)
-    return {f"{function}/{name}": value for function, one in outputs.items() for name, value in one.info.items()}
 
 
 def without_terms(task: Task) -> Task:
@@ -319,47 +311,65 @@ def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: 
     return _scored_by(scorer, task, term_weights=weights, gold_response=_no_gold_response)
 
 
-class DialogScorer:
-    """The scorer of :func:`with_tools`; ``score`` is the task's, None where only the environment rewards."""
+class _ChangedScorer:
+    """A scorer that changes what another one gives; it scores groups where that one does."""
 
-    def __init__(self, score: Scorer | None, term_weights: Mapping[str, float], success_above: float) -> None:
+    def __init__(self, score: Scorer) -> None:
         self._score: Any = score
-        self._term_weights, self._success_above = dict(term_weights), success_above
         if hasattr(score, "score_group"):
             self.score_group = self._score_group
 
     def __call__(self, response: str, example: Example) -> Score:
-        return self._joined(response, None if self._score is None else self._score(response, example))
+        return self._changed(response, self._score(response, example))
 
     def prepare(self) -> None:
         """What the scorer does before its first response."""
-        if self._score is not None:
-            prepare(self._score)
+        prepare(self._score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        has_failed = [bool((getattr(response, "record", None) or {}).get("error")) for response, _ in pairs]
-        sound = [pair for pair, is_lost in zip(pairs, has_failed, strict=True) if not is_lost]
+        scores = self._score.score_group(pairs)
+        if len(scores) != len(pairs):  # whoever has asked says so
+            return scores
+        return [self._changed(response, score) for (response, _), score in zip(pairs, scores)]
+
+    def _changed(self, response: str, score: Score) -> Score:
+        raise NotImplementedError
+
+
+class DialogScorer(_ChangedScorer):
+    """The scorer of :func:`with_tools`; ``score`` is the task's, None where only the environment rewards."""
+
+    def __init__(self, score: Scorer | None, term_weights: Mapping[str, float], success_above: float) -> None:
+        super().__init__(score or _no_score)
+        self._asks_task = score is not None
+        self._term_weights, self._success_above = dict(term_weights), success_above
+
+    def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        sound = [pair for pair in pairs if not _record_of(pair[0]).get("error")]
         scores = iter(self._score.score_group(sound) if sound else ())
         return [
-            self._joined(response, None if is_lost else next(scores))
-            for (response, _), is_lost in zip(pairs, has_failed, strict=True)
+            self._changed(response, _no_score(response, example) if _record_of(response).get("error") else next(scores))
+            for response, example in pairs
         ]
 
-    def _joined(self, response: str, score: Score | None) -> Score:
-        record = getattr(response, "record", None) or {}
-        if not record and score is not None and NEEDS_ENVIRONMENTS in (score.error or ""):
+    def _changed(self, response: str, score: Score) -> Score:
+        record = _record_of(response)
+        if not record and NEEDS_ENVIRONMENTS in (score.error or ""):
             score = Score(dict.fromkeys(score.terms), success=False)  # a text that no dialog has led to: the gate's
-        error = record.get("error") or (None if score is None else score.error)
+        error = record.get("error") or score.error
         if error is not None:
             return failed_score(self._term_weights, error)
-        reward = record.get("reward")
-        terms = {} if score is None else dict(score.terms)
+        reward, terms = record.get("reward"), dict(score.terms)
         if ENVIRONMENT in self._term_weights:
             terms[ENVIRONMENT] = reward
         info = {name: record[name] for name in _COUNTED if name in record}
         info |= {f"ended_by_{name}": int(record["ended"] == name) for name in USED_UP if record}
         own = reward is not None and reward > self._success_above
-        return Score(terms, own if score is None else score.success, info={**(score.info if score else {}), **info})
+        return Score(terms, score.success if self._asks_task else own, info={**score.info, **info})
+
+
+def _record_of(response: str) -> Mapping[str, Any]:
+    return getattr(response, "record", None) or {}
 
 
 MESSAGE = (
@@ -388,25 +398,13 @@ def think_again(task: Task, message: str = MESSAGE) -> Task:
     return _scored_by(AskAgain(scorer_of(task), message), task)
 
 
-class AskAgain:
+class AskAgain(_ChangedScorer):
     """The scorer of :func:`think_again`."""
 
     def __init__(self, score: Scorer, message: str) -> None:
-        self._score: Any = score
+        super().__init__(score)
         self._reply = {"role": "user", "content": message}
-        if hasattr(score, "score_group"):
-            self.score_group = self._score_group
 
-    def __call__(self, response: str, example: Example) -> Score:
-        return self._answered(self._score(response, example))
-
-    def prepare(self) -> None:
-        """What the scorer does before its first response."""
-        prepare(self._score)
-
-    def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        return [self._answered(score) for score in self._score.score_group(pairs)]
-
-    def _answered(self, score: Score) -> Score:
+    def _changed(self, response: str, score: Score) -> Score:
         ends = score.success or score.error is not None or score.reply is not None
         return score if ends else replace(score, reply=self._reply)

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def make_env(**changes: Any) -> DialogEnv:
 def trained(env: DialogEnv, num_groups: int) -> dict[int, list[TensorDictBase]]:
     """The rows of training, by group: of the engine's dialogs with the environment's partner."""
     rules = env._rules
-    dialogs = DialogEngine(engine(env), rules.partner, rules.turns, max_steps=rules.max_steps)
+    inner = engine(env)
+    dialogs = DialogEngine(inner, {None: replace(rules, max_model_len=inner.max_model_len)})
     drawn = PromptStream(env.task.train, seed=env.stream.seed).draw(num_groups)
     prompts = [Prompt(group, example, REPEATS, sample_seed(env.stream.seed, group)) for group, example in drawn]
     groups = Rollouts(env, dialogs).stream(prompts, SAMPLING)

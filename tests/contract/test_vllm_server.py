@@ -20,7 +20,7 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import ServerDied
 from sota_grpo.engines.server_engine import ServerEngine, server_engine
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
@@ -178,7 +178,8 @@ def test_every_token_of_a_dialog_has_the_trainers_log_prob(rig: Rig) -> None:
     task, tokenizer = think_again(ArithmeticTask(num_train=6, num_heldout=1)), load_tokenizer("tiny")
     env, sampling = TaskEnv(task, tokenizer), Sampling(max_tokens=64, temperature=TEMPERATURE)
     turns = TurnTokens(tokenizer)
-    engine = DialogEngine(rig.engine, GradedTurns(InProcess(task), turns), turns, max_steps=MAX_STEPS)
+    rules = Rules(GradedTurns(InProcess(task), turns), turns, MAX_STEPS, rig.engine.max_model_len)
+    engine = DialogEngine(rig.engine, {None: rules})
     rig.engine.update_weights((own := load_model("tiny").eval()).state_dict().items(), rig.engine.version + 1)
     rig.model.load_state_dict(own.state_dict())  # one that says enough to be graded
     check(env, rig, list(engine.generate(requests(env), sampling)))

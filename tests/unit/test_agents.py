@@ -18,8 +18,7 @@ from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.agents import Budgets, ToolPartner
-from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
-from sota_grpo.envs.tool_calls import ToolCallReader
+from sota_grpo.envs.dialogs import DialogEngine, Rules, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score
 from sota_grpo.source.source import Prompt, Rollouts
@@ -126,14 +125,10 @@ class World:
         self.engine = ScriptedEngine(
             self._script, eos_token_id=tokenizer.eos_token_id, log_prob=-0.5, max_model_len=max_model_len
         )
-        self.reader, self.turns = ToolCallReader(tokenizer, instances.schemas), TurnTokens(tokenizer)
-        clock = clock or itertools.count().__next__
-        asked = (lambda example: row, self.env.prompt_ids, self._count, budgets or Budgets(), clock)
-        self.partner = ToolPartner(self.reader, instances, *asked)
-        self.dialogs = DialogEngine(self.engine, self.partner, self.turns, max_steps=max_steps)
-
-    def _count(self, text: str) -> int:
-        return len(self.tokenizer(text)["input_ids"])
+        self.partner = ToolPartner(self.env, instances, budgets or Budgets())
+        self.partner.clock = clock or itertools.count().__next__
+        rules = Rules(self.partner, TurnTokens(tokenizer), max_steps, max_model_len)
+        self.dialogs, self._row = DialogEngine(self.engine, {None: rules}), dict(row)
 
     def _script(self, request: GroupRequest, sample: int, version: int) -> list[int]:
         ids = torch.tensor(request.prompt_ids)  # in which a forged turn is no turn
@@ -141,7 +136,7 @@ class World:
         return self.tokenizer(self._lines(sample)[turn])["input_ids"]
 
     def group(self, num_samples: int = 1, seed: int = SEED) -> GroupOutput:
-        example = Example("Count!", "1")
+        example = Example("Count!", "1", self._row)
         request = GroupRequest(7, self.env.prompt_ids(example), num_samples, seed, example)
         (output,) = self.dialogs.generate([request], SAMPLING)
         return output
@@ -322,7 +317,8 @@ def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:
             asked[index] = request.prompt_ids
             return [100 + index, 101 + index]
 
-        engine = DialogEngine(ScriptedEngine(script), Greeting(own), TurnTokens(tokenizer), max_steps=2)
+        rules = Rules(Greeting(own), TurnTokens(tokenizer), 2, 4096)
+        engine = DialogEngine(ScriptedEngine(script), {None: rules})
         request = GroupRequest(0, tuple(head), 4, 0, Example("?", "!"))
         (output,) = engine.generate([request], Sampling(max_tokens=8))
         common = [ids[0] for ids in itertools.takewhile(lambda ids: len({*ids}) == 1, zip(*own))]
@@ -337,9 +333,9 @@ def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:
 
 def test_rows_rewards_and_metrics_of_a_group(tokenizer: Any, instances: Instances) -> None:
     lines = lambda index: [call("add", amount=10 * index), "Done."]  # noqa: E731
-    world = World(tokenizer, instances, lines, row={"luck": True, "start": 1})
+    world = World(tokenizer, instances, lines)
     rollouts = Rollouts(world.env, world.dialogs)
-    (group,) = rollouts.stream([Prompt(3, Example("Count!", "1"), 3, seed=SEED)], SAMPLING)
+    (group,) = rollouts.stream([Prompt(3, Example("Count!", "1", {"luck": True, "start": 1}), 3, seed=SEED)], SAMPLING)
     assert [float(row["next", "reward"]) for row in group.rows] == [1.0, 11.0, 21.0]
     assert [row[keys.RESPONSE_TEXT] for row in group.rows] == ["Done."] * 3
     assert all(json.loads(row[keys.REWARD_INFO])["tool_calls"] == 1 for row in group.rows)
@@ -417,15 +413,13 @@ def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(ins
     tokenizer = make_tokenizer(*FORMATS["strict"])
     said = '[TOOL_CALLS] [{"name": "add", "arguments": {"amount": 3}%s}]</s>'
     lines = iter([said % ', "id": "aB3dE6gH9"', said % ', "id": "no id"', said % "", "Done.</s>"])
-    env = TaskEnv(TableTask([Example("?", "!")]), tokenizer, template_kwargs={"tools": instances.schemas})
+    env = TaskEnv(_Asking(TableTask([Example("?", "!")])), tokenizer, template_kwargs={"tools": instances.schemas})
     engine = ScriptedEngine(
         lambda request, sample, version: tokenizer(next(lines), add_special_tokens=False)["input_ids"],
         eos_token_id=tokenizer.convert_tokens_to_ids("</s>"),
     )
-    partner = ToolPartner(
-        ToolCallReader(tokenizer, instances.schemas), instances, lambda example: {}, env.prompt_ids, len, Budgets()
-    )
-    dialogs = DialogEngine(engine, partner, TurnTokens(tokenizer), max_steps=4)
+    rules = Rules(ToolPartner(env, instances, Budgets()), TurnTokens(tokenizer), 4, engine.max_model_len)
+    dialogs = DialogEngine(engine, {None: rules})
     (output,) = dialogs.generate([GroupRequest(7, (1, 2), 1, SEED, Example("?", "!"))], SAMPLING)
     (sample,) = output.samples
     messages = sample.record["messages"]

@@ -21,7 +21,7 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.loop import run
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
@@ -143,10 +143,10 @@ def test_what_stands_beside_inserted_tokens_changes_nothing() -> None:
 class WithExamples(DialogEngine):
     """Finds the example of a request by its prompt, where who asked did not send it along."""
 
-    def __init__(self, engine: Engine, env: TaskEnv, **options) -> None:
+    def __init__(self, engine: Engine, env: TaskEnv, max_steps: int) -> None:
         turns = TurnTokens(env.tokenizer)
         graded = GradedTurns(LocalGrader(env.task.score, env.task.term_weights), turns)
-        super().__init__(engine, graded, turns, **options)
+        super().__init__(engine, {None: Rules(graded, turns, max_steps, engine.max_model_len)})
         self._examples = {env.prompt_ids(example): example for example in env.task.train}
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:

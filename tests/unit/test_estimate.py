@@ -178,7 +178,7 @@ def test_prompts_are_counted_with_the_tools_that_they_tell_of() -> None:
     config = compose("grpo_cpu", options)
     prompt, _ = estimate(config, probe=False).largest_sample
     task, tokenizer = task_of(config), load_tokenizer("tiny")
-    with closing(Instances(instance_spec(None, f"{tools}:Guess"), timeout_s=60.0)) as instances:
+    with closing(Instances(instance_spec(f"{tools}:Guess", "factory"), timeout_s=60.0)) as instances:
         instances.wait_ready()
         rendered = [
             tokenizer.apply_chat_template(

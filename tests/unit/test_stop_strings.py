@@ -12,7 +12,7 @@ import torch
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.engines.stop_strings import StopStrings
-from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import TINY, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
 
@@ -94,7 +94,7 @@ def test_a_turn_that_they_end_gets_its_end_token_from_the_template() -> None:
     graded.set_result([Score({}, False, reply=reply)])
     turns = TurnTokens(TOKENIZER)
     partner = GradedTurns(SimpleNamespace(scores=lambda pairs: graded), turns)
-    dialogs = DialogEngine(engine, partner, turns, max_steps=2)
+    dialogs = DialogEngine(engine, {None: Rules(partner, turns, 2, engine.max_model_len)})
     request = GroupRequest(0, (5, 6), num_samples=1, seed=0, example=Example("?", "!"))
     ((sample,),) = [output.samples for output in dialogs.generate([request], Sampling(max_tokens=40))]
     heard = sample.token_ids[~sample.assistant_mask]
