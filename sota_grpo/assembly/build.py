@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,6 @@ from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 
 logger = logging.getLogger(__name__)
 
-_SOME = 64  # problems that are asked for a gold response before a run that needs them
 WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
 
 
@@ -193,7 +193,7 @@ def _planned(config: Config) -> Plan:
         use_expandable_segments(config)
     elif config.device == "auto" and (reason := why_no_gpu()):
         logger.warning("Training on the CPU. %s", reason)
-    plan = make_plan(config, device, lambda: visible_gpus(config))
+    plan = make_plan(config, device, visible_gpus(config) if device == "cuda" else 0)
     for note in plan.notes:
         logger.info(note)
     logger.info("Device %s, engine %s.", device, plan.engine)
@@ -214,6 +214,8 @@ def make_rollouts(
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     """The evaluator on the first ``eval.num_samples`` held-out problems."""
+    # a success may be no more than a reward above the limit
+    rewards_decide = config.env.mixture is None and (config.reward.path is not None or judges_alone(config))
     return Evaluator(
         rollouts,
         task.heldout[: config.eval.num_samples],
@@ -221,14 +223,8 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,
         by_level=config.env.curriculum == "level",
-        success_above=config.reward.success_above if rewards_say_what_is_right(config) else None,
+        success_above=config.reward.success_above if rewards_decide else None,
     )
-
-
-def rewards_say_what_is_right(config: Config) -> bool:
-    """Whether a success may be no more than a reward above ``reward.success_above``."""
-    has_functions = config.reward.path is not None
-    return config.env.mixture is None and (has_functions or judges_alone(config))
 
 
 def tell_of_few_problems(config: Config, task: Task) -> None:
@@ -279,7 +275,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
         engine=engine,
         learner=learner,
         publisher=make_publisher(config, model, engine, make_room=learner.give_back if share_device else None),
-        source_options=_in_turn(transforms, sleep_engine=share_device),
+        source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
         newcomers=None,
@@ -324,15 +320,18 @@ def _roles_in_workers(
     if isinstance(grader, GradingPool):  # waited for by whoever started it
         fleets.append(grader.fleet)
     weights = _weights_for_workers(config, engine, learner)
-    newcomers = _newcomers(config, engine, weights)
+    newcomers = None
+    if isinstance(engine.fleet, ElasticFleet):
+        newcomers = Newcomers(engine.fleet, engine, weights, config.check.mode)
     attend = [partner.attend for partner in (learner, newcomers) if isinstance(partner, (RemoteLearner, Newcomers))]
     transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, ask)
+    in_turn = {"synchronous": True, "sleep_engine": True, "transforms": transforms}
     return Roles(
         engine=engine,
         learner=learner,
         publisher=_publisher_to_workers(config, plan, cluster, engine, learner, weights, opened),
         source_options={
-            **(_in_turn(transforms) if plan.shared else _beside(config, env, reference)),
+            **(in_turn if plan.shared else _beside(config, env, reference)),
             "should_stop": should_stop,
             "wait_deadline_s": WAIT_S,
             "metrics_extra": partial(worker_metrics, fleets),
@@ -344,11 +343,6 @@ def _roles_in_workers(
     )
 
 
-def _in_turn(transforms: Sequence[tuple[str, Any]], *, sleep_engine: bool = True) -> dict[str, Any]:
-    """Of a source that samples a whole batch, and then leaves the devices to what computes on it."""
-    return {"synchronous": True, "sleep_engine": sleep_engine, "transforms": transforms}
-
-
 def _beside(config: Config, env: TaskEnv, reference: ReferenceService | None) -> dict[str, Any]:
     """Of a source whose groups go to the reference one by one, while others are sampled."""
     return {
@@ -356,11 +350,6 @@ def _beside(config: Config, env: TaskEnv, reference: ReferenceService | None) ->
         "reference": reference.submit if reference else None,
         "transforms": make_advantage(config, env.task.term_weights),
     }
-
-
-def _newcomers(config: Config, engine: FleetEngine, weights: Callable[[], Any]) -> Newcomers | None:
-    fleet = engine.fleet
-    return Newcomers(fleet, engine, weights, config.check.mode) if isinstance(fleet, ElasticFleet) else None
 
 
 def _learner_beside_workers(
@@ -417,7 +406,7 @@ def make_hints(config: Config, env: TaskEnv) -> Ask | None:
     if source == "none":
         return None
     gold = env.task.gold_response
-    if source == "gold" and all(gold(env.task.train[at]) is None for at in range(min(_SOME, len(env.task.train)))):
+    if source == "gold" and all(gold(example) is None for example in islice(env.task.train, 64)):
         raise UserError(
             f"algorithm.distill_hint=gold tells the teacher the gold response, and {config.env.dataset} has none; use "
             "algorithm.distill_hint=sibling."
@@ -456,11 +445,10 @@ def _publisher_to_workers(
     opened: ExitStack,
 ) -> Publisher:
     """An adapter alone; or all weights, by broadcast where the config asks for one or NCCL has a short way."""
-    model = None if isinstance(learner, RemoteLearner) else learner.policy.model
-    if broadcasts_weights(config, plan) and not config.train_model.lora.enabled:
+    if broadcasts_weights(config, plan):
         transfer = WeightTransfer(
             engine.fleet,
-            learner if model is None else WeightSender(model),
+            learner if isinstance(learner, RemoteLearner) else WeightSender(learner.policy.model),
             share=cluster.launcher.share,
             backend="nccl" if plan.device_type == "cuda" else "gloo",
             deadline_s=config.inference_model.timeout_s,

@@ -104,9 +104,8 @@ class Cluster:
         starts = []
         for index, gpus in enumerate(self._engines):
             log_path = str(self._run_dir / f"{self._plan.engine}-{index}.log")
-            own = replace(
-                options, log_path=log_path, environment={**options.environment, **self._placed(gpus).get("env", {})}
-            )
+            environment = {**options.environment, **self._placed(gpus)["env"]}
+            own = replace(options, log_path=log_path, environment=environment)
             starts.append(starter(self._servers, "rollout", spec_of(own)))
         return lambda slot: starts[slot](slot)
 
@@ -119,10 +118,15 @@ class Cluster:
         first, per_engine = self._engines_in_ray + len(self._references), len(self._engines[0])
         ranks = range(self.num_ranks)
         bundles = [rank // per_engine if self._ranks_beside_engines else first + rank for rank in ranks]
+        if self._on_cluster:  # they meet at an address of rank 0's machine, here at a file
+            meeting = f"tcp://{self._asked('address', bundles[:1])[0]}"
+        else:
+            self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
+            meeting = f"file://{self._rendezvous_file}"
         options = {
             "config": self._config,
             "size": self.num_ranks,
-            "init_method": self._rendezvous_address(bundles[0]),
+            "init_method": meeting,
             "device_type": self._plan.device_type,
             "num_threads": self.threads,
             "run_dir": str(self._run_dir),
@@ -132,13 +136,6 @@ class Cluster:
             spec = WorkerSpec("sota_grpo.assembly.learning:learner_worker", {"rank": rank, **options})
             workers.append(self.launcher.start(f"learner-{rank}", spec, bundle=bundles[rank], **self._placed(gpus)))
         return workers
-
-    def _rendezvous_address(self, bundle: int) -> str:
-        """Where the ranks meet: a file on one machine, an address of rank 0's machine on a cluster."""
-        if not self._on_cluster:
-            self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
-            return f"file://{self._rendezvous_file}"
-        return f"tcp://{self._asked('address', [bundle])[0]}"
 
     @cached_property
     def _names(self) -> dict[int, str]:

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from sota_grpo.assembly.learning import make_learner, make_settings
 from sota_grpo.assembly.replay import (
     COMPARED,
     MEMORY,
+    ROUNDING,
     Step,
     by_option,
     in_float32_on_the_cpu,
@@ -53,11 +53,9 @@ _STEPS = ("train.epochs", "train.optim_batch_size")  # into how many optimizer s
 # rules about what a run trains on, which a gradient does not
 _ABOUT_TRAINING = ("several_steps_of_a_collection_need_a_ratio", "an_old_policy_needs_a_ratio")
 _SAME = 1e-5  # of the root mean square of an objective's coefficients: float32's rounding and no more
-_ONE = 1e-6  # of the effective sample size, where all ratios are 1 but for rounding
 _NEAR = 12  # tokens of text on either side of a token
 _SAMPLES = 3  # that are given whole, or as much of them as _LONGEST tokens
 _LONGEST = 600
-_MAX_LOG_RATIO = 300.0  # the square of its exponential is finite in float64
 _CHUNK = 1 << 22  # numbers of a gradient that are read at a time
 
 
@@ -78,7 +76,7 @@ class Point:
     count: int  # optimizer steps of the training step
     indexes: list[int]  # its rows among the stored ones
     proximal: list[Tensor] | None  # by stored row [T_i], nats: log-probs before the first optimizer step
-    log_ratio: list[Tensor]  # by row of the optimizer step [T_i], nats: of these weights to the behaviour policy
+    log_ratio: Tensor  # of its sampled tokens [n], nats, float64: of these weights to the behaviour policy
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def compared(
     own = _own_config(step, run_dir, overrides)
     entries = [_entry(step, run_dir, name, overrides) for name in algorithms]
     point, outcomes, products = _measured(step, own, entries, optimizer_step)
-    ratios = torch.cat(_assistant(step, point, point.log_ratio)).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratios = point.log_ratio.clamp(-300, 300).exp()  # whose squares are finite
     ess = (ratios.sum().square() / ratios.square().sum() / len(ratios)).item()
     by_name = dict(zip(algorithms, outcomes, strict=True))
     return {
@@ -266,8 +264,8 @@ def _lead_up(step: Step, learner: Learner, own: Config, entries: Sequence[Entry]
     batch = batches[number - 1]
     if not any(bool(row[keys.ASSISTANT_MASK].any()) for row in batch):
         raise UserError(f"Optimizer step {number} of step {step.stored.step} has no sampled token.")
-    ratios = [values - row[keys.LOG_PROBS] for row, values in learner.scored(batch)]
-    return Point(number, count, [place[id(row)] for row in batch], proximal, ratios)
+    ratios = [(values - row[keys.LOG_PROBS])[row[keys.ASSISTANT_MASK]] for row, values in learner.scored(batch)]
+    return Point(number, count, [place[id(row)] for row in batch], proximal, torch.cat(ratios).double())
 
 
 def _outcome(learner: Learner, entry: Entry, rows: Sequence[Row]) -> Outcome:
@@ -289,12 +287,6 @@ def _outcome(learner: Learner, entry: Entry, rows: Sequence[Row]) -> Outcome:
     numbers = {column: values.double() for column, values in flat.items() if column != "clipped"}
     sizes = torch.stack([row[keys.ADVANTAGE].abs().mean() for row in rows])
     return Outcome(metrics, sizes.mean().item(), clipped=flat["clipped"], **numbers)
-
-
-def _assistant(step: Step, point: Point, values: Sequence[Tensor]) -> list[Tensor]:
-    """Of values by row ``[T_i]`` those of the sampled tokens, float64."""
-    rows = step.stored.rows.take(point.indexes)
-    return [value[row[keys.ASSISTANT_MASK]].double() for row, value in zip(rows, values, strict=True)]
 
 
 def _differing(
@@ -367,9 +359,10 @@ def _text(
     most = max(own, key=lambda at: gap[own[at]].item())
     start = max(0, min(most - _LONGEST // 2, len(pieces) - _LONGEST))
     shown = range(start, min(len(pieces), start + _LONGEST))
+    reward = row[keys.REWARD].item()
     return {
         **_of_row(row),
-        "reward": _finite(float(row[keys.REWARD].reshape(()))),
+        "reward": reward if math.isfinite(reward) else None,
         "start": start,
         "tokens": len(pieces),
         "pieces": [pieces[at] for at in shown],
@@ -380,13 +373,9 @@ def _text(
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _notes(step: Step, point: Point, entries: Sequence[Entry], ess: float) -> list[str]:
     origin, notes = step.stored.origin, []
-    if 1 - ess <= _ONE:
+    if 1 - ess <= ROUNDING:
         notes.append(
             "Every ratio is 1, and surrogates of a ratio have the same gradient there; train.epochs=2, or a smaller "
             "train.optim_batch_size, compares them where optimizer steps have moved the policy."
@@ -409,7 +398,7 @@ def _notes(step: Step, point: Point, entries: Sequence[Entry], ess: float) -> li
     return notes
 
 
-class Gradients:
+class Gradients(ExitStack):
     """Gradients of the same parameters on disk, so that one of them at a time is in memory.
 
     Args:
@@ -429,10 +418,10 @@ class Gradients:
     """
 
     def __init__(self, count: int, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
         self._parameters = list(parameters)
         self._size = sum(parameter.numel() for parameter in self._parameters)
         self._files: list[IO[bytes]] = []
-        self._opened = ExitStack()
         folder = tempfile.gettempdir()
         needed, free = 4 * self._size * count, shutil.disk_usage(folder).free
         if needed > free:
@@ -441,18 +430,10 @@ class Gradients:
                 "fewer algorithms, or set TMPDIR to a folder with more room."
             )
 
-    def __enter__(self) -> Gradients:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.close()
-
     def add(self) -> None:
         """Write what the parameters' ``.grad`` holds, and empty it."""
         try:
-            file = self._opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (it has no name)
+            file = self.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (it has no name)
             self._files.append(file)
             for parameter in self._parameters:
                 value = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

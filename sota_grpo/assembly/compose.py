@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,7 @@ PATH_OPTIONS = (
     "env.tools",
     "env.environment",
 )  # of files, of folders, or of a hub
-#: The same of each entry of env.mixture.
-ENTRY_PATHS = ("dataset_path", "eval_path", "reward_path", "tools", "environment")
+ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
 UNUSED_WITHOUT_SAMPLES = (
@@ -244,7 +244,12 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
 
     try:
         saved = read_yaml(path)
-        _require_values(saved, path)
+        content: Any = OmegaConf.to_container(saved)
+        for name, value in flat(content).items() if isinstance(content, dict) else ():
+            if "${" in str(value):  # it would be resolved with the environment of whoever reads the config
+                raise UserError(
+                    f"{path}: {name} has an interpolation (${{..}}), which no run saves; write its value there."
+                )
         default = OmegaConf.structured(Config)
         config = _with_overrides(OmegaConf.merge(default, saved, _NO_SECRETS), overrides)
         return config, _with_overrides(default, overrides)
@@ -270,8 +275,7 @@ def needs_consent(config: Config) -> dict[str, str]:
             acts[name] = f"run {one_line(value)}"
         elif _is_defined_in_a_file(name) and (in_file(value) or value.endswith(PICKLED)):
             acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
-    own = ("env.environment", config.env.environment)
-    for name, environment in (own, *_of_entries(config, ("environment",))):
+    for name, environment in _values(config, "env.environment"):
         if (server := server_of(environment)) is not None:
             acts[name] = server.act()
     if config.model.trust_remote_code:
@@ -284,24 +288,20 @@ def needs_consent(config: Config) -> dict[str, str]:
             acts[option] = f"load its model with {one_line(str(passed))}"
     if config.engine.url is not None:
         acts["engine.url"] = f"send prompts and weights to {one_line(config.engine.url)}"
-    for name, value in (("env.sandbox", config.env.sandbox), *_of_entries(config, ("sandbox",))):
+    for name, value in _values(config, "env.sandbox"):
         if is_url(value):
             acts[name] = f"send responses to {one_line(value)}"
-    acts |= dict(_of_judge(config))
+    judge = config.reward.judge
+    if judge.url is not None:
+        acts["reward.judge.url"] = f"send prompts and responses to {one_line(judge.url)}"
+    for name, rubric in _values(config, "reward.judge.rubric"):
+        if rubric_file(rubric) is not None:
+            acts[name] = f"send what is in {one_line(rubric)} to its judge"
+    if judge.cache is not None:
+        acts["reward.judge.cache"] = f"write what its judge says to {one_line(judge.cache)}"
     if config.ray.address is not None:
         acts["ray.address"] = f"join the Ray cluster {one_line(config.ray.address)}, which may run code here"
     return acts
-
-
-def _of_judge(config: Config) -> Iterator[tuple[str, str]]:
-    judge = config.reward.judge
-    if judge.url is not None:
-        yield "reward.judge.url", f"send prompts and responses to {one_line(judge.url)}"
-    for name, rubric in (("reward.judge.rubric", judge.rubric), *_of_entries(config, ("judge_rubric",))):
-        if rubric_file(rubric) is not None:
-            yield name, f"send what is in {one_line(str(rubric))} to its judge"
-    if judge.cache is not None:
-        yield "reward.judge.cache", f"write what its judge says to {one_line(judge.cache)}"
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
@@ -314,18 +314,6 @@ def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) ->
         raise UserError(
             f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust whoever made it, {remedy}."
         )
-
-
-def _require_values(saved: Any, path: Path) -> None:
-    """A saved config has no interpolations: they would be resolved with the environment of whoever reads it."""
-    from omegaconf import OmegaConf
-
-    content: Any = OmegaConf.to_container(saved)
-    for name, value in flat(content).items() if isinstance(content, dict) else ():
-        if "${" in str(value):
-            raise UserError(
-                f"{path}: {name} has an interpolation (${{..}}), which no run saves; write its value there."
-            )
 
 
 def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
@@ -378,23 +366,18 @@ def anchor_paths(config: Config) -> None:
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for name, value in list(_paths(config)):
-        own = in_file(value) if _is_defined_in_a_file(name) else None
-        path = Path(value).expanduser()
-        if own is not None:
-            _set(config, name, f"{own[0].absolute()}:{own[1]}")
-            continue
-        is_here = (
-            (path / "config.json").is_file() and value not in (TINY, SMOLLM2) if name == "model.name" else path.exists()
-        )
+        path, function = _path_of(name, value)
+        is_here = bool(function) or path.exists()
+        if name == "model.name":
+            is_here = (path / "config.json").is_file() and value not in (TINY, SMOLLM2)
         if is_here:
-            _set(config, name, str(path.absolute()))
+            _set(config, name, f"{path.absolute()}{function}")
 
 
 def _find_inputs(config: Config, run_dir: Path) -> None:
     """What was passed in Python moves with the directory of the run."""
     for name, value in list(_paths(config)):
-        own = in_file(value) if _is_defined_in_a_file(name) else None
-        path, function = (Path(value), "") if own is None else (own[0], f":{own[1]}")
+        path, function = _path_of(name, value)
         moved = run_dir.absolute() / INPUTS / path.name
         if path.parent.name == INPUTS and not path.exists() and moved.is_file():
             _set(config, name, f"{moved}{function}")
@@ -409,6 +392,12 @@ def _run_option(name: str) -> str:
     return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name
 
 
+def _path_of(name: str, value: str) -> tuple[Path, str]:
+    """Of an option's value the file or folder, and ``:FUNCTION`` where it names what the file defines."""
+    own = in_file(value) if _is_defined_in_a_file(name) else None
+    return (Path(value).expanduser(), "") if own is None else (own[0], f":{own[1]}")
+
+
 def _is_defined_in_a_file(name: str) -> bool:
     """Whether the option names a file and what it defines."""
     return _run_option(name) in ("algorithm.objective", "env.tools", "env.environment")
@@ -416,60 +405,47 @@ def _is_defined_in_a_file(name: str) -> bool:
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     """Name and value of each that is set, mixtures included; a server is no path. Nobody has judged them yet."""
-    for name in PATH_OPTIONS:
-        section, _, option = name.partition(".")
-        value = getattr(getattr(config, section), option)
-        if value is not None and not (name == "env.environment" and server_of(value)):
+    for name, value in _values(config, *PATH_OPTIONS):
+        if not (_run_option(name) == "env.environment" and server_of(value)):
             yield name, value
-    for name, value in _of_entries(config, ENTRY_PATHS):
-        if not (name.endswith(".environment") and server_of(value)):
-            yield name, value
+    yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)
     judge = config.reward.judge
-    if rubric_file(judge.rubric) is not None:
-        yield "reward.judge.rubric", str(judge.rubric)
     if judge.kind == CLASSIFIER and judge.model is not None and (Path(judge.model) / "config.json").is_file():
         yield "reward.judge.model", judge.model
-    yield from (one for one in _of_entries(config, ("judge_rubric",)) if rubric_file(one[1]) is not None)
 
 
-def _of_entries(config: Config, options: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Name and value of each of these options that an entry of a mixture gives."""
+def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
+    """Name and value of each of these options that is set, by the run or by an entry of a mixture."""
+    named = {option: attrgetter(option)(config) for option in options}
     mixture = config.env.mixture
     for task, entry in mixture.items() if isinstance(mixture, dict) else ():
-        for option in options if isinstance(entry, dict) else ():
-            if entry.get(option) is not None:
-                yield f"env.mixture.{task}.{option}", str(entry[option])
+        for name, value in entry.items() if isinstance(entry, dict) else ():
+            if ENTRY_OPTIONS.get(name) in options:
+                named[f"env.mixture.{task}.{name}"] = value
+    yield from ((name, str(value)) for name, value in named.items() if value is not None)
 
 
 def _set(config: Config, name: str, value: str) -> None:
     """Set a path by its name; a mixture is replaced, not changed."""
-    section, option, *inner = name.split(".", 3)
-    if name.startswith("reward.judge."):
-        setattr(config.reward.judge, name.rpartition(".")[2], value)
-    elif inner:
-        task, option = name.removeprefix("env.mixture.").rsplit(".", 1)
-        mixture = dict(config.env.mixture or {})
+    section, _, option = name.rpartition(".")
+    if section.startswith("env.mixture."):
+        task, mixture = section.removeprefix("env.mixture."), dict(config.env.mixture or {})
         config.env.mixture = mixture | {task: {**mixture[task], option: value}}
     else:
-        setattr(getattr(config, section), option, value)
+        setattr(attrgetter(section)(config), option, value)
 
 
-def _parsed(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """Name and value of each override, without Hydra's own."""
+def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     odd = [one.input_line for one in parsed if one.is_delete() or one.is_add() or one.is_sweep_override()]
     if odd:
         raise UserError(f"{odd[0]} does not go with a run that there is; give option=value.")
-    return [(one.key_or_group, one.value()) for one in parsed if not one.key_or_group.startswith("hydra.")]
-
-
-def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
-    from omegaconf import OmegaConf
-
-    for key, value in sorted(_parsed(overrides), key=lambda one: not (CONFIG_DIR / one[0]).is_dir()):  # groups first
-        node = _overridden(node, key, value)
+    for one in sorted(parsed, key=lambda one: not (CONFIG_DIR / one.key_or_group).is_dir()):  # groups first
+        if not one.key_or_group.startswith("hydra."):
+            node = _overridden(node, one.key_or_group, one.value())
     config = OmegaConf.to_object(node)
     assert isinstance(config, Config)
     return config

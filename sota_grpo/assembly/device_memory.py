@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,8 +109,19 @@ class RunMemory:
 
     @cached_property
     def plan(self) -> Plan:
-        """Raises UserError as :func:`plan_for`; so does everything below."""
-        return plan_for(self.config, self.machine)
+        """Of the devices; where no GPU is here, on the fewest that the run stands on, with vLLM installed there.
+
+        Raises:
+            UserError: as :func:`~sota_grpo.assembly.devices.make_plan`; so does everything below.
+        """
+        config, machine = self.config, self.machine
+        if machine.is_here:
+            return make_plan(config, machine.device_type, machine.count or 0)
+        engine = "vllm" if config.engine.name == "auto" else config.engine.name
+        for count in range(2 if wants_workers(config) else 1, MOST_GPUS):
+            with suppress(UserError):
+                return make_plan(config, "cuda", count, engine)
+        return make_plan(config, "cuda", MOST_GPUS, engine)
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
@@ -328,28 +338,6 @@ class RunMemory:
         }
 
 
-def plan_for(config: Config, machine: Machine) -> Plan:
-    """The device plan of the run; where no GPU is here, on the fewest that it stands on, with vLLM installed there.
-
-    Raises:
-        UserError: as :func:`~sota_grpo.assembly.devices.make_plan`.
-    """
-    if machine.is_here:
-        return make_plan(config, machine.device_type, lambda: machine.count or 0)
-    wanted = config
-    if config.engine.name in ("auto", "vllm") and find_spec("vllm") is None:
-        wanted = with_options(config, {"engine.name": "transformers"})
-
-    def on(count: int) -> Plan:
-        plan = make_plan(wanted, "cuda", lambda: count)
-        return plan if wanted is config else replace(plan, engine="vllm")
-
-    for count in range(2 if wants_workers(config) else 1, MOST_GPUS):
-        with suppress(UserError):
-            return on(count)
-    return on(MOST_GPUS)
-
-
 @lru_cache(maxsize=1024)
 def _micro_batches(prompt: int, response: int, rows: int, group: int, budget: int, shared: bool) -> list[MicroBatch]:
     sizes = [group] * (rows // group) + ([rows % group] if rows % group else [])
@@ -401,13 +389,12 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     (1448, Disk(checkpoint=17376, checkpoints=4, export=5792))
     """
     options, train = config.train_model, config.train
-    own = dtype_bytes(options.torch_dtype) * model.parameters
     weight_bytes, rank = dtype_bytes(options.torch_dtype), options.lora.r if options.lora.enabled else 0
     how = Learning(weight_bytes=weight_bytes, rank=rank, optimizer=config.optimizer.name)
     trained = how.trained_bytes(model) + how.optimizer_bytes(model)
     steps = train.total_dialog_turns // responses_per_step(config)
     saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
-    return Disk(trained, min(train.keep_checkpoints + 1, saves), own * train.export_hf)
+    return Disk(trained, min(train.keep_checkpoints + 1, saves), weight_bytes * model.parameters * train.export_hf)
 
 
 def require_disk(config: Config, run_dir: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -229,23 +229,26 @@ def _roles(config: Config) -> tuple[Role, Role, Role]:
     )
 
 
-def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | None = None) -> Plan:
+def make_plan(config: Config, device_type: str, num_gpus: int | None = None, engine: str | None = None) -> Plan:
     """A device for everything, or for synchronous mode on one machine this process with one device for each role.
 
     With one GPU collection and training take turns on it, whatever the mode.
 
     Args:
-        num_gpus: GPUs that there are, asked only where the device is CUDA; None: those of this machine.
+        num_gpus: GPUs that there are; None: those of this machine.
+        engine: its name; None: what the config's stands for on this machine.
 
     Raises:
         UserError: what :func:`place` refuses, or an engine that is not installed or cannot reach its device.
     """
     learner, engines, ref = _roles(config)
     reference = ref if reference_has_own_weights(config) else None
-    engine = resolve_engine_name(config.engine.name, device=device_type)
+    engine = engine or resolve_engine_name(config.engine.name, device=device_type)
     workers, shared = wants_workers(config), engines.shared
     notes = []
-    available = (num_gpus or torch.cuda.device_count)() if device_type == "cuda" else 0
+    available = 0
+    if device_type == "cuda":
+        available = torch.cuda.device_count() if num_gpus is None else num_gpus
     elastic = _elastic_engines(config, device_type)
     if elastic is not None and config.ray.address is not None and device_type == "cuda":
         needed = sum(role.count for role in (learner, engines, reference) if role is not None)

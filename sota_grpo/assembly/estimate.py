@@ -9,7 +9,6 @@ scaled by the weights that it reads.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -18,6 +17,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.benchmark import Timer
 
@@ -183,7 +183,8 @@ def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, st
     elsewhere = config.ray.address is not None
     has_gpu = torch.cuda.is_available() and not elsewhere
     if config.device == "cpu" or (config.device == "auto" and is_local and not has_gpu and not elsewhere):
-        return Machine("cpu", memory or machine_bytes(), None, _own_bytes()), "the CPU of this machine"
+        libraries = psutil.Process().memory_info().rss  # this process has those of a run loaded and nothing else
+        return Machine("cpu", memory or machine_bytes(), None, libraries), "the CPU of this machine"
     if has_gpu:
         gpu, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
         return Machine("cuda", memory or gpu.total_memory, count, 0), f"{count} x {gpu.name} on this machine"
@@ -194,19 +195,11 @@ def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, st
 
 def machine_bytes() -> int:
     """Memory of this machine, or what its container may take of it."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [psutil.virtual_memory().total]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no such limit
             limits.append(int(Path(name).read_text()))
     return min(limits)
-
-
-def _own_bytes() -> int:
-    """Resident memory of this process, which has the libraries of a run loaded and nothing else."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
-        return GIB
 
 
 def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
@@ -327,13 +320,15 @@ def _times(run: RunMemory) -> Times:
 
 
 def _measure(run: RunMemory, rows: int) -> tuple[float, float]:
-    """Time the learner and the embedded engine with a small model of the same widths.
+    """Time the learner and the embedded engine with a model of the same widths, made quickly for its few layers.
 
     Returns:
         Operations per second of the learner's passes, what they compute twice counted twice, and seconds in which the
         engine samples one token for each of ``rows`` rows of the whole model.
     """
-    small, device = _reduced(run.model), run.plan.device_type
+    vocab, device = min(run.model.vocab, _MOST_VOCAB), run.plan.device_type
+    room = max(0, _MOST_WEIGHTS - vocab * run.model.hidden) // run.model.layer_matrices
+    small = replace(run.model, vocab=vocab, layers=min(run.model.layers, max(1, room)), tied=True, other=0)
     net = _random_model(small, device, torch.float32 if run.how.weight_bytes == 4 else torch.bfloat16)
     dtype = getattr(torch, engine_dtype(run.config.inference_model.torch_dtype, device))
     token_s = _token_seconds(net, small, rows, dtype) * _decode_weights(run.model) / _decode_weights(small)
@@ -354,13 +349,6 @@ def model_shape(model: Architecture, rank: int) -> ModelShape:
         head_weights=model.head_weights,
         head_trainable=not rank,
     )
-
-
-def _reduced(model: Architecture) -> Architecture:
-    """The same widths, a smaller vocabulary and so many layers that it is quickly made."""
-    vocab = min(model.vocab, _MOST_VOCAB)
-    room = max(0, _MOST_WEIGHTS - vocab * model.hidden) // model.layer_matrices
-    return replace(model, vocab=vocab, layers=min(model.layers, max(1, room)), tied=True, other=0)
 
 
 def _decode_weights(model: Architecture) -> int:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -53,7 +53,7 @@ TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _JUDGED = (*_LOSSES, "grad_norm")
 _SAME_ADVANTAGE = 1e-6
-_ONE = 1e-6  # of the effective sample size, where all ratios are 1 but for float32's rounding
+ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
 _TOLD = "algorithm.distill_hint"  # to a teacher
 _OF_THE_COLLECTION = (
     *(f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")),
@@ -157,17 +157,16 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
     raise UserError(f"Step {number} of {run_dir} is not stored; {others} ({more}).")
 
 
-def replay(step: Step, config: Config | None = None) -> Replay:
+def replay(step: Step, config: Config) -> Replay:
     """Compute the step once more, in float32 on the CPU, as the run did or under the algorithm of ``config``.
 
     Args:
-        config: of the run but for its algorithm and its KL term; None: as the run did.
+        config: of the run but for its algorithm and its KL term.
 
     Raises:
         UserError: the model is not there, or the step is not finite under ``config``.
         CheckpointError: the checkpoint is damaged.
     """
-    config = config or step.config
     rows = scored_rows(step, config)
     with restored(step, config, ClipWatch) as learner:
         before = learner.optimizer_steps
@@ -300,7 +299,7 @@ def replay_configs(
     own = with_options(step.config, {MEMORY: changed.train.micro_batch_tokens})
     if all(name == MEMORY for name in by_name):
         return own, None, ()
-    if all(_value(changed, name) == _value(own, name) for name in COMPARED):
+    if all(attrgetter(name)(changed) == attrgetter(name)(own) for name in COMPARED):
         raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
     for name, override in by_name.items():
         missing = _missing(name, changed)
@@ -319,8 +318,9 @@ def under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, 
     """
     changed = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
     acting = [name for name in _OF_THE_COLLECTION if name != _TOLD or changed.algorithm.distill_coef > 0]
-    left = tuple(name for name in acting if _value(changed, name) != _value(step.config, name))
-    return with_options(changed, {name: _value(step.config, name) for name in left}), left
+    options = {name: attrgetter(name)(step.config) for name in acting}
+    left = {name: value for name, value in options.items() if attrgetter(name)(changed) != value}
+    return with_options(changed, left), tuple(left)
 
 
 def by_option(overrides: Sequence[str]) -> dict[str, str]:
@@ -354,7 +354,7 @@ def replay_notes(step: Step, left: Sequence[str]) -> list[str]:
 def equal_ratios(own: Replay) -> list[str]:
     """Of a step on the policy's own responses: that no surrogate can show there what it does to a ratio."""
     ess = own.figures.get("ess")
-    if own.optimizer_steps > 1 or ess is None or 1 - ess > _ONE:
+    if own.optimizer_steps > 1 or ess is None or 1 - ess > ROUNDING:
         return []
     return [
         f"The step is a single optimizer step on the policy's own responses: every ratio is 1 (effective sample size "
@@ -394,10 +394,6 @@ def require_stored(step: Step, changed: Config, by_name: dict[str, str]) -> None
             f"{asks[0]} needs the reference's log-probs, and step {step.stored.step} has none: the run had "
             "policy.kl_coef=0 and no teacher."
         )
-
-
-def _value(config: Config, name: str) -> Any:
-    return reduce(getattr, name.split("."), config)
 
 
 def worst_distance(stored: Mapping[str, float | None], figures: Mapping[str, float | None]) -> tuple[str, float]:

@@ -18,6 +18,7 @@ from sota_grpo.config import Config, model_name, most_kept, reward_names
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, task_configs, weights
 from sota_grpo.config.secrets import api_key
 from sota_grpo.config.spelling import walk
+from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import PromptStream, TaskEnv
 from sota_grpo.envs.agents import Budgets, ToolPartner
@@ -90,9 +91,8 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
     options |= {"seed": config.seed, "num_heldout": env.num_heldout}
     options |= {"num_train": env.max_samples, "max_samples": env.max_samples}
-    is_judged_alone = reward.judge.kind is not None and reward.judge.alone
     is_replaced = reward.path is not None and "builtin" not in names
-    if is_judged_alone or is_replaced or env.environment is not None:
+    if judges_alone(config) or is_replaced or env.environment is not None:
         options["answer_required"] = False  # of an environment without a reward: see rewarded_dialogs
     read = parameters(env.dataset, bare=bare)
     options = {name: value for name, value in options.items() if name in read and value is not None}  # null: its own
@@ -106,7 +106,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
         task = with_reward_functions(
             task, reward.path, names, reward.weights, success_above=reward.success_above, functions=functions
         )
-    if is_judged_alone:
+    if judges_alone(config):
         task = without_terms(task)
     return think_again(task) if env.reasoning else task
 
@@ -143,7 +143,10 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
     offered = {name: _offered(each) for name, each in task_configs(config).items()}
     if any(offered.values()):
         starting("Starting the tools")
-    started = {one: _instances(*one, opened) for one in dict.fromkeys(filter(None, offered.values()))}
+    started = {}
+    for kind, value, timeout_s in dict.fromkeys(filter(None, offered.values())):
+        instances = Instances(instance_spec(value, kind), timeout_s=timeout_s)
+        started[kind, value, timeout_s] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()
     return {name: started[one] for name, one in offered.items() if one is not None}
@@ -153,11 +156,7 @@ def _offered(config: Config) -> tuple[str, str, float] | None:
     """The kind of a task's tools, where they are, and the deadline of their calls."""
     env = config.env
     kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
-    return None if value is None else (kind, value, config.env.tool_timeout_s)
-
-
-def _instances(kind: str, value: str, timeout_s: float, opened: ExitStack) -> Instances:
-    return opened.enter_context(closing(Instances(instance_spec(value, kind), timeout_s=timeout_s)))
+    return None if value is None else (kind, value, env.tool_timeout_s)
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
@@ -198,17 +197,12 @@ def dialog_rules(
 
 
 def _rules(config: Config, env: TaskEnv, instances: Instances | None, max_model_len: int) -> Rules:
-    turns = TurnTokens(env.tokenizer, template_kwargs(config, instances))
+    options, turns = config.env, TurnTokens(env.tokenizer, template_kwargs(config, instances))
     partner: Partner = GradedTurns(own_grader(env.grader), turns)
     if instances is not None:
-        partner = _tool_partner(config, env, instances)
-    return Rules(partner, turns, config.env.max_steps, max_model_len)
-
-
-def _tool_partner(config: Config, env: TaskEnv, instances: Instances) -> ToolPartner:
-    options = config.env
-    budgets = Budgets(options.max_tool_calls, options.max_dialog_s, options.max_observation_tokens)
-    return ToolPartner(env, instances, budgets, config.env.chat_template_kwargs)
+        budgets = Budgets(options.max_tool_calls, options.max_dialog_s, options.max_observation_tokens)
+        partner = ToolPartner(env, instances, budgets, options.chat_template_kwargs)
+    return Rules(partner, turns, options.max_steps, max_model_len)
 
 
 def template_kwargs(config: Config, instances: Instances | None) -> dict[str, Any]:
@@ -260,8 +254,21 @@ def make_env(
     Args:
         instances: by task, of the tools that its prompts tell of.
         draws: False needs no curriculum.
+
+    Raises:
+        UserError: ``env.chat_template_kwargs`` has what the chat template does not read; or a prompt is too long.
     """
-    _require_readers(config, tokenizer)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    for name in config.env.chat_template_kwargs or ():  # a typing error would change nothing, and say nothing
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise UserError(
+                f"env.chat_template_kwargs has {name}, which the chat template of {model_name(config)} does not read; "
+                "leave it out."
+            )
+    make_stream: Callable[..., PromptStream] = PromptStream
+    if draws and config.env.curriculum is not None:
+        rule = Curriculum(config.env.curriculum, config.env.curriculum_floor, config.env.curriculum_decay)
+        make_stream = partial(CurriculumStream, rule=rule, level=getattr(task, "level", None))
     env = TaskEnv(
         task,
         tokenizer,
@@ -273,28 +280,10 @@ def make_env(
         grader=grader,
         multi_turn=has_dialogs(config),
         **kwargs_of_tasks(config, instances),
-        make_stream=_stream_maker(config, task) if draws else PromptStream,
+        make_stream=make_stream,
     )
     env.check_prompts(skip=config.env.skip_unreadable)
     return env
-
-
-def _stream_maker(config: Config, task: Task) -> Callable[..., PromptStream]:
-    by, floor, decay = config.env.curriculum, config.env.curriculum_floor, config.env.curriculum_decay
-    if by is None:
-        return PromptStream
-    return partial(CurriculumStream, rule=Curriculum(by, floor, decay), level=getattr(task, "level", None))
-
-
-def _require_readers(config: Config, tokenizer: Any) -> None:
-    """Refuse arguments that the chat template does not read: a typing error would change nothing, and say nothing."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    for name in config.env.chat_template_kwargs or ():
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise UserError(
-                f"env.chat_template_kwargs has {name}, which the chat template of {model_name(config)} does not read; "
-                "leave it out."
-            )
 
 
 def max_model_len(config: Config) -> int:

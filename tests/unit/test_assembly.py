@@ -386,8 +386,8 @@ def test_on_a_cluster_shared_engines_stand_in_the_bundles_of_their_ranks(monkeyp
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8, "GPU": 4}}])
     config = config_of(*SHARED, "ray.address=auto", "inference_model.tensor_parallel_size=2", "policy.kl_coef=0.1")
     with pytest.raises(UserError, match="5 in all, and this one has 4"):
-        make_plan(config, "cuda", lambda: 4)
-    cluster = Cluster(config, make_plan(config, "cuda", lambda: 5), tmp_path)
+        make_plan(config, "cuda", 4)
+    cluster = Cluster(config, make_plan(config, "cuda", 5), tmp_path)
     assert [len(places) for places in bundles] == [2, 2, 1]
     on_nodes = {("devices", 0): "6,7", ("devices", 1): "GPU-a,GPU-b", ("address", 0): "here:1"}
 
@@ -420,7 +420,7 @@ def test_engines_that_come_and_go_on_a_cluster_wait_alone_for_a_node(monkeypatch
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: bundles.extend(places) or launcher)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8, "GPU": 2}}])
     config = config_of(*ELASTIC, "ray.address=auto", "inference_model.tensor_parallel_size=2")
-    plan = make_plan(config, "cuda", lambda: 1)  # more may join
+    plan = make_plan(config, "cuda", 1)  # more may join
     assert plan.elastic == (1, 2)
     assert "The run starts with 1 and takes up to 2 engines as they come." in plan.notes
     cluster = Cluster(config, plan, tmp_path)
@@ -502,10 +502,10 @@ def test_weights_are_broadcast_between_gpus_of_one_machine(overrides, device_typ
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
     config = config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm", "ray.address=auto")
     with pytest.raises(UserError, match=r"3 in all, and this one has 2; .*policy.kl_coef=0"):
-        make_plan(config, "cuda", lambda: 2)
+        make_plan(config, "cuda", 2)
     with pytest.raises(UserError, match="this one has 1"):
-        make_plan(config, "cuda", lambda: 1)
-    assert make_plan(config, "cuda", lambda: 3).workers
+        make_plan(config, "cuda", 1)
+    assert make_plan(config, "cuda", 3).workers
 
 
 def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:

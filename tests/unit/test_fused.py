@@ -74,7 +74,7 @@ def test_layers_are_compiled_where_they_can_be(builds: bool, monkeypatch: pytest
     config = Config()
     assert learning.wants_fused_layers(config, "cuda") == builds
     assert not learning.wants_fused_layers(config, "cpu")
-    said = any("C compiler" in note for note in devices.make_plan(config, "cuda", lambda: 1).notes)
+    said = any("C compiler" in note for note in devices.make_plan(config, "cuda", 1).notes)
     assert said != builds
     config.train_model.compile = True
     assert learning.wants_fused_layers(config, "cpu")

@@ -104,7 +104,7 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
         assert losses == {name: pytest.approx(rows[1][name], rel=1e-6) for name in ("loss/objective", "loss/entropy")}
     if "LoRA" in name:
         step = open_step(run_dir, 1)
-        assert replay(step).figures == replay(step).figures  # the first leaves nothing behind
+        assert replay(step, step.config).figures == replay(step, step.config).figures  # the first leaves nothing behind
 
 
 @pytest.mark.parametrize("preset", [pytest.param("reinforce_pp", marks=pytest.mark.slow), "cispo"])
