@@ -235,7 +235,7 @@ class Scorer(nn.Module):
         _require_linear_head(base, self.softcap)
         if liger:
             require_liger(softcap=self.softcap, has_bias=base.get_output_embeddings().bias is not None)
-        self.shared_prompt = shared_prompt and _takes_packed_rows(base)
+        self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
 
     def forward(
         self, layout: Layout | None, *rows: torch.Tensor, kept: KeptSets | None = None
@@ -280,8 +280,8 @@ def _scatter(values: torch.Tensor, assistant_mask: torch.Tensor) -> torch.Tensor
     return values.new_zeros(assistant_mask.shape).masked_scatter(assistant_mask, values)
 
 
-def _takes_packed_rows(model: PreTrainedModel) -> bool:
-    reason = use_shared_attention(model)
+def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
+    """Whether there is no ``reason`` against it, half a sentence that is logged."""
     if reason is not None:
         logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
     else:

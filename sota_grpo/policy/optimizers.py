@@ -65,8 +65,13 @@ class Trained:
         return cls(matrices, heads, small, weight_bytes)
 
     @property
+    def sizes(self) -> list[int]:
+        """Numbers of each tensor but the small ones."""
+        return [rows * columns for rows, columns in self.matrices] + list(self.others)
+
+    @property
     def numbers(self) -> int:
-        return sum(rows * columns for rows, columns in self.matrices) + sum(self.others) + self.small
+        return sum(self.sizes) + self.small
 
 
 @dataclass(frozen=True)
@@ -129,14 +134,8 @@ def _two_moments(trained: Trained) -> int:
 
 def _two_moments_in_8_bits(trained: Trained) -> int:
     """A byte each and a float32 scale per block; those of small tensors in float32."""
-    sizes = [rows * columns for rows, columns in trained.matrices] + list(trained.others)
-    return 8 * trained.small + sum(
-        2 * (size + 4 * -(-size // BLOCK)) if size >= MIN_8BIT else 8 * size for size in sizes
-    )
-
-
-def _largest(trained: Trained) -> int:
-    return max([rows * columns for rows, columns in trained.matrices] + list(trained.others))
+    bytes_of = (2 * (size + 4 * -(-size // BLOCK)) if size >= MIN_8BIT else 8 * size for size in trained.sizes)
+    return 8 * trained.small + sum(bytes_of)
 
 
 def _momentum_and_moments(trained: Trained) -> int:
@@ -156,7 +155,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
         _adamw_8bit,
         _two_moments_in_8_bits,
         # on a CPU one tensor after another is updated in float32: both moments, gradient, denominator and its root
-        step_bytes=lambda trained, on_cpu: 20 * _largest(trained) if on_cpu else 0,
+        step_bytes=lambda trained, on_cpu: 20 * max(trained.sizes) if on_cpu else 0,
         package="bitsandbytes",
         over_ranks=False,
         trl="adamw_bnb_8bit",
