@@ -130,7 +130,7 @@ def packed_weights(
     names: Set[str] | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> WeightPack:
-    """:func:`engine_weights` in one buffer of the host, filled one by one; of the ranks of a sharded model, rank 0's."""
+    """:func:`engine_weights` in one buffer of the host, filled one by one; of a sharded model, rank 0's."""
     weights = engine_weights(model, base=base, merged=merged, dtype=dtype, names=names, progress=progress)
     own = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
     return WeightPack.of(weights, room=sum(_room(value, dtype) for value in own))

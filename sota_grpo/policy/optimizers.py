@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.policy.model_sizes import Architecture
@@ -29,6 +29,11 @@ class Rates:
     betas: tuple[float, float]
     eps: float
     momentum: float
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """What every AdamW takes of them."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "eps": self.eps}
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,7 @@ def _adamw(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rat
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
     import torch
 
-    return torch.optim.AdamW(
-        [*matrices, *others],
-        lr=rates.lr,
-        weight_decay=rates.weight_decay,
-        betas=rates.betas,
-        eps=rates.eps,
-        fused=True,
-    )
+    return torch.optim.AdamW([*matrices, *others], fused=True, **rates.adamw)
 
 
 def _adamw_8bit(
@@ -118,8 +116,7 @@ def _adamw_8bit(
     require_package("adamw_8bit")
     from bitsandbytes.optim import AdamW8bit
 
-    options = {"betas": rates.betas, "eps": rates.eps, "min_8bit_size": MIN_8BIT}
-    return AdamW8bit([*matrices, *others], lr=rates.lr, weight_decay=rates.weight_decay, **options)
+    return AdamW8bit([*matrices, *others], min_8bit_size=MIN_8BIT, **rates.adamw)
 
 
 def _muon(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:
@@ -140,7 +137,7 @@ def _two_moments_in_8_bits(trained: Trained) -> int:
 
 def _momentum_and_moments(trained: Trained) -> int:
     matrices = sum(rows * columns for rows, columns in trained.matrices)
-    return trained.weight_bytes * (matrices + 2 * (trained.numbers - matrices))
+    return trained.weight_bytes * (2 * trained.numbers - matrices)
 
 
 def _orthogonalised(trained: Trained) -> int:

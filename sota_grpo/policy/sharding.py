@@ -34,8 +34,6 @@ from sota_grpo.policy.tensor_files import StoredTensor, in_memory
 from sota_grpo.policy.tensor_parallel import divide_ends, divide_layer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from sota_grpo.policy.causal import CausalPolicy
 
 
@@ -110,9 +108,8 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
     if whole.shape != like.shape:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} is given for one of {tuple(like.shape)}")
     cut = tuple(slice(start, start + size) for size, start in zip(*_bounds(like)))
-    shard = (
-        whole.block(cut) if isinstance(whole, StoredTensor) else whole[cut].clone(memory_format=torch.contiguous_format)
-    )
+    contiguous = torch.contiguous_format
+    shard = whole.block(cut) if isinstance(whole, StoredTensor) else whole[cut].clone(memory_format=contiguous)
     places = like.device_mesh, like.placements
     return DTensor.from_local(shard.to(like.device), *places, run_check=False, shape=like.shape, stride=like.stride())
 
@@ -309,7 +306,10 @@ def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
     by_rows = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
     scorer = policy.scorer
     model = base_model(policy.model)
-    scorer.shared_prompt = _of_rank_0(scorer.shared_prompt and _packs_there(model, ranks), ranks)
+    if scorer.shared_prompt and ranks.leads and ranks.device.type != "cpu":
+        # what packs on the CPU, where rank 0 has loaded it, has to do so where the ranks compute
+        scorer.shared_prompt = takes_packed_rows(model, kernel_difference(model, ranks.device))
+    scorer.shared_prompt = _of_rank_0(scorer.shared_prompt, ranks)
     if scorer.shared_prompt:
         model.set_attn_implementation(SHARED_ATTENTION)
         if policy.fused:
@@ -325,13 +325,6 @@ def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-
-
-def _packs_there(model: PreTrainedModel, ranks: Ranks) -> bool:
-    """Whether what packs on the CPU, where rank 0 has loaded it, does so where the ranks compute."""
-    if not ranks.leads or ranks.device.type == "cpu":
-        return True
-    return takes_packed_rows(model, kernel_difference(model, ranks.device))
 
 
 @torch.no_grad()

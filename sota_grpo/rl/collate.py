@@ -331,12 +331,10 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
         raise ValueError("pad_rows got no rows; a batch needs at least one.")
     padded = TensorDict(batch_size=[len(listed)])
     for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN):
-        values = _collect(listed, key)
-        if values:
+        if values := _collect(listed, key):
             padded.set(key, pad_sequence(values, batch_first=True, padding_value=padding))
     for key in _PER_ROW:
-        values = _collect(listed, key)
-        if values:
+        if values := _collect(listed, key):
             padded.set(key, torch.stack(values))
     return padded
 
@@ -460,15 +458,11 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
     listed: Sequence[Row] = rows.rows(*names) if isinstance(rows, RowTable) else rows  # type: ignore[assignment]
     found = []
     for row in listed:
-        completion_mask, tokens = (_numbers(row[name]) for name in names)
+        completion_mask, tokens = (row[name].cpu().numpy() for name in names)
         sampled = int(np.count_nonzero(completion_mask))
         length = int(completion_mask.argmax()) if sampled else len(tokens)
         found.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
     return found
-
-
-def _numbers(values: Tensor) -> np.ndarray:
-    return values.numpy() if values.is_cpu else values.cpu().numpy()
 
 
 def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int]) -> list[PromptGroup]:
