@@ -402,12 +402,21 @@ def micro_batches(
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
     listed = row_list(rows)
+    prompts = row_prompts(listed)
+    places = filled(prompts, range(len(prompts)), token_budget=token_budget, shared_prompt=shared_prompt)
+    return [[listed[index] for index in part] for part in places]
+
+
+def filled(
+    prompts: Sequence[Prompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
+) -> list[list[int]]:
+    """The places of the rows of each of :func:`micro_batches`, of those rows that are ``chosen``."""
     if shared_prompt:
-        batches = fill(prompt_groups(listed), token_budget=token_budget)
+        batches = fill(groups_by_prompt(prompts, chosen), token_budget=token_budget)
     else:
-        alone = (PromptGroup((index,), 0, (row.get(keys.FULL_TOKENS).shape[-1],)) for index, row in enumerate(listed))
+        alone = (PromptGroup((index,), 0, (prompts[index].tokens,)) for index in chosen)
         batches = fill(alone, token_budget=token_budget, slots_per_token=1)
-    return [[listed[index] for piece in batch for index in piece.rows] for batch in batches]
+    return [[index for piece in batch for index in piece.rows] for batch in batches]
 
 
 def prompt_groups(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[PromptGroup]:
