@@ -130,7 +130,7 @@ def attention_errors(
     grads = torch.autograd.grad(out, given, pull)
     exact_layout, _ = layout_of(groups, "cpu")
     exact = [each.detach().cpu().double().requires_grad_() for each in given]
-    used = window if window and window < exact_layout.longest else None
+    used = window if window and window < exact_layout.spans.longest_key else None
     expected = _plain(*exact, exact_layout, width**-0.5, used, None).transpose(1, 2)
     wanted = torch.autograd.grad(expected, exact, pull.cpu().double())
     parts = zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), (expected.detach(), *wanted))

@@ -58,7 +58,7 @@ from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
-from sota_grpo.policy.lora import AdapterPack, MergedWeights, base_pack, engine_weights, packed_weights
+from sota_grpo.policy.lora import AdapterPack, MergedWeights, engine_weights, packed_weights
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
@@ -466,7 +466,7 @@ def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner |
         if isinstance(learner, RemoteLearner):
             engine.base = partial(learner.weights, merged=False)
             return learner.adapter
-        engine.base = partial(base_pack, learner.policy.model)
+        engine.base = partial(packed_weights, learner.policy.model, merged=False)
         return partial(AdapterPack.of, learner.policy.model)
     if isinstance(learner, RemoteLearner):
         return partial(learner.weights, dtype=engine.weight_dtype)

@@ -70,7 +70,6 @@ class CausalPolicy(TensorDictModuleBase):
         with_entropy: also write ``"entropy"``.
         entropy_grad: let the entropy carry a gradient; otherwise it is detached, until an entropy bonus of
             :class:`~sota_grpo.rl.objectives.GRPOLoss` asks for it.
-        logits_bytes: memory for logits; see :func:`~sota_grpo.functional.log_probs.chunked_log_probs`.
         shared_prompt: False pads every row and gives each its prompt; the model's attention is left as it is then.
         liger: the head is computed by liger-kernel (:func:`liger_log_probs`).
         fused: the decoder's layers are compiled (:func:`fuse_layers`), where rows are packed.
@@ -103,7 +102,6 @@ class CausalPolicy(TensorDictModuleBase):
         temperature: float = 1.0,
         with_entropy: bool = True,
         entropy_grad: bool = False,
-        logits_bytes: int | None = None,
         shared_prompt: bool = True,
         liger: bool = False,
         fused: bool = False,
@@ -113,7 +111,7 @@ class CausalPolicy(TensorDictModuleBase):
             raise ValueError(f"temperature is {temperature}, but log-probabilities need one above 0")
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
-        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, logits_bytes, shared_prompt, liger)
+        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, shared_prompt, liger)
         self.fused = fused
         if fused and self.shared_prompt:
             fuse_layers(base_model(model))
@@ -149,12 +147,12 @@ class CausalPolicy(TensorDictModuleBase):
 
     def log_probs(
         self,
-        tokens: torch.Tensor,
-        attention_mask: torch.Tensor,
-        assistant_mask: torch.Tensor,
+        tokens: Tensor,
+        attention_mask: Tensor,
+        assistant_mask: Tensor,
         layout: Layout | None = None,
         kept: Kept | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the assistant mask) of int64 ``[N, T]``.
 
         They are on the model's device, wherever the rows are; rows on the CPU cost no wait for the device. ``kept`` are
@@ -169,11 +167,7 @@ class CausalPolicy(TensorDictModuleBase):
         return self.scorer(None, *rows, kept=None if sets is None else sets.to(device))
 
     def layout(
-        self,
-        tokens: torch.Tensor,
-        attention_mask: torch.Tensor,
-        assistant_mask: torch.Tensor,
-        kept: Kept | None = None,
+        self, tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, kept: Kept | None = None
     ) -> Layout | None:
         """How the rows ``[N, T]`` will be packed, on the CPU; None for rows or a model that cannot be.
 
@@ -185,15 +179,14 @@ class CausalPolicy(TensorDictModuleBase):
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
             raise ValueError(f"row {row} begins with an assistant token, which nothing predicts; give it a prompt")
-        packs = self.shared_prompt and is_right_padded(attention_mask)
-        if not packs:
+        if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
         layout = pack(tokens, attention_mask, assistant_mask)
         layout.kept = _sets(tokens, assistant_mask, kept)
         return layout
 
 
-Kept = tuple[torch.Tensor, torch.Tensor]
+Kept = tuple[Tensor, Tensor]
 
 
 def kept_of(rows: TensorDictBase) -> Kept | None:
@@ -202,7 +195,7 @@ def kept_of(rows: TensorDictBase) -> Kept | None:
     return None if ids is None or counts is None else (ids, counts)
 
 
-def _sets(tokens: torch.Tensor, assistant_mask: torch.Tensor, kept: Kept | None) -> KeptSets | None:
+def _sets(tokens: Tensor, assistant_mask: Tensor, kept: Kept | None) -> KeptSets | None:
     """The sets of the assistant tokens, row after row, on the CPU."""
     if kept is None:
         return None
@@ -223,23 +216,22 @@ class Scorer(nn.Module):
         temperature: float,
         with_entropy: bool,
         entropy_grad: bool,
-        logits_bytes: int | None,
         shared_prompt: bool,
         liger: bool,
     ):
         super().__init__()
-        self.model, self.temperature, self.logits_bytes, self.liger = model, temperature, logits_bytes, liger
+        self.model, self.temperature, self.liger = model, temperature, liger
         self.with_entropy, self.entropy_grad = with_entropy, entropy_grad
         base = base_model(model)
         self.softcap: float | None = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
         _require_linear_head(base, self.softcap)
         if liger:
             require_liger(softcap=self.softcap, has_bias=base.get_output_embeddings().bias is not None)
-        self.shared_prompt = shared_prompt and _takes_packed_rows(base)
+        self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
 
     def forward(
-        self, layout: Layout | None, *rows: torch.Tensor, kept: KeptSets | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, layout: Layout | None, *rows: Tensor, kept: KeptSets | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CausalPolicy.log_probs`: of a layout, or of padded ``rows``; all on the model's device."""
         model = base_model(self.model)
         if layout is not None:
@@ -251,37 +243,28 @@ class Scorer(nn.Module):
             hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][predicted]
             targets, put = tokens[:, 1:][predicted], functools.partial(_scatter, assistant_mask=assistant_mask)
         log_probs, entropy = self._head(hidden, targets, kept)
-        if entropy is not None:
-            entropy = put(entropy if self.entropy_grad else entropy.detach())
-        return put(log_probs), entropy
+        return put(log_probs), None if entropy is None else put(entropy)
 
-    def _head(
-        self, hidden: torch.Tensor, targets: torch.Tensor, kept: KeptSets | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _head(self, hidden: Tensor, targets: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
         weight, shard = vocab_shard(head.weight) if isinstance(head.weight, DTensor) else (head.weight, None)
-        entropy: dict[str, bool] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
+        options: dict[str, Any] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
+        options["temperature"] = self.temperature
         if self.liger and kept is None:
-            return liger_log_probs(hidden, weight, targets, temperature=self.temperature, **entropy)
-        options: dict[str, Any] = {
-            "bias": head.bias,
-            "temperature": self.temperature,
-            "softcap": self.softcap,
-            "logits_bytes": self.logits_bytes,
-            **entropy,
-        }
+            return liger_log_probs(hidden, weight, targets, **options)
+        options |= {"bias": head.bias, "softcap": self.softcap}
         if kept is not None:  # a few logits per token: ranks that divide the head compute all of them, over the whole
             return kept_log_probs(hidden, head.weight if shard is None else head.weight.full_tensor(), kept, **options)
         return chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
 
 
-def _scatter(values: torch.Tensor, assistant_mask: torch.Tensor) -> torch.Tensor:
+def _scatter(values: Tensor, assistant_mask: Tensor) -> Tensor:
     """Put ``values [M]`` where the mask is True, row by row, and 0 elsewhere."""
     return values.new_zeros(assistant_mask.shape).masked_scatter(assistant_mask, values)
 
 
-def _takes_packed_rows(model: PreTrainedModel) -> bool:
-    reason = use_shared_attention(model)
+def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
+    """Whether there is no ``reason`` against it, half a sentence that is logged."""
     if reason is not None:
         logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
     else:
@@ -299,7 +282,7 @@ def _require_linear_head(model: PreTrainedModel, softcap: float | None) -> None:
     head, decoder = model.get_output_embeddings(), model.get_decoder()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{type(model).__name__}: its head is a {type(head).__name__}, but a plain linear is needed")
-    seen: dict[str, torch.Tensor] = {}
+    seen: dict[str, Tensor] = {}
     hooks = [
         decoder.register_forward_hook(lambda _m, _i, output: seen.update(hidden=output.last_hidden_state)),
         head.register_forward_hook(lambda _m, inputs, output: seen.update(fed=inputs[0], logits=output)),

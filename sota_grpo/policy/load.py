@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from itertools import chain
@@ -315,7 +315,7 @@ def save_hf(
         OSError: the file system refused; an earlier export is still there.
         ValueError: ``directory`` holds something that is not an export (no ``config.json``), so is not replaced.
     """
-    target, weights = Path(directory), engine_weights(model)
+    target, weights = Path(directory), engine_weights(model, progress=progress)
     first = next(weights, None)
     if first is None:  # another rank's
         return target
@@ -323,27 +323,18 @@ def save_hf(
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
             raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
         with atomic_folder(target) as partial:
-            _write_weights(base_model(model), partial, chain([first], weights), progress)
+            _write_weights(base_model(model), partial, chain([first], weights))
             tokenizer.save_pretrained(partial)
     finally:
         for _ in weights:  # whatever failed: the other ranks are taking part
-            progress()
+            pass
     return target
 
 
-def _write_weights(
-    model: PreTrainedModel, folder: Path, weights: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], object]
-) -> None:
+def _write_weights(model: PreTrainedModel, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     if getattr(model, "_weight_conversions", None) != []:  # transformers' own; None: it was not loaded by it
         model.save_pretrained(folder, state_dict=dict(weights))
         return
     model.save_pretrained(folder, state_dict={})  # its configuration
     layout = engine_layout(model)
-
-    def named() -> Iterator[torch.Tensor]:
-        for name, weight in weights:
-            progress()
-            if name in layout:
-                yield weight.cpu()
-
-    write_model(folder, layout, named())
+    write_model(folder, layout, (weight.cpu() for name, weight in weights if name in layout))

@@ -1,5 +1,7 @@
-"""LoRA adapters (Hu et al. 2021, eq. 3): ``W x + (alpha / r) B A x`` with ``B = 0`` at the start, and what a rollout
-engine needs of them: plain merged weights under the model's own names, computed without touching the training weights.
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685, eq. 3): ``W x + (alpha / r) B A x`` with ``B = 0`` at the start.
+
+And what a rollout engine needs of them: plain merged weights under the model's own names, computed without touching the
+training weights.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ def engine_weights(
     merged: bool = True,
     dtype: torch.dtype | None = None,
     names: Set[str] | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight) as a rollout engine loads them: transformers' names, LoRA merged, detached.
 
@@ -91,6 +94,7 @@ def engine_weights(
         dtype: of all the engine's matrices, to which it would round these: they are rounded before they are gathered or
             leave their device, to the same bits. None leaves them as they are.
         names: of those that are wanted; None: all.
+        progress: called for every weight.
 
     >>> import torch
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -112,6 +116,7 @@ def engine_weights(
         whole = tied[id(value)] if id(value) in tied else gathered(rounded(own, dtype))
         if uses[id(value)] > 1:
             tied[id(value)] = whole
+        progress()
         if whole is not None:
             yield name, whole.detach()
 
@@ -123,22 +128,12 @@ def packed_weights(
     merged: bool = True,
     dtype: torch.dtype | None = None,
     names: Set[str] | None = None,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> WeightPack:
-    """:func:`engine_weights` in one buffer of the host, filled one by one; of the ranks of a sharded model, rank 0's.
-
-    Args:
-        model, base, merged, dtype, names: see there.
-        progress: called for every weight.
-    """
-
-    def ticking() -> Iterator[tuple[str, torch.Tensor]]:
-        for item in engine_weights(model, base=base, merged=merged, dtype=dtype, names=names):
-            progress()
-            yield item
-
-    state = {name: value for name, value, _ in _parts(base_model(model), base) if names is None or name in names}
-    return WeightPack.of(ticking(), room=sum(_room(value, dtype) for value in state.values()))
+    """:func:`engine_weights` in one buffer of the host, filled one by one; of a sharded model, rank 0's."""
+    weights = engine_weights(model, base=base, merged=merged, dtype=dtype, names=names, progress=progress)
+    own = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
+    return WeightPack.of(weights, room=sum(_room(value, dtype) for value in own))
 
 
 def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
@@ -207,16 +202,13 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     weight = dequantized(weight)
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for adapter in layer.active_adapters:
-        merged = merged + _delta(layer, adapter, like=weight).to(merged.dtype)
+        if isinstance(weight, DTensor) and weight.device_mesh.ndim > 1:  # every rank has both factors for a moment
+            first, second = (replicated(each[adapter].weight) for each in (layer.lora_A, layer.lora_B))
+            delta = divided((second @ first) * layer.scaling[adapter], weight)
+        else:
+            delta = layer.get_delta_weight(adapter)
+        merged = merged + delta.to(merged.dtype)
     return merged.to(weight.dtype)
-
-
-def _delta(layer: Any, adapter: str, like: torch.Tensor) -> torch.Tensor:
-    """What the adapter adds; over a mesh of several dimensions from factors that every rank has whole for a moment."""
-    if not isinstance(like, DTensor) or like.device_mesh.ndim == 1:
-        return layer.get_delta_weight(adapter)
-    first, second = (replicated(each[adapter].weight) for each in (layer.lora_A, layer.lora_B))
-    return divided((second @ first) * layer.scaling[adapter], like)
 
 
 @dataclass(frozen=True)
@@ -245,8 +237,7 @@ class MergedWeights:
 class AdapterPack:
     """``A [r, in]`` and ``B [out, r]`` of every adapted weight, and its scale ``alpha / r``.
 
-    :meth:`merged` gives what :func:`~sota_grpo.policy.lora.engine_weights` gives, bit for bit: ``W + scale * B A``,
-    computed in float32 one layer at a time and rounded to the dtype of ``W`` (Hu et al. 2021, arXiv:2106.09685, eq. 3).
+    :meth:`merged` gives what :func:`engine_weights` gives, bit for bit.
     """
 
     pack: WeightPack
@@ -278,7 +269,7 @@ class AdapterPack:
         """Every weight of ``base`` by name and on the CPU, the adapted ones merged.
 
         Args:
-            base: of :func:`base_pack`, or the packs of :func:`engine_weights` with ``merged=False``.
+            base: of :func:`packed_weights` with ``merged=False``, in one pack or several.
             device: where the products are computed, one weight at a time: a thread of a CPU takes a minute for what a
                 GPU does in a second.
         """
@@ -295,8 +286,3 @@ class AdapterPack:
             wide = torch.promote_types(weight.dtype, torch.float32)
             merged = weight.to(device, wide) + delta.to(wide)
             yield name, merged.to(weight.dtype).cpu()
-
-
-def base_pack(model: nn.Module) -> WeightPack:
-    """The weights under the adapter of ``model``, under the base model's own names, for :meth:`AdapterPack.merged`."""
-    return packed_weights(model, merged=False)

@@ -35,10 +35,10 @@ class MuonAndAdamW(Optimizer):
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates):
-        common: dict[str, Any] = {"lr": rates.lr, "weight_decay": rates.weight_decay}
-        self._parts: list[Optimizer] = [
-            Muon(matrices, momentum=rates.momentum, adjust_lr_fn="match_rms_adamw", **common),
-            AdamW(others, betas=rates.betas, eps=rates.eps, fused=True, **common),
+        muon: dict[str, Any] = {"lr": rates.lr, "weight_decay": rates.weight_decay, "momentum": rates.momentum}
+        self._parts = [
+            Muon(matrices, adjust_lr_fn="match_rms_adamw", **muon),
+            AdamW(others, fused=True, **rates.adamw),
         ]
         super().__init__([{"params": list(matrices)}, {"params": list(others)}], {})
         self.param_groups = [optimizer.param_groups[0] for optimizer in self._parts]

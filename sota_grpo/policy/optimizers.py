@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.policy.model_sizes import Architecture
@@ -29,6 +29,11 @@ class Rates:
     betas: tuple[float, float]
     eps: float
     momentum: float
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """What every AdamW takes of them."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "eps": self.eps}
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,13 @@ class Trained:
         return cls(matrices, heads, small, weight_bytes)
 
     @property
+    def sizes(self) -> list[int]:
+        """Numbers of each tensor but the small ones."""
+        return [rows * columns for rows, columns in self.matrices] + list(self.others)
+
+    @property
     def numbers(self) -> int:
-        return sum(rows * columns for rows, columns in self.matrices) + sum(self.others) + self.small
+        return sum(self.sizes) + self.small
 
 
 @dataclass(frozen=True)
@@ -96,14 +106,7 @@ def _adamw(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rat
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
     import torch
 
-    return torch.optim.AdamW(
-        [*matrices, *others],
-        lr=rates.lr,
-        weight_decay=rates.weight_decay,
-        betas=rates.betas,
-        eps=rates.eps,
-        fused=True,
-    )
+    return torch.optim.AdamW([*matrices, *others], fused=True, **rates.adamw)
 
 
 def _adamw_8bit(
@@ -113,8 +116,7 @@ def _adamw_8bit(
     require_package("adamw_8bit")
     from bitsandbytes.optim import AdamW8bit
 
-    options = {"betas": rates.betas, "eps": rates.eps, "min_8bit_size": MIN_8BIT}
-    return AdamW8bit([*matrices, *others], lr=rates.lr, weight_decay=rates.weight_decay, **options)
+    return AdamW8bit([*matrices, *others], min_8bit_size=MIN_8BIT, **rates.adamw)
 
 
 def _muon(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:
@@ -129,19 +131,13 @@ def _two_moments(trained: Trained) -> int:
 
 def _two_moments_in_8_bits(trained: Trained) -> int:
     """A byte each and a float32 scale per block; those of small tensors in float32."""
-    sizes = [rows * columns for rows, columns in trained.matrices] + list(trained.others)
-    return 8 * trained.small + sum(
-        2 * (size + 4 * -(-size // BLOCK)) if size >= MIN_8BIT else 8 * size for size in sizes
-    )
-
-
-def _largest(trained: Trained) -> int:
-    return max([rows * columns for rows, columns in trained.matrices] + list(trained.others))
+    bytes_of = (2 * (size + 4 * -(-size // BLOCK)) if size >= MIN_8BIT else 8 * size for size in trained.sizes)
+    return 8 * trained.small + sum(bytes_of)
 
 
 def _momentum_and_moments(trained: Trained) -> int:
     matrices = sum(rows * columns for rows, columns in trained.matrices)
-    return trained.weight_bytes * (matrices + 2 * (trained.numbers - matrices))
+    return trained.weight_bytes * (2 * trained.numbers - matrices)
 
 
 def _orthogonalised(trained: Trained) -> int:
@@ -156,7 +152,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
         _adamw_8bit,
         _two_moments_in_8_bits,
         # on a CPU one tensor after another is updated in float32: both moments, gradient, denominator and its root
-        step_bytes=lambda trained, on_cpu: 20 * _largest(trained) if on_cpu else 0,
+        step_bytes=lambda trained, on_cpu: 20 * max(trained.sizes) if on_cpu else 0,
         package="bitsandbytes",
         over_ranks=False,
         trl="adamw_bnb_8bit",

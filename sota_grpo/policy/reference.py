@@ -1,9 +1,4 @@
-"""The frozen reference policy of the KL term, where it lives in this process.
-
-Every class here, and :class:`sota_grpo.workers.reference.ReferenceService` for models in other processes,
-answers the same call: padded rows in, log-probabilities ``[N, T]`` (float32, 0 off the assistant mask, no gradient, on
-the device of the rows) out, and ``close()``, which is idempotent.
-"""
+"""The frozen reference policy of the KL term, where it lives in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +16,10 @@ from sota_grpo.policy.lora import adapter_disabled
 
 
 class ReferencePolicy(Protocol):
-    """What the KL term needs of a reference.
+    """Padded rows in, log-probabilities ``[N, T]`` out: float32, 0 off the assistant mask, no gradient.
+
+    Here or in other processes (:class:`sota_grpo.workers.reference.ReferenceService`), they are on the device of the
+    rows; ``close()`` is idempotent.
 
     Attributes:
         shared_prompt: whether it computes packed rows, so that a call's cost counts each prompt once.

@@ -28,18 +28,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from sota_grpo.policy.causal import base_model, decoder_layers, fuse_layers, kernel_difference
+from sota_grpo.policy.causal import base_model, decoder_layers, fuse_layers, kernel_difference, takes_packed_rows
 from sota_grpo.policy.shared_prompt import SHARED_ATTENTION
 from sota_grpo.policy.tensor_files import StoredTensor, in_memory
 from sota_grpo.policy.tensor_parallel import divide_ends, divide_layer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from sota_grpo.policy.causal import CausalPolicy
-
-
-_CONTIGUOUS = torch.contiguous_format
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +108,8 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
     if whole.shape != like.shape:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} is given for one of {tuple(like.shape)}")
     cut = tuple(slice(start, start + size) for size, start in zip(*_bounds(like)))
-    shard = whole.block(cut) if isinstance(whole, StoredTensor) else whole[cut].clone(memory_format=_CONTIGUOUS)
+    contiguous = torch.contiguous_format
+    shard = whole.block(cut) if isinstance(whole, StoredTensor) else whole[cut].clone(memory_format=contiguous)
     places = like.device_mesh, like.placements
     return DTensor.from_local(shard.to(like.device), *places, run_check=False, shape=like.shape, stride=like.stride())
 
@@ -151,8 +147,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
     }
     optimizer.load_state_dict({**state, "state": entries})
 
-
-logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -312,7 +306,10 @@ def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
     by_rows = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
     scorer = policy.scorer
     model = base_model(policy.model)
-    scorer.shared_prompt = _of_rank_0(scorer.shared_prompt and _packs_there(model, ranks), ranks)
+    if scorer.shared_prompt and ranks.leads and ranks.device.type != "cpu":
+        # what packs on the CPU, where rank 0 has loaded it, has to do so where the ranks compute
+        scorer.shared_prompt = takes_packed_rows(model, kernel_difference(model, ranks.device))
+    scorer.shared_prompt = _of_rank_0(scorer.shared_prompt, ranks)
     if scorer.shared_prompt:
         model.set_attn_implementation(SHARED_ATTENTION)
         if policy.fused:
@@ -328,16 +325,6 @@ def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-
-
-def _packs_there(model: PreTrainedModel, ranks: Ranks) -> bool:
-    """Whether what packs on the CPU, where rank 0 has loaded it, does so where the ranks compute."""
-    if not ranks.leads or ranks.device.type == "cpu":
-        return True
-    reason = kernel_difference(model, ranks.device)
-    if reason is not None:
-        logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
-    return reason is None
 
 
 @torch.no_grad()

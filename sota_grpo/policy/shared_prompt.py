@@ -88,7 +88,7 @@ class Spans:
     query_ends: Tensor  # int32 [S + 1], 0 and where each span of queries ends
     key_ends: Tensor  # int32 [S + 1]
     longest_query: int
-    longest_key: int
+    longest_key: int  # tokens of the longest row
 
 
 @dataclass
@@ -127,11 +127,6 @@ class Layout:
     def scatter(self, values: Tensor) -> Tensor:
         """``values [M]`` as ``[N, T]``, 0 where there is none."""
         return values.new_zeros(self.place.shape).put(self.slots, values)  # no view: FSDP2's hooks are on this tensor
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(max((run.length for run in b.runs), default=0) + b.end - b.start for b in self.blocks)
 
     @cached_property
     def spans(self) -> Spans:
@@ -275,7 +270,7 @@ def shared_attention(
         raise NotImplementedError(f"a packed sequence has no attention with {unsupported or 'dropout, or not causal'}")
     layout.windows.append(sliding_window)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
-    window = sliding_window if sliding_window and sliding_window < layout.longest else None
+    window = sliding_window if sliding_window and sliding_window < layout.spans.longest_key else None
     if softcap is None and _takes_varlen(query, value):
         return _varlen(query, key, value, layout, scale, window), None
     if softcap is None and window is None and not query.is_cuda and query.shape[-1] == value.shape[-1]:

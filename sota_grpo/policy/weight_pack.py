@@ -88,11 +88,6 @@ class WeightPack:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of what travels."""
-        return self.buffer.nbytes
-
 
 @dataclass(frozen=True)
 class WeightPacks:

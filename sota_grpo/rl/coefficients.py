@@ -19,8 +19,6 @@ from torch import Tensor
 from sota_grpo import keys
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens
 
-RowName = tuple[int, int]  # group and sample
-
 
 @dataclass(frozen=True)
 class RowCoefficients:
@@ -67,7 +65,7 @@ class CoefficientLoss(GRPOLoss):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.rows: dict[RowName, RowCoefficients] = {}
+        self.rows: dict[tuple[int, int], RowCoefficients] = {}
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         groups, samples = (tensordict.get(key).reshape(-1).tolist() for key in (keys.GROUP_ID, keys.SAMPLE_ID))

@@ -331,12 +331,10 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
         raise ValueError("pad_rows got no rows; a batch needs at least one.")
     padded = TensorDict(batch_size=[len(listed)])
     for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN):
-        values = _collect(listed, key)
-        if values:
+        if values := _collect(listed, key):
             padded.set(key, pad_sequence(values, batch_first=True, padding_value=padding))
     for key in _PER_ROW:
-        values = _collect(listed, key)
-        if values:
+        if values := _collect(listed, key):
             padded.set(key, torch.stack(values))
     return padded
 
@@ -404,12 +402,21 @@ def micro_batches(
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
     listed = row_list(rows)
+    prompts = row_prompts(listed)
+    places = filled(prompts, range(len(prompts)), token_budget=token_budget, shared_prompt=shared_prompt)
+    return [[listed[index] for index in part] for part in places]
+
+
+def filled(
+    prompts: Sequence[Prompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
+) -> list[list[int]]:
+    """The places of the rows of each of :func:`micro_batches`, of those rows that are ``chosen``."""
     if shared_prompt:
-        batches = fill(prompt_groups(listed), token_budget=token_budget)
+        batches = fill(groups_by_prompt(prompts, chosen), token_budget=token_budget)
     else:
-        alone = (PromptGroup((index,), 0, (row.get(keys.FULL_TOKENS).shape[-1],)) for index, row in enumerate(listed))
+        alone = (PromptGroup((index,), 0, (prompts[index].tokens,)) for index in chosen)
         batches = fill(alone, token_budget=token_budget, slots_per_token=1)
-    return [[listed[index] for piece in batch for index in piece.rows] for batch in batches]
+    return [[index for piece in batch for index in piece.rows] for batch in batches]
 
 
 def prompt_groups(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[PromptGroup]:
@@ -460,15 +467,11 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
     listed: Sequence[Row] = rows.rows(*names) if isinstance(rows, RowTable) else rows  # type: ignore[assignment]
     found = []
     for row in listed:
-        completion_mask, tokens = (_numbers(row[name]) for name in names)
+        completion_mask, tokens = (row[name].cpu().numpy() for name in names)
         sampled = int(np.count_nonzero(completion_mask))
         length = int(completion_mask.argmax()) if sampled else len(tokens)
         found.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
     return found
-
-
-def _numbers(values: Tensor) -> np.ndarray:
-    return values.numpy() if values.is_cpu else values.cpu().numpy()
 
 
 def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int]) -> list[PromptGroup]:

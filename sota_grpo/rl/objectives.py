@@ -74,10 +74,6 @@ class LossTokens:
         """Log-probs of the policy that the ratio is taken to."""
         return self.behaviour if self.proximal is None else self.proximal
 
-    def at_rest(self, where: Tensor) -> LossTokens:
-        """The same with a ratio of 1 and no gradient where ``where`` is True: what is left out must not overflow."""
-        return replace(self, log_prob=torch.where(where, self.old, self.log_prob))
-
 
 def _per_token(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
     if not isinstance(batch, LazyStackedTensorDict):
@@ -360,11 +356,16 @@ class GRPOLoss(LossModule):
         """Losses and diagnostics of one (micro-)batch; see the class."""
         batch = tensordict if self.batch_device is None else tensordict.to(self.batch_device)
         tokens = self._read(batch)
-        stale = self._off_policy(tokens)
-        value, clipped = self._surrogate(tokens if stale is None else tokens.at_rest(stale))
-        sums = self._sums(tokens, clipped)
-        if stale is not None:
-            value, sums["off_policy_fraction"] = value.masked_fill(stale, 0.0), _total(stale, tokens.mask)
+        if self.off_policy_threshold is None:
+            value, clipped = self._surrogate(tokens)
+            sums = self._sums(tokens, clipped)
+        else:
+            read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
+            stale = off_policy_tokens(*read, threshold=self.off_policy_threshold)
+            # a ratio of 1 and no gradient: what is left out must not overflow
+            value, clipped = self._surrogate(replace(tokens, log_prob=torch.where(stale, tokens.old, tokens.log_prob)))
+            value, sums = value.masked_fill(stale, 0.0), self._sums(tokens, clipped)
+            sums["off_policy_fraction"] = _total(stale, tokens.mask)
         if self.correction:
             value = value * self._correction(tokens, sums)
         losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
@@ -394,24 +395,13 @@ class GRPOLoss(LossModule):
         value = of_terms(chosen.loss, terms)
         return (value, clipped) if tokens.kept is None else (value.where(tokens.kept, 0.0), clipped & tokens.kept)
 
-    def _off_policy(self, tokens: LossTokens) -> Tensor | None:
-        """Tokens of bad responses that the policy has moved away from; None: they are not looked for."""
-        if self.off_policy_threshold is None:
-            return None
-        read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
-        return off_policy_tokens(*read, threshold=self.off_policy_threshold)
-
     def _advantage(self, tokens: LossTokens) -> Tensor:
         """By what the surrogate weighs each token."""
         if not self.distill_coeff:
             return tokens.advantage
-        return distilled_advantages(
-            tokens.advantage,
-            tokens.log_prob,
-            self._reference("distill_coeff", tokens),
-            distill_coeff=self.distill_coeff,
-            advantage_coeff=self.advantage_coeff,
-        )
+        teacher = self._reference("distill_coeff", tokens)
+        weights = {"distill_coeff": self.distill_coeff, "advantage_coeff": self.advantage_coeff}
+        return distilled_advantages(tokens.advantage, tokens.log_prob, teacher, **weights)
 
     def _reference(self, name: str, tokens: LossTokens) -> Tensor:
         """The reference's log-probs, for the term whose coefficient is called ``name``."""

@@ -83,15 +83,9 @@ def function_schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, 
     sota_grpo.errors.UserError: the tool '<lambda>' has no name that a call could give; define it with def, under a \
 name of letters, digits and underscores
     """
-    schemas: list[dict[str, Any]] = []
-    names: set[str] = set()
-    for function in functions:
-        schema = _schema(function)
-        name = schema["function"]["name"]
-        if name in names:
-            raise UserError(f"two tools are called {name!r}; rename one")
-        names.add(name)
-        schemas.append(schema)
+    schemas = list(map(_schema, functions))
+    if schemas:
+        parameters_by_name(schemas)  # refuses two of one name
     return schemas
 
 

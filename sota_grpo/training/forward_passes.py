@@ -19,7 +19,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from sota_grpo import keys
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
-from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, fill, rank_shares, row_weights
+from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, rank_shares, row_weights
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
 from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
-from sota_grpo.rl.collate import Prompt, groups_by_prompt, pad_rows, row_prompts
+from sota_grpo.rl.collate import Prompt, filled, groups_by_prompt, pad_rows, row_prompts
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 
@@ -242,27 +242,17 @@ class Planner:
         Ranks gather their layers together, so each must make as many passes as the busiest: one with fewer
         micro-batches goes through the shortest row again, which then counts for nothing.
         """
+        fitting = partial(filled, prompts, token_budget=token_budget, shared_prompt=self.shared_prompt)
         if self.num_ranks == 1:
-            return [[(micro, True) for micro in self._filled(chosen, prompts, token_budget)]]
+            return [[(micro, True) for micro in fitting(chosen)]]
         groups = groups_by_prompt(prompts, chosen)
         if not self.shared_prompt:
             groups = [group.subset([member]) for group in groups for member in range(len(group.rows))]
         shares = rank_shares(groups, self.num_ranks, self._cost)
-        parts = [
-            self._filled([index for piece in share for index in piece.rows], prompts, token_budget) for share in shares
-        ]
+        parts = [fitting([index for piece in share for index in piece.rows]) for share in shares]
         most = max(map(len, parts))
         again = [min(chosen, key=lambda index: prompts[index].tokens)] if most else []
         return [[(micro, True) for micro in own] + [(again, False)] * (most - len(own)) for own in parts]
-
-    def _filled(self, chosen: Sequence[int], prompts: Sequence[Prompt], token_budget: int) -> list[list[int]]:
-        """As :func:`sota_grpo.rl.collate.micro_batches`."""
-        if self.shared_prompt:
-            batches = fill(groups_by_prompt(prompts, chosen), token_budget=token_budget)
-        else:
-            alone = (PromptGroup((index,), 0, (prompts[index].tokens,)) for index in chosen)
-            batches = fill(alone, token_budget=token_budget, slots_per_token=1)
-        return [[index for piece in batch for index in piece.rows] for batch in batches]
 
     def _cost(self, group: PromptGroup) -> int:
         return step_flops(self.shape, shared_load(group.prompt, group.responses))

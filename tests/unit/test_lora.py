@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy, base_model
 from sota_grpo.policy.load import save_hf
-from sota_grpo.policy.lora import AdapterPack, adapter_disabled, add_lora, base_pack, engine_weights
+from sota_grpo.policy.lora import AdapterPack, adapter_disabled, add_lora, engine_weights, packed_weights
 from sota_grpo.policy.reference import AdapterOffReference
 from tests.unit.tiny_models import FAMILIES, make_model, make_rows, make_tokenizer
 
@@ -115,7 +115,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_adapter_that_travels_alone_is_merged_to_the_same_bits(dtype, tied, device):
     model = trained(make_model(tie_word_embeddings=tied).to(dtype)).to(device)
-    base = base_pack(model)
+    base = packed_weights(model, merged=False)
     found, expected = dict(AdapterPack.of(model).merged(base, device)), dict(engine_weights(model))
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name].cpu()) for name in expected)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo import keys
+from sota_grpo.functional import log_probs as functional_log_probs
 from sota_grpo.policy import load
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import ModelNotFoundError, load_model, load_tokenizer, resolve_model_path, save_hf
@@ -48,11 +49,12 @@ def gradients(model, loss):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_equals_full_logits_with_every_gradient(family, dtype):
+def test_equals_full_logits_with_every_gradient(family, dtype, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(functional_log_probs, "LOGITS_BYTES_ON_CPU", 400)
     model = make_model(family).to(dtype)
     rows = make_rows([9, 4, 12, 7], holes=True)
     # padded, as the reference is: packed rows go through the float32 norms in another order (test_shared_prompt.py)
-    policy = CausalPolicy(model, temperature=0.7, entropy_grad=True, logits_bytes=400, shared_prompt=False)
+    policy = CausalPolicy(model, temperature=0.7, entropy_grad=True, shared_prompt=False)
     out = policy(rows)
     log_probs, entropy = full_logits_reference(model, rows, 0.7)
     tolerance = 1e-10 if dtype == torch.float64 else 2e-6
@@ -136,7 +138,7 @@ def test_the_entropy_is_detached_unless_asked_for_and_the_input_rows_are_untouch
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
-def test_no_tensor_of_rows_times_vocabulary_is_made_or_kept(family):
+def test_no_tensor_of_rows_times_vocabulary_is_made_or_kept(family, monkeypatch: pytest.MonkeyPatch):
     """3 * 38 positions over 200 words; the largest tensors are the head's gradient and the MLP's activations."""
     model, rows = make_model(family, vocab_size=200), make_rows([40, 40, 40])
     sizes = []
@@ -149,7 +151,8 @@ def test_no_tensor_of_rows_times_vocabulary_is_made_or_kept(family):
                     sizes.append(value.numel())
             return result
 
-    policy = CausalPolicy(model, logits_bytes=800)
+    monkeypatch.setattr(functional_log_probs, "LOGITS_BYTES_ON_CPU", 800)
+    policy = CausalPolicy(model)
     with Watch():
         policy(rows)[keys.LOG_PROBS].sum().backward()
     assert 200 * SIZES["hidden_size"] <= max(sizes) < 114 * 200 / 3

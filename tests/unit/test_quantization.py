@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_tokenizer, save_hf
-from sota_grpo.policy.lora import AdapterPack, adapter_disabled, add_lora, base_pack, engine_weights
+from sota_grpo.policy.lora import AdapterPack, adapter_disabled, add_lora, engine_weights, packed_weights
 from sota_grpo.policy.quantization import dequantized, is_quantized, quantize
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.objectives import GRPOLoss
@@ -97,7 +97,7 @@ def test_engines_are_given_dequantised_weights_with_the_adapter_merged(pair: tup
     assert not is_quantized(plain)
     mine, theirs = (dict(engine_weights(model)) for model in pair)
     assert mine.keys() == theirs.keys()
-    apart = dict(AdapterPack.of(packed).merged(base_pack(packed)))
+    apart = dict(AdapterPack.of(packed).merged(packed_weights(packed, merged=False)))
     for name, value in theirs.items():
         torch.testing.assert_close(mine[name], value, rtol=0.0, atol=1e-7)
         if name in apart:

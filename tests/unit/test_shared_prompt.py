@@ -236,7 +236,7 @@ def test_the_layout_puts_every_token_where_it_says(causal_rows: bool) -> None:
     assert torch.equal(packed[layout.place][real], tokens[real])
     assert torch.equal(layout.positions[0][layout.place][real], (real.long().cumsum(-1) - 1)[real])
     assert layout.place[real].unique().tolist() == list(range(len(packed)))
-    assert layout.longest == int(real.sum(-1).max())
+    assert layout.spans.longest_key == int(real.sum(-1).max())
     ends = [0, *(block.stop for block in layout.blocks)]
     assert [block.start for block in layout.blocks] == ends[:-1]
     assert ends[-1] == len(packed)

@@ -35,7 +35,7 @@ def test_every_tensor_comes_back_bit_for_bit_in_order() -> None:
 def test_a_tied_tensor_is_stored_once() -> None:
     embedding = torch.randn(16, 8)
     pack = WeightPack.of([("embed", embedding), ("head", embedding), ("other", embedding.clone())])
-    assert pack.num_bytes == 2 * embedding.numel() * 4
+    assert pack.buffer.nbytes == 2 * embedding.numel() * 4
     assert {name: torch.equal(tensor, embedding) for name, tensor in pack.tensors()} == dict.fromkeys(
         ("embed", "head", "other"), True
     )
@@ -51,8 +51,10 @@ def test_temporaries_that_reuse_memory_are_not_taken_for_tied_ones() -> None:
 def test_a_pack_is_filled_as_the_weights_come() -> None:
     weights = random_weights()
     counted = WeightPack.of(weights.items())
-    filled = WeightPack.of(((name, tensor.clone()) for name, tensor in weights.items()), room=10 * counted.num_bytes)
-    assert filled.num_bytes == counted.num_bytes
+    filled = WeightPack.of(
+        ((name, tensor.clone()) for name, tensor in weights.items()), room=10 * counted.buffer.nbytes
+    )
+    assert filled.buffer.nbytes == counted.buffer.nbytes
     assert [name for name, _ in filled.tensors()] == list(weights)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in filled.tensors())
 
@@ -71,7 +73,7 @@ def test_weights_rounded_before_they_travel_are_what_the_engine_would_have_made_
     for dtype in (None, engine.weight_dtype):
         pack = packed_weights(model, dtype=dtype)
         engine.update_weights(pack, len(served) + 1)
-        served.append((pack.num_bytes, {name: value.clone() for name, value in engine._model.state_dict().items()}))
+        served.append((pack.buffer.nbytes, {name: value.clone() for name, value in engine._model.state_dict().items()}))
     (wide_bytes, by_engine), (narrow_bytes, beforehand) = served
     assert narrow_bytes < 0.52 * wide_bytes
     assert all(torch.equal(by_engine[name], beforehand[name]) for name in by_engine)
@@ -93,7 +95,7 @@ def test_protocol_5_carries_the_buffer_out_of_band() -> None:
     pack = WeightPack.of(random_weights().items())
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(pack, protocol=5, buffer_callback=buffers.append)
-    assert sum(buffer.raw().nbytes for buffer in buffers) == pack.num_bytes
+    assert sum(buffer.raw().nbytes for buffer in buffers) == pack.buffer.nbytes
     assert len(body) < 10_000
     back = pickle.loads(body, buffers=buffers)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(back.tensors(), pack.tensors()))
