@@ -20,6 +20,7 @@ from typing import Any
 
 from sota_grpo.cli import add_parser, add_trust, tell_trust, whole
 from sota_grpo.errors import UserError
+from sota_grpo.text import one_line
 
 _WIDTH = 100, 16  # of text that no terminal limits, and more of it for each algorithm
 _TERMINAL_TEXT = 40  # characters of a token's text with its neighbours
@@ -99,43 +100,36 @@ def show(comparison: Mapping[str, Any]) -> None:
     algorithms = comparison["algorithms"]
     width = None if sys.stdout.isatty() else _WIDTH[0] + _WIDTH[1] * max(4, len(algorithms))
     console = Console(width=width, highlight=False, markup=False, emoji=False)
-    console.print(_plain(str(comparison["run"])))
+    console.print(one_line(str(comparison["run"])))
     console.print(title(comparison))
     table = figures("", *(column.title for column in COLUMNS))
     for name, values in algorithms.items():
-        table.add_row(_plain(name), *(column.cell(values) for column in COLUMNS))
+        table.add_row(one_line(name), *(column.cell(values) for column in COLUMNS))
     console.print(table)
     if len(algorithms) > 1:
-        table = figures("cosine", *map(_plain, algorithms))
+        table = figures("cosine", *map(one_line, algorithms))
         for name, row in comparison["cosines"].items():
-            table.add_row(_plain(name), *(figure(value, 6) for value in row.values()))
+            table.add_row(one_line(name), *(figure(value, 6) for value in row.values()))
         console.print(table)
     if comparison["tokens"]:
         console.print(_tokens(comparison))
     for note in comparison["notes"]:
-        console.print(_plain(note))
+        console.print(one_line(note))
 
 
 def _tokens(comparison: Mapping[str, Any]) -> Any:
     from sota_grpo.recording.progress import figures
     from sota_grpo.report.compare import figure
 
-    table = figures("tokens", "sample", "at", "ratio", *map(_plain, comparison["algorithms"]), "difference")
+    table = figures("tokens", "sample", "at", "ratio", *map(one_line, comparison["algorithms"]), "difference")
     for token in comparison["tokens"]:
-        before, text, after = (_plain(token[name]) for name in ("before", "text", "after"))
+        before, text, after = (one_line(token[name]) for name in ("before", "text", "after"))
         room = max(0, _TERMINAL_TEXT - len(text)) // 2
         around = f"{before[len(before) - min(room, len(before)) :]}[{text[:_TERMINAL_TEXT]}]{after[:room]}"
-        own = [
-            figure(each["coefficient"], 3) + ("*" if each["clipped"] else "") for each in token["algorithms"].values()
-        ]
+        algorithms = token["algorithms"].values()
+        own = [figure(one["coefficient"], 3) + ("*" if one["clipped"] else "") for one in algorithms]
         sample = f"{token['group_id']}.{token['sample_id']}"
         table.add_row(
             around, sample, str(token["position"]), figure(token["ratio"], 4), *own, figure(token["difference"], 3)
         )
     return table
-
-
-def _plain(text: str) -> str:
-    from sota_grpo.text import one_line
-
-    return one_line(text)

@@ -218,10 +218,7 @@ def _compiler() -> tuple[str, str]:
         return OK, "Triton and a C compiler are there."
     if not torch.cuda.is_available():
         return OK, "not needed without a GPU."
-    return (
-        WARNING,
-        "no Triton or no C compiler: layers are not compiled, vLLM may not start; `apt-get install gcc`.",
-    )
+    return WARNING, "no Triton or no C compiler: layers are not compiled, vLLM may not start; `apt-get install gcc`."
 
 
 def _memory() -> tuple[str, str]:
@@ -247,10 +244,7 @@ def _shared_memory() -> tuple[str, str]:
         return OK, f"{text}."
     needed = f"Ray's object store takes up to {store / GIB:.1f} GiB and would lie on the disk"
     size = int(1.1 * store / GIB) + 1
-    return (
-        WARNING,
-        f"{text}; {needed}: start the container with --shm-size={size}g or --ipc=host.",
-    )
+    return WARNING, f"{text}; {needed}: start the container with --shm-size={size}g or --ipc=host."
 
 
 def _disk(folder: Path) -> tuple[str, str]:
@@ -264,10 +258,7 @@ def _disk(folder: Path) -> tuple[str, str]:
     except OSError as error:
         return FAILED, f"{there} cannot be written ({error.strerror}); choose another hydra.run.dir."
     if free < 20 * GIB:
-        return (
-            WARNING,
-            f"{text}, and a checkpoint has 12 bytes per parameter (18 GB at 1.5B): free some.",
-        )
+        return WARNING, f"{text}, and a checkpoint has 12 bytes per parameter (18 GB at 1.5B): free some."
     return OK, f"{text}."
 
 
@@ -294,10 +285,7 @@ def _clock() -> tuple[str, str]:
         return OK, "not looked at on this system."
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes 0: reads only
     if state == _UNSYNCHRONISED:
-        return (
-            WARNING,
-            "no time service holds it, and certificates and the order of logs need it; start chrony.",
-        )
+        return WARNING, "no time service holds it, and certificates and the order of logs need it; start chrony."
     return OK, "held by a time service." if state >= 0 else "cannot be asked here."
 
 

@@ -71,20 +71,24 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
 
 def _word(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_quoted, value))}]"
+        return f"[{','.join(map(quoted, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}:{_quoted(item)}' for name, item in value.items())}}}"
+        return f"{{{','.join(f'{name}:{quoted(item)}' for name, item in value.items())}}}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's grammar
 
 
-def _quoted(value: Any) -> str:
-    """A value within others; a text that would end there, or be something else, in quotes."""
+def quoted(value: Any) -> str:
+    """A value within others; a text that would end there, or be something else, in quotes.
+
+    >>> quoted([True, None, 1e-06, "a b", "1e9", {"len": 4}])
+    "[true,null,1e-06,'a b','1e9',{len:4}]"
+    """
     if not isinstance(value, str):
         return _word(value)
-    if re.fullmatch(r"[\w./@-]*[A-Za-z][\w./@-]*", value) and value.lower() not in _NO_TEXTS:
+    if re.fullmatch(r"[A-Za-z_/][\w./@-]*", value) and value.lower() not in _NO_TEXTS:
         return value
     return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + at[2].replace("'", "\\'"), value) + "'"
 

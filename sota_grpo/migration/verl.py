@@ -8,7 +8,6 @@ ours in responses. The options of 0.9.1 that are used here have the same names a
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from sota_grpo.config import Config, most_kept, responses_per_step
 from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.mixture import longest_response
+from sota_grpo.config.spelling import quoted
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.migration.data import Account, Facts
 from sota_grpo.rl.objective_files import surrogate
@@ -26,7 +26,6 @@ NEVER_BINDS = 1e9  # verl's ratio is at most exp(20)
 
 _ROLLOUT, _REF, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 _DTYPES = {"auto": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_PLAIN = re.compile(r"[A-Za-z/][\w./:@%+-]*")  # text that Hydra reads as such without quotes
 _AGGREGATIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
 _KL_TYPES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _ESTIMATORS = {
@@ -76,25 +75,7 @@ def _word(name: str, value: Any) -> str:
     """``name=value`` as one word of the shell, the value as Hydra reads it."""
     if isinstance(value, Beside):
         return f"{name}=\"'{value}'\""
-    return shlex.quote(f"{name}={_hydra(value)}")
-
-
-def _hydra(value: Any) -> str:
-    """
-    >>> _hydra([True, None, 1e-06, "a b", {"len": 4}])
-    "[true,null,1e-06,'a b',{len:4}]"
-    """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_hydra, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_hydra(item)}" for name, item in value.items()) + "}"
-    if not isinstance(value, str):
-        return str(value)
-    return value if _PLAIN.fullmatch(value) else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return shlex.quote(f"{name}={quoted(value)}")
 
 
 def _advantage(config: Config, ours: Account) -> dict[str, Any]:
