@@ -22,10 +22,8 @@ from sota_grpo.errors import UserError
 
 SMALL_BYTES = 16 << 20  # of a file that is read as a whole
 _YAML_BYTES, _YAML_DEPTH = 1 << 20, 32
-_HOLES_MATTER = (
-    1 << 30
-)  # bytes; a file that is stored in a hundredth of its length or less takes hours and tells nothing
-_HOLES = 100
+# A longer file that is stored in a hundredth of its length or less takes hours and tells nothing.
+_HOLES_MATTER, _HOLES = 1 << 30, 100
 _LINK = "it is a link that leaves the run directory"
 _NOT_REGULAR = "it is no regular file"
 _END = b"PK\x05\x06"  # of a zip archive: the record that says where its directory is

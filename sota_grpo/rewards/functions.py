@@ -22,7 +22,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 from sota_grpo.errors import UserError
@@ -92,7 +92,16 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
         (function,) = load_functions("reward_function.py", ["compute_score"])
         function.call(solution_str="#### 4", ground_truth="4", data_source="openai/gsm8k", extra_info={})
     """
-    module = _run_file(Path(path))
+    file = Path(path)
+    require_file(file)
+    try:
+        module = run_python(file)
+    except (Exception, SystemExit) as error:
+        line = error_line(file, error)
+        place = f"{file}" if line is None else f"{file}, line {line}"
+        raise RewardFunctionError(
+            f"{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
+        ) from error
     public = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
     own = [name for name in public if getattr(module, name).__module__ == module.__name__]
     functions = []
@@ -117,18 +126,6 @@ def require_file(path: Path) -> None:
     """Check that ``path`` is a file; ``RewardFunctionError`` says that it is not."""
     if not path.is_file():
         raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (now in {Path.cwd()}).")
-
-
-def _run_file(path: Path) -> ModuleType:
-    require_file(path)
-    try:
-        return run_python(path)
-    except (Exception, SystemExit) as error:
-        line = error_line(path, error)
-        place = f"{path}" if line is None else f"{path}, line {line}"
-        raise RewardFunctionError(
-            f"{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
-        ) from error
 
 
 def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction:

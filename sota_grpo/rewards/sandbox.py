@@ -86,9 +86,6 @@ class Limits:
 class BwrapRunner:
     """bubblewrap: namespaces of its own without network, a root of Python and the system's libraries only, all of it
     read-only, a ``/tmp`` in memory, no process beside the one that runs, and the limits.
-
-    >>> isinstance(BwrapRunner(Limits(wall_s=2.0)).limits.memory_mb, int)
-    True
     """
 
     limits: Limits = Limits()
@@ -247,13 +244,10 @@ def _run_assertions(runner: Runner, program: str, tests: str) -> list[bool]:
     """All in one run. A program cannot guess the marks, but one that searches its process for them finds them, and an
     object that equals everything passes every comparison: only the outputs of pairs are compared outside.
     """
-    steps = []
     body = ast.parse(tests).body
-    asserted = [node for node in body if isinstance(node, ast.Assert)]
-    counted = asserted or body[-1:]
+    counted = [node for node in body if isinstance(node, ast.Assert)] or body[-1:]
     marks = {id(node): secrets.token_hex(16) for node in counted}
-    for node in body:
-        steps.append((marks.get(id(node), ""), ast.unparse(node)))
+    steps = [(marks.get(id(node), ""), ast.unparse(node)) for node in body]
     ran = runner.run(_TESTING, json.dumps({"code": program, "steps": steps}))
     told = set(ran.stdout.split())
     return [mark in told for mark in marks.values()]

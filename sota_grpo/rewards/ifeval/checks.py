@@ -176,7 +176,6 @@ _CODES = """
     sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
 """
 LANGUAGES = frozenset(_CODES.split())  # those that langdetect knows
-_SEED = 0
 
 
 def is_language(text: str, language: str) -> bool:
@@ -207,7 +206,7 @@ def _factory() -> Any:
 
     factory = DetectorFactory()
     factory.load_profile(PROFILES_DIRECTORY)
-    factory.set_seed(_SEED)
+    factory.set_seed(0)
     return factory
 
 

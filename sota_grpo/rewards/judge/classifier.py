@@ -9,7 +9,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rewards.judge import Judged
-from sota_grpo.rewards.judge.questions import data, dialog
+from sota_grpo.rewards.judge.questions import data, dialog, judged_text
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Scorer, Task, prepare
 from sota_grpo.text import first_line
@@ -35,15 +35,7 @@ class ClassifierScorer:
         UserError: no such model, or no classifier, when it is first asked or prepared.
     """
 
-    def __init__(
-        self,
-        score: Scorer,
-        task: Task,
-        path: str,
-        judged: Judged,
-        *,
-        label: int,
-    ) -> None:
+    def __init__(self, score: Scorer, task: Task, path: str, judged: Judged, *, label: int) -> None:
         self._score, self._task, self._path, self._judged, self._label = score, task, path, judged, label
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,8 +83,7 @@ class ClassifierScorer:
         """The whole dialog as one text, or prompt and response."""
         names = tokenizer.all_special_tokens
         turns = [{**turn, "content": data(turn["content"], names)} for turn in self._task.messages(example)]
-        record = (getattr(response, "record", None) or {}).get("messages")
-        said = data(response if record is None else dialog(record), names)
+        said = data(judged_text(response), names)
         if not tokenizer.chat_template:
             return dialog(turns), said
         turns.append({"role": "assistant", "content": said})

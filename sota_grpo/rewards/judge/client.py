@@ -27,7 +27,7 @@ import urllib3
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards.judge import CLASSIFY, POOLING
 from sota_grpo.rewards.judge.cache import Verdict
-from sota_grpo.rewards.judge.questions import PATHS, Answer, Endpoint, Question, Unreadable, WrongForm, tokens_of
+from sota_grpo.rewards.judge.questions import PATHS, Endpoint, Question, Unreadable, WrongForm, tokens_of
 from sota_grpo.text import duration, first_line, one_line
 from sota_grpo.workers.base import promised, resolve
 
@@ -206,7 +206,7 @@ class JudgeClient:
             if attempt:
                 self.add(retries=1)
             try:
-                answer = self._send(question)
+                verdict = self._send(question)
             except Unreadable as error:
                 num_unreadable += 1
                 if num_unreadable == _READINGS:
@@ -229,7 +229,7 @@ class JudgeClient:
                 self._require_retry(str(error))
             else:
                 self._note_verdict(None)
-                return Verdict(answer.value, said=answer.said)
+                return verdict
             self._pause(attempt, after_s)
         raise AssertionError("unreachable")
 
@@ -311,7 +311,7 @@ class JudgeClient:
         if was_told:
             logger.info("The judge at %s answers again.", self.url)
 
-    def _send(self, question: Question) -> Answer:
+    def _send(self, question: Question) -> Verdict:
         """One attempt."""
         began = time.monotonic()
         status, headers, content = self.request("POST", question.path, json.dumps(question.body).encode())
@@ -328,14 +328,14 @@ class JudgeClient:
             prompt, completion = tokens_of(parsed)
             latency_s = time.monotonic() - began
             self.add(requests=1, latency_s=latency_s, prompt_tokens=prompt, completion_tokens=completion)
-            answer = question.read(parsed)
+            verdict = question.read(parsed)
         except Unreadable:
             self._was_answered()
             raise
         except (WrongForm, ValueError, RecursionError) as error:
             raise _Failed(f"its answer cannot be read ({type(error).__name__}: {one_line(str(error), 100)})") from None
         self._was_answered()
-        return answer
+        return verdict
 
     def connect(self) -> None:
         """See that the judge is there, and fill in what only it knows: its model's name, and whether that takes turns.

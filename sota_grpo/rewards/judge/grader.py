@@ -20,7 +20,7 @@ from sota_grpo.rewards.grading import FailureLog, Grader, failed_score
 from sota_grpo.rewards.judge import TERM, Judged
 from sota_grpo.rewards.judge.cache import Verdict, VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.questions import TIE, Endpoint, Material, Question, dialog, pairs_of
+from sota_grpo.rewards.judge.questions import TIE, Endpoint, Material, Question, judged_text, pairs_of
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task
 from sota_grpo.workers.base import gathered, promised, resolve
@@ -105,13 +105,7 @@ class JudgedGrader:
     """
 
     def __init__(
-        self,
-        grader: Grader,
-        judge: Judge,
-        task: Task,
-        judged: Judged,
-        *,
-        prices: Sequence[float] = (),
+        self, grader: Grader, judge: Judge, task: Task, judged: Judged, *, prices: Sequence[float] = ()
     ) -> None:
         self.grader, self.judge, self._task = grader, judge, task
         self._judged, self._prices = judged, tuple(prices)
@@ -119,22 +113,14 @@ class JudgedGrader:
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """One score per pair, some day."""
-        done: Future[list[Score]] = promised()
-        own, verdicts = self.grader.scores(pairs), self._verdicts(pairs)
-
-        def joined(_: Any) -> None:
-            resolve(done, lambda: [*map(self._joined, pairs, own.result(), verdicts.result())])
-
-        own.add_done_callback(lambda _: verdicts.add_done_callback(joined))
-        return done
+        own_and_judges: list[Future[Any]] = [self.grader.scores(pairs), self._verdicts(pairs)]
+        return _then(gathered(own_and_judges), lambda both: [*map(self._joined, pairs, *both)])
 
     def _verdicts(self, pairs: Pairs) -> Future[list[Verdict | None]]:
         """Of each response the judge's; None where it is not asked."""
         groups = [[*group] for _, group in groupby(pairs, key=lambda pair: pair[1])]
         parts = [self._of_group([text for text, _ in group], group[0][1]) for group in groups]
-        done: Future[list[Verdict | None]] = promised()
-        gathered(parts).add_done_callback(lambda verdicts: resolve(done, lambda: [*chain(*verdicts.result())]))
-        return done
+        return _then(gathered(parts), lambda verdicts: [*chain(*verdicts)])
 
     def _of_group(self, texts: Sequence[str], example: Example) -> Future[list[Verdict | None]]:
         rules = self._judged.of(example)
@@ -143,7 +129,7 @@ class JudgedGrader:
         endpoint = replace(self.judge.client.endpoint, rubric=rules.rubric)
         prompt = self._task.messages(example)
         reference = (example.answer or None) if rules.shows_reference else None
-        group = [Material(prompt, _said(text), reference) for text in texts]
+        group = [Material(prompt, judged_text(text), reference) for text in texts]
         if not rules.num_rivals:
             verdicts: list[Future[Any]] = [self.judge.ask(endpoint.ask(one)) for one in group]
             return gathered(verdicts)
@@ -160,11 +146,7 @@ class JudgedGrader:
             else self.judge.ask(endpoint.compare(group[first], group[second].response))
             for first, second in pairs
         ]
-        done: Future[list[Verdict | None]] = promised()
-        gathered(compared).add_done_callback(
-            lambda verdicts: resolve(done, lambda: win_rates(len(group), pairs, verdicts.result()))
-        )
-        return done
+        return _then(gathered(compared), partial(win_rates, len(group), pairs))
 
     def _joined(self, pair: tuple[str, Example], score: Score, verdict: Verdict | None) -> Score:
         weights, example = self._judged.term_weights, pair[1]
@@ -227,10 +209,11 @@ def win_rates(count: int, pairs: Sequence[tuple[int, int]], verdicts: Sequence[V
     ]
 
 
-def _said(response: str) -> str:
-    """What is judged: the response, or of a dialog with tools all its turns."""
-    turns = (getattr(response, "record", None) or {}).get("messages")
-    return str(response) if turns is None else dialog(turns)
+def _then(future: Future[Any], function: Callable[[Any], Any]) -> Future[Any]:
+    """What ``function`` makes of the future's result, some day."""
+    done = promised()
+    future.add_done_callback(lambda future: resolve(done, lambda: function(future.result())))
+    return done
 
 
 def _done(value: Any) -> Future[Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sota_grpo.rewards.judge import CHAT, CLASSIFY, POOLING, SCORE
-from sota_grpo.rewards.judge.cache import key_of
+from sota_grpo.rewards.judge.cache import Verdict, key_of
 from sota_grpo.text import readable
 
 RUBRIC = (
@@ -93,6 +93,12 @@ def dialog(turns: Turns) -> str:
         beside = f" {json.dumps(more, ensure_ascii=False, sort_keys=True, default=str)}" if more else ""
         parts.append(f"{turn.get('role')}: {turn.get('content') or ''}{beside}")
     return "\n\n".join(parts)
+
+
+def judged_text(response: str) -> str:
+    """What is judged: the response, or of a dialog with tools all its turns."""
+    turns = (getattr(response, "record", None) or {}).get("messages")
+    return str(response) if turns is None else dialog(turns)
 
 
 def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
@@ -241,26 +247,18 @@ class WrongForm(ValueError):
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one answer says: the value, and the words that it was read from."""
-
-    value: float
-    said: str = ""
-
-
-@dataclass(frozen=True)
 class Question:
     """One request to a judge.
 
     Args:
         path: where it goes.
         body: what is sent.
-        read: makes an answer of the parsed JSON; raises :class:`Unreadable` where a judge's words have no verdict.
+        read: makes a verdict of the parsed JSON; raises :class:`Unreadable` where a judge's words have no verdict.
     """
 
     path: str
     body: Mapping[str, Any]
-    read: Callable[[Any], Answer] = field(compare=False)
+    read: Callable[[Any], Verdict] = field(compare=False)
 
     @property
     def key(self) -> str:
@@ -325,18 +323,20 @@ class Endpoint:
         one = Material([{"role": "user", "content": "ok"}], "ok")
         if self.kind != CHAT:
             return self.ask(one)
-        return self._question({"messages": [*one.prompt], "max_tokens": 1}, lambda answer: Answer(0.0, _said(answer)))
+        return self._question(
+            {"messages": [*one.prompt], "max_tokens": 1}, lambda answer: Verdict(0.0, said=_said(answer))
+        )
 
     def _chat(self, messages: list[dict[str, str]], value_of: Callable[[str], float]) -> Question:
-        def read(answer: Any) -> Answer:
+        def read(answer: Any) -> Verdict:
             said = _said(answer)
             if _first(answer, "choices").get("finish_reason") == "length":  # what is cut may be another number
                 raise Unreadable(f"the judge was cut at {self.max_tokens} tokens")
-            return Answer(value_of(said), said)
+            return Verdict(value_of(said), said=said)
 
         return self._question({"messages": messages, "temperature": 0, "max_tokens": self.max_tokens}, read)
 
-    def _question(self, body: Mapping[str, Any], read: Callable[[Any], Answer]) -> Question:
+    def _question(self, body: Mapping[str, Any], read: Callable[[Any], Verdict]) -> Question:
         whole = {"model": self.model, **body, **self.extra_body}
         return Question(PATHS[self.kind], {name: value for name, value in whole.items() if value is not None}, read)
 
@@ -349,11 +349,11 @@ def _said(answer: Any) -> str:
     return content or ""
 
 
-def _score(answer: Any) -> Answer:
-    return Answer(_number(_first(answer, "data").get("score")))
+def _score(answer: Any) -> Verdict:
+    return Verdict(_number(_first(answer, "data").get("score")))
 
 
-def _labelled(kind: str, answer: Any, label: int) -> Answer:
+def _labelled(kind: str, answer: Any, label: int) -> Verdict:
     """Of class probabilities, or of a pooled vector; of one vector per token, of the last."""
     row = _first(answer, "data")
     values = row.get("probs" if kind == CLASSIFY else "data")
@@ -361,7 +361,7 @@ def _labelled(kind: str, answer: Any, label: int) -> Answer:
         values = values[-1]
     if not isinstance(values, list) or not -len(values) <= label < len(values):
         raise WrongForm(f"it has no number {label} for a label")
-    return Answer(_number(values[label]))
+    return Verdict(_number(values[label]))
 
 
 def _first(answer: Any, name: str) -> Mapping[str, Any]:

@@ -91,7 +91,8 @@ def tidy(text: str) -> str:
     """
     text = _DELIMITER.sub("", text.translate(_UNICODE)).strip()
     while inside := _GROUP.fullmatch(text):
-        if "\\choose" in text or not _is_balanced(inside[1]):
+        depths = _depths(_BRACE.findall(inside[1]), "{", "}")
+        if "\\choose" in text or min(depths, default=0) < 0:  # a brace is closed that was not opened
             break
         text = inside[1].strip()
     if "\\begin" not in text:  # no rows to keep apart: backslashes that were escaped once too often
@@ -108,11 +109,6 @@ def tidy(text: str) -> str:
     if _SPACED_THOUSANDS.fullmatch(text):
         return text.replace(" ", "")
     return _PHRASES.get(plain(text).lower(), text)
-
-
-def _is_balanced(text: str) -> bool:
-    """Whether no brace is closed that was not opened."""
-    return min(_depths(_BRACE.findall(text), "{", "}"), default=0) >= 0
 
 
 def _depths(tokens: Iterable[str], opening: str, closing: str) -> Iterator[int]:

@@ -45,8 +45,11 @@ FUNCTIONS = {
     **{f"\\arc{name}": f"a{name}" for name in CIRCULAR},
     "\\lg": "log",
 }
-INFINITY, _I = Node("const", (), "inf"), Node("const", (), "i")
-CONSTANTS = {"\\pi": Node("const", (), "pi"), "e": Node("const", (), "e"), "i": _I, "\\imath": _I, "\\infty": INFINITY}
+INFINITY, IMAGINARY = Node("const", (), "inf"), Node("const", (), "i")
+CONSTANTS = {
+    **{"\\pi": Node("const", (), "pi"), "e": Node("const", (), "e"), "\\infty": INFINITY},
+    **{"i": IMAGINARY, "\\imath": IMAGINARY},
+}
 _GREEK = ("alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "phi", "rho", "sigma", "omega")
 _PLAIN_NAMES = {
     **{name[1:]: name for name in (*FUNCTIONS, "\\pi", "\\sqrt", "\\infty", *(f"\\{letter}" for letter in _GREEK))},
@@ -509,11 +512,6 @@ def _with_subscript(base: Node, subscript: str) -> Node:
 def variables(node: Node) -> frozenset[str]:
     """What the value of a tree depends on, as keys of a point: ``var x`` for the variable x, ``text cm`` for words."""
     return frozenset(f"{part.kind} {part.data}" for part in walk(node) if part.kind in ("var", "text"))
-
-
-def mentions_i(node: Node) -> bool:
-    """Whether the imaginary unit stands in a tree."""
-    return _I in walk(node)
 
 
 def without_sign(node: Node) -> Node:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import mpmath
 
-from sota_grpo.rewards.maths.parse import CIRCULAR, INFINITY, Node, mentions_i, variables, without_sign
+from sota_grpo.rewards.maths.parse import CIRCULAR, IMAGINARY, INFINITY, Node, variables, walk, without_sign
 
 DIGITS = 50
 MAX_BITS = 1 << 15  # of the numerator and denominator of an exact value, and of the exponent of any other
@@ -298,7 +298,7 @@ class Values:
 
     def _agree(self, left: Node, right: Node, same: Callable[[Any, Any], bool]) -> bool:
         names = sorted(variables(left) | variables(right))
-        for real in (False,) if mentions_i(left) or mentions_i(right) else (True, False):
+        for real in (False,) if IMAGINARY in (*walk(left), *walk(right)) else (True, False):
             self.real = real
             agreements = 0
             for point in _points(names):
