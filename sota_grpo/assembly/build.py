@@ -58,7 +58,8 @@ from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
-from sota_grpo.policy.lora import AdapterPack, MergedWeights, engine_weights, packed_weights
+from sota_grpo.policy.lora import AdapterPack, MergedWeights, packed_weights
+from sota_grpo.policy.weight_pack import WeightPack, plain_weights
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
@@ -238,7 +239,7 @@ def make_publisher(
     config: Config, model: nn.Module, engine: Engine, *, make_room: Callable[[], object] | None = None
 ) -> Publisher:
     """The weights of ``model``, those of an adapter merged, or its adapter alone, pushed to ``engine``."""
-    weights: Callable[[nn.Module], Any] = engine_weights
+    weights: Callable[[nn.Module], Any] = plain_weights
     if config.train_model.lora.enabled:
         weights = AdapterPack.of if config.inference_model.serve_adapter else MergedWeights.of
     return Publisher(partial(weights, model), [engine], make_room)
@@ -470,7 +471,7 @@ def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner |
         return partial(AdapterPack.of, learner.policy.model)
     if isinstance(learner, RemoteLearner):
         return partial(learner.weights, dtype=engine.weight_dtype)
-    return partial(packed_weights, learner.policy.model, dtype=engine.weight_dtype)
+    return partial(WeightPack.of_model, learner.policy.model, dtype=engine.weight_dtype)
 
 
 def broadcasts_weights(config: Config, plan: Plan) -> bool:

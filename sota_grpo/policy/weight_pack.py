@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
@@ -81,6 +81,11 @@ class WeightPack:
             places[name] = place
         return cls(buffer[:end], places)
 
+    @classmethod
+    def of_model(cls, model: nn.Module, *, dtype: torch.dtype | None = None) -> WeightPack:
+        """:func:`plain_weights` in one pack; ``dtype`` as in :meth:`of`."""
+        return cls.of(plain_weights(model), dtype=dtype)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the buffer, under the names and in the order given."""
         return views(self.places, readable(self.buffer))
@@ -98,6 +103,14 @@ class WeightPacks:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Those of each pack, as :meth:`WeightPack.tensors`."""
         return chain.from_iterable(self.packs)
+
+
+def plain_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """What a rollout engine loads of a model that one process has whole, without adapter: its state dict.
+
+    A tied head comes under its own name too. Of any other model: :func:`sota_grpo.policy.lora.engine_weights`.
+    """
+    return model.state_dict().items()
 
 
 def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -71,7 +71,7 @@ def test_weights_rounded_before_they_travel_are_what_the_engine_would_have_made_
             parameter += 0.05 * torch.randn_like(parameter)
     served = []
     for dtype in (None, engine.weight_dtype):
-        pack = packed_weights(model, dtype=dtype)
+        pack = packed_weights(model, dtype=dtype) if lora else WeightPack.of_model(model, dtype=dtype)
         engine.update_weights(pack, len(served) + 1)
         served.append((pack.buffer.nbytes, {name: value.clone() for name, value in engine._model.state_dict().items()}))
     (wide_bytes, by_engine), (narrow_bytes, beforehand) = served
@@ -81,11 +81,11 @@ def test_weights_rounded_before_they_travel_are_what_the_engine_would_have_made_
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_that_is_whole_and_has_no_adapter_is_packed_to_the_bytes_of_its_state(
+def test_a_model_that_is_whole_and_has_no_adapter_is_packed_to_the_same_bytes_as_any_other(
     tied: bool, dtype: torch.dtype | None
 ) -> None:
     model: Any = tiny_model(tied=tied, seed=2)
-    plain, general = WeightPack.of(model.state_dict().items(), dtype=dtype), packed_weights(model, dtype=dtype)
+    plain, general = WeightPack.of_model(model, dtype=dtype), packed_weights(model, dtype=dtype)
     assert plain.places == general.places
     assert list(plain.places) == list(general.places)
     assert plain.buffer.tobytes() == general.buffer.tobytes()
