@@ -6,6 +6,7 @@ import copy
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,15 +73,22 @@ def _no_gold_response(example: Example) -> None: ...
 
 def _rules(config: Config) -> Mapping[str | None, Rules]:
     """Of each task that is judged."""
-    rules: dict[str | None, Rules] = {}
-    for name, each in task_configs(config).items():
-        task, options = None if config.env.mixture is None else name, each.reward.judge
-        if options.kind is not None:
-            term = TERM if task is None else f"{task}/{TERM}"
-            limit = each.reward.success_above if options.alone else None
-            rubric = _rubric(options.rubric)
-            rules[task] = Rules(term, options.weight, rubric, options.pairwise, options.reference, limit)
-    return rules
+    if config.env.mixture is None:
+        return {None: _rules_of(config, TERM)}
+    configs = task_configs(config).items()
+    return {name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None}
+
+
+def _rules_of(config: Config, term: str) -> Rules:
+    options = config.reward.judge
+    return Rules(
+        term,
+        options.weight,
+        _rubric(options.rubric),
+        options.pairwise,
+        options.reference,
+        config.reward.success_above if options.alone else None,
+    )
 
 
 def _rubric(rubric: str | None) -> str:
@@ -99,25 +107,19 @@ def _rubric(rubric: str | None) -> str:
 def _judge(config: Config, run_dir: Path | None) -> Judge:
     options = config.reward.judge
     assert options.kind is not None
-    with ExitStack() as opened:
+    opened = ExitStack()
+    with opened:
         url, key = options.url, judge_key()
-        revive: dict[str, Any] = {}
+        revive: Any = None
         if url is None:
             server = _server(config, run_dir, opened)
-            (url, key), revive = server.start(), {"revive": server.revive}
-        endpoint = Endpoint(
-            options.kind,
-            options.model or "",
-            max_tokens=options.max_tokens,
-            label=options.label,
-            extra_body=options.extra_body or {},
-        )
-        retry = RetryPolicy(options.timeout_s, options.retries, options.gone_s)
-        client = JudgeClient(url, endpoint, api_key=key, concurrency=options.concurrency, retry=retry, **revive)
+            (url, key), revive = server.start(), server.revive
+        client = _client(config, url, key, revive)
         opened.callback(client.close)
         client.connect()
         kept = Path(options.cache).expanduser() if options.cache else run_dir and run_dir / CACHE_FILE
-        return Judge(client, VerdictCache(kept), opened.pop_all().close)
+        judge = Judge(client, VerdictCache(kept), opened.pop_all().close)
+    return judge
 
 
 def _server(config: Config, run_dir: Path | None, opened: ExitStack) -> JudgeServer:
@@ -140,6 +142,32 @@ def _server(config: Config, run_dir: Path | None, opened: ExitStack) -> JudgeSer
     return server
 
 
+def _client(config: Config, url: str, key: str | None, revive: Any) -> JudgeClient:
+    options = config.reward.judge
+    assert options.kind is not None
+    endpoint = Endpoint(
+        options.kind,
+        options.model or "",
+        max_tokens=options.max_tokens,
+        label=options.label,
+        extra_body=options.extra_body or {},
+    )
+    return JudgeClient(
+        url,
+        endpoint,
+        api_key=key,
+        concurrency=options.concurrency,
+        retry=RetryPolicy(options.timeout_s, options.retries, options.gone_s),
+        **({} if revive is None else {"revive": revive}),
+    )
+
+
 def judge_metrics(grader: Grader, others: Any = dict) -> Any:
     """What a batch is asked for beside its own metrics: ``others``, and the judge's."""
-    return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others
+    if not isinstance(grader, JudgedGrader):
+        return others
+    return partial(_joined, grader, others)
+
+
+def _joined(grader: JudgedGrader, others: Any) -> dict[str, float]:
+    return {**others(), **grader.metrics()}

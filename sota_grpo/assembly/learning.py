@@ -18,7 +18,6 @@ from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
-from sota_grpo.functional.surrogates import OPTIONS
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import from_pretrained, load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
@@ -217,9 +216,18 @@ def make_learner(
 
 def surrogate_options(config: Config) -> dict[str, Any]:
     """Those of the options beside the clips that ``algorithm.objective`` reads."""
-    chosen = surrogate(config.algorithm.objective)
-    beside = (name for name in OPTIONS if name not in ("clip_low", "clip_high", "dual_clip"))
-    return {name: getattr(config.algorithm, name) for name in beside if chosen.reads(name)}
+    algorithm = config.algorithm
+    options = {
+        "ratio_cap": algorithm.ratio_cap,
+        "tau_positive": algorithm.tau_positive,
+        "tau_negative": algorithm.tau_negative,
+        "k_positive": algorithm.k_positive,
+        "lambda_positive": algorithm.lambda_positive,
+        "k_negative": algorithm.k_negative,
+        "lambda_negative": algorithm.lambda_negative,
+    }
+    chosen = surrogate(algorithm.objective)
+    return {name: value for name, value in options.items() if chosen.reads(name)}
 
 
 def make_settings(config: Config, device_type: str) -> LearnerSettings:

@@ -190,7 +190,7 @@ def hand_batch(behaviour: list[float], advantage: float) -> TensorDict:
 def test_invariant_to_the_micro_batch_split(variant) -> None:
     rows, loss, _ = scene(**VARIANTS[variant])
     whole = run(loss, [pad_rows(rows, pad_token_id=0)])
-    for budget in (1, 15, 30):
+    for budget in (1, 7, 15):  # eight rows of at least two tokens never fit into one
         parts = micro_batches(rows, token_budget=budget)
         assert len(parts) > 1
         assert_same_step(run(loss, [pad_rows(part, pad_token_id=0) for part in parts]), whole)
