@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def lines(page: Any, name: str, kind: str = "line") -> list[dict[str, Any]]:
 def says(page: Any, beginning: str) -> None:
     """Filters take effect a moment after the last key."""
     page.wait_for_selector(f"#groups-say:text-matches('^{beginning}')")
+
+
+def other_than(before: Any, page: Any, script: str) -> Any:
+    """What a script gives as soon as that is something else; the page's policy lets no script wait for itself."""
+    deadline = time.monotonic() + 30
+    while (now := page.evaluate(script)) == before:
+        assert time.monotonic() < deadline, f"it stayed {before}"
+        page.wait_for_timeout(50)
+    return now
 
 
 def unsmoothed(page: Any) -> None:
@@ -205,6 +215,26 @@ def test_a_curve_leads_to_the_groups_of_its_turn(opened: Callable, three: Path) 
     page.mouse.click(*place)
     assert page.inner_text("#group h3").startswith("Step 15, group 45")
     assert "Run B" in page.inner_text("#group")
+
+
+def test_what_was_zoomed_to_stays_while_the_lines_change_and_goes_with_the_axis(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    lines(page, "reward")
+    shown = "document.querySelector(`[data-metric='reward'] .plot`)._fullLayout.xaxis.range"
+    whole = page.evaluate(shown)
+    box = page.locator("[data-metric='reward'] .plot .nsewdrag").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=4)
+    page.mouse.up()
+    zoomed = other_than(whole, page, shown)
+    assert whole[0] < zoomed[0] < zoomed[1] < whole[1]
+    page.check("#means")
+    assert len(lines(page, "reward")) == 2
+    assert page.evaluate(shown) == zoomed
+    page.select_option("#axis", "responses")
+    assert other_than(zoomed, page, shown)[1] > 12 * STEPS
 
 
 def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three: Path) -> None:

@@ -70,7 +70,8 @@ function layoutOf(chart) {
     xaxis: { ...axis, title: { text: state.axis, standoff: 4, font: { size: 11 } }, nticks: 6 },
     yaxis: { ...axis, type: state.log ? "log" : "linear", nticks: 5, exponentformat: "power" },
     hovermode: chart.many ? "closest" : "x unified", hoverlabel: { bgcolor: paper, bordercolor: grid, font: { color: ink, size: 12 } },
-    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls uirevision: state.axis + state.log,
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls
+    uirevision: state.axis + state.log, // what was zoomed to stays while the lines change
   };
 }
 
