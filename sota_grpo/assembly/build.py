@@ -52,7 +52,7 @@ from sota_grpo.assembly.sampling import (
 from sota_grpo.config import Config, model_name, reference_name
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
-from sota_grpo.engines import Engine, is_server
+from sota_grpo.engines import Engine, is_server, resolve_engine_name
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
@@ -194,7 +194,8 @@ def _planned(config: Config) -> Plan:
         use_expandable_segments(config)
     elif config.device == "auto" and (reason := why_no_gpu()):
         logger.warning("Training on the CPU. %s", reason)
-    plan = make_plan(config, device, visible_gpus(config) if device == "cuda" else 0)
+    engine = resolve_engine_name(config.engine.name, device=device)  # if it is not installed, no cluster is asked
+    plan = make_plan(config, device, visible_gpus(config) if device == "cuda" else 0, engine)
     for note in plan.notes:
         logger.info(note)
     logger.info("Device %s, engine %s.", device, plan.engine)

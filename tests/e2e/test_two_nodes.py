@@ -48,10 +48,10 @@ PATIENT = dict(
     for export in commands(block)
     for setting in export.words[1:]
 )
-# a node that does not answer is dead after some 20 s: 65 where Ray is as it is
+# a node that does not answer is dead after some 35 s: 65 where Ray is as it is
 HASTY = {
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "4000",
+    "RAY_health_check_timeout_ms": "8000",
     "RAY_health_check_failure_threshold": "4",
 }
 
