@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -481,8 +481,6 @@ class DialogEngine(Streams):
     def __init__(self, engine: Engine, rules: Mapping[str | None, Rules]):
         self.engine: Any = engine
         self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
-        self.update_weights, self.close = engine.update_weights, engine.close
-        self.sleep, self.wake = engine.sleep, engine.wake
         self._rules = dict(rules)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
@@ -527,3 +525,19 @@ class DialogEngine(Streams):
     def weight_dtype(self) -> torch.dtype | None:
         """That of the engine."""
         return self.engine.weight_dtype
+
+    def update_weights(self, weights: Iterable[Any], version: int) -> None:
+        """Push to the engine, in the middle of running dialogs too; every token keeps the version that sampled it."""
+        self.engine.update_weights(weights, version)
+
+    def sleep(self) -> None:
+        """Free the engine's device until :meth:`wake`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Close the engine; idempotent."""
+        self.engine.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -89,10 +90,10 @@ class MixedExamples(Sequence[Example]):
         return sum(self._sizes)
 
     def __getitem__(self, index: Any) -> Any:
-        places = range(len(self))[index]
-        if isinstance(places, range):
-            return [self[each] for each in places]
-        which, place = place_in_rounds(self._sizes, places)
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        position = operator.index(index)
+        which, place = place_in_rounds(self._sizes, position + len(self) if position < 0 else position)
         return self.example(self._names[which], place)
 
     def example(self, name: str, index: int) -> Example:
