@@ -317,13 +317,14 @@ class SteppingEngine(Streams, ABC):
 
     def close(self) -> None:
         """Forget everything in flight and free what the engine holds; idempotent."""
-        with self._between_steps():
-            if self._closed:
-                return
-            self._forget_all()
-            self._closed = True
-            self._release()
-        self._resolve_ended()
+        try:
+            with self._between_steps():
+                self._forget_all()
+                if not self._closed:
+                    self._closed = True
+                    self._release()
+        finally:
+            self._resolve_ended()
 
     def _forget_all(self, why: str = "was dropped by abort() or close(); ask for it again") -> None:
         """The futures are told by :meth:`_resolve_ended`."""

@@ -482,12 +482,13 @@ class TransformersEngine(SteppingEngine):
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
-        model = self._model  # read first: another thread may close this meanwhile
+        model = self._model  # read first: another thread may close this at any time
         self._require_open()
         own = model.state_dict()
         shapes = {name: tensor.shape for name, tensor in own.items()}
         pushed = checked_weights(weights, shapes, self._tied, tied_required=False)
         with self._between_steps():
+            self._require_open()
             for name, tensor in pushed.items():
                 if name not in self._tied:
                     own[name].copy_(tensor)

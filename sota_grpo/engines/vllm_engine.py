@@ -183,6 +183,7 @@ class VLLMEngine(SteppingEngine):
         elif self._adapters is None:
             raise ValueError("This engine was built without adapter_rank; push whole weights.")
         with self._between_steps():
+            self._require_open()  # another thread may have closed this meanwhile
             self._wake_now()
             self._finish_batches()
             if self._adapters is not None and isinstance(weights, AdapterPack):
@@ -219,11 +220,13 @@ class VLLMEngine(SteppingEngine):
         self._engine.wake_up()
 
     def _release(self) -> None:
-        with _process_state_restored():
-            self._engine.engine_core.shutdown()
-        self._engine = self._llm = None
-        if self._adapters is not None:
-            self._adapters.close()
+        try:
+            with _process_state_restored():
+                self._engine.engine_core.shutdown()
+        finally:
+            self._engine = self._llm = None
+            if self._adapters is not None:
+                self._adapters.close()
 
 
 def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
