@@ -191,7 +191,8 @@ def test_the_expected_gradient_is_exact_and_that_of_untruncated_log_probs_is_not
             for log in (world.log_q, world.log_p)
         )
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
-        gaps.append(float((naive - exact).norm() / exact.norm()))
+        if exact.norm() > 0:  # not where one text alone can be sampled, or all earn the same
+            gaps.append(float((naive - exact).norm() / exact.norm()))
     print("relative bias of untruncated log-probs", [round(gap, 3) for gap in gaps])
     assert sum(gaps) / len(gaps) > 0.02
 
