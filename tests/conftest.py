@@ -62,11 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With another seed other files come first; the tests of a file stay together, as they stand in it."""
+    """With another seed other files come first, behind those that wait for minutes, which others can use. The tests of
+    a file stay together, as they stand in it."""
     if (seed := config.getoption("files_by")) is not None:
         files = sorted({item.path for item in items})
         turns = {path: turn for turn, path in enumerate(random.Random(seed).sample(files, len(files)))}
-        items.sort(key=lambda item: turns[item.path])
+        waiting = {item.path for item in items if item.get_closest_marker("waits")}
+        items.sort(key=lambda item: (item.path not in waiting, turns[item.path]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

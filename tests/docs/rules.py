@@ -23,8 +23,9 @@ SIZES = {
     "env.max_samples": "64",
     "env.num_heldout": "16",
 }
-#: The checks before training do not depend on how a command is written; those of the README are made all the same.
+#: The checks before training do not depend on how a command is written: they are made for these desks alone.
 UNCHECKED = "check.mode=off"
+CHECKED = ("README.md", "reference_async")
 #: Folders that stand for a model of the reader's own; the desk has the embedded policy there.
 OWN_MODELS = ("path/to/your/model", "checkpoints/your_sft_checkpoint")
 #: What a block may need that no test has; its configs are estimated all the same.
@@ -100,7 +101,7 @@ def small(command: Command) -> list[str]:
         given = _few(given)
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
     sizes += ["hydra.sweeper.n_trials=2"] if any(word.startswith("hydra.sweeper.n_trials") for word in given) else []
-    sizes += [] if command.block.document.name == "README.md" else [UNCHECKED]
+    sizes += [] if command.block.document.name in CHECKED else [UNCHECKED]
     own = any(word == f"model.name={folder}" for word in given for folder in OWN_MODELS)
     if own:
         return [*given, *sizes]

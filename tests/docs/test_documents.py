@@ -32,8 +32,19 @@ SHELL = [block for block in BLOCKS if block.language == "bash"]
 COMMANDS = [command for block in SHELL for command in commands(block)]
 
 
-#: A model that only the hub describes cannot be estimated without it.
-ON_GPUS = [c for c in COMMANDS if is_training(c) and c.block.needs and "hub" not in c.block.needs]
+def devices_of(command: Command) -> tuple[str, ...]:
+    """Its script, and how many devices of each kind it takes; nothing where it takes one."""
+    named = sorted(word for word in command.words if ".num_devices=" in word)
+    return (command.words[1], *named) if named else ()
+
+
+REFERENCE_DEVICES = {devices_of(c) for c in REFERENCE.values()} - {()}
+#: What ``estimate`` judges. A model that only the hub describes cannot be estimated without it.
+ON_GPUS = [
+    c
+    for c in COMMANDS
+    if is_training(c) and "hub" not in c.block.needs and (c.block.needs or devices_of(c) in REFERENCE_DEVICES)
+]
 
 
 def is_run(command: Command) -> bool:
@@ -46,8 +57,10 @@ def is_run(command: Command) -> bool:
 
 def is_variation(command: Command) -> bool:
     """Whether ``estimate`` composes and judges it as it is written: run on the embedded policy it differs from others
-    in options only, and the many of them are most of this file's time. Those of the README are run all the same."""
-    return command.block.document.name != "README.md" and command in ON_GPUS
+    in options only, and the many of them are most of this file's time. Those of the README are run all the same, but
+    for the devices of a line of the reference."""
+    run_there = devices_of(command) in REFERENCE_DEVICES
+    return command in ON_GPUS and (run_there or command.block.document.name != "README.md")
 
 
 def is_mixed(command: Command) -> bool:

@@ -46,8 +46,11 @@ def ran(name: str, workshop: Workshop) -> list[Path]:
         pytest.importorskip(package)
     done = workshop.run(COMMANDS[name])
     done.require(name)
-    if "VLLM_USE_V1" in LINES[name]:
+    if WORKERS in LINES[name]:
         assert "VLLM_USE_V1=0 is accepted and has no effect" in done.stderr
+        assert "Placement: 2 learner ranks, 2 engines, 2 reference workers on the CPU." in done.stderr
+    if name == "async":
+        assert "Checks before training: 8 of 8 passed" in done.stdout
     desk, folder = workshop.desk(f"reference_{name}"), "multirun" if "--multirun" in LINES[name] else "outputs"
     return sorted(path.parent for path in desk.glob(f"{folder}/**/metrics.jsonl"))
 
@@ -65,6 +68,7 @@ def test_usage_lines_train(name: str, workshop: Workshop) -> None:
         assert len(steps(run_dir)) == 1
         assert (run_dir / ".hydra" / "config.yaml").is_file()
         assert [path.name for path in (run_dir / "checkpoints").glob("*.pt")] == ["checkpoint_000001.pt"]
+        assert (run_dir / "hf" / "model.safetensors").exists()
 
 
 def test_options_reach_the_run(workshop: Workshop) -> None:

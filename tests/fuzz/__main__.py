@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
@@ -49,22 +53,29 @@ def fuzz(name: str, seconds: float, first_seed: int) -> dict[str, Any]:
     return {"seeds": number - first_seed, "tried": tried, "refused": refused, "longest_s": longest, "peak_mb": peak_mb}
 
 
-def apart(name: str, seconds: float, first_seed: int) -> dict[str, Any] | str:
-    """:func:`fuzz` in a process of its own with bounded memory; a string is how it ended otherwise."""
-    code = f"from tests.fuzz.__main__ import child; child({name!r}, {seconds}, {first_seed})"
-    try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds + 600)
-    except subprocess.TimeoutExpired as late:
-        return f"one input did not end: {str(late.stderr)[-2000:]}"
-    if done.returncode:
-        return f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
+def apart(names: Sequence[str], seconds: float, first_seed: int) -> dict[str, dict[str, Any] | str]:
+    """:func:`fuzz` of each for so long, in one process with bounded memory; a string is how that ended before."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results"
+        results.touch()
+        code = f"from tests.fuzz.__main__ import child; child({[*names]!r}, {seconds}, {first_seed}, {str(results)!r})"
+        try:
+            limit = seconds * len(names) + 600
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit)
+            how = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        except subprocess.TimeoutExpired as late:
+            how = f"one input did not end: {str(late.stderr)[-2000:]}"
+        found = [json.loads(line) for line in results.read_text().splitlines()]
+    return dict(itertools.zip_longest(names, found, fillvalue=how))
 
 
-def child(name: str, seconds: float, first_seed: int) -> None:
-    """What :func:`apart` runs."""
+def child(names: Sequence[str], seconds: float, first_seed: int, results: str) -> None:
+    """What :func:`apart` runs: a line of results for each."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_GB << 30, MEMORY_GB << 30))
-    print("\n" + json.dumps(fuzz(name, seconds, first_seed)))
+    for name in names:
+        found = fuzz(name, seconds, first_seed)
+        with Path(results).open("a") as file:
+            print(json.dumps(found), file=file)
 
 
 def main() -> int:
@@ -79,7 +90,7 @@ def main() -> int:
     table = Table("target", "seeds", "inputs", "refused by a sentence", "longest, s", "memory, MB")
     crashes = 0
     for name in names:
-        found = apart(name, 60 * options.minutes / len(names), options.seed)
+        found = apart([name], 60 * options.minutes / len(names), options.seed)[name]
         if isinstance(found, str):
             crashes += 1
             print(f"== {name}, from seed {options.seed}\n{found}", file=sys.stderr)
