@@ -71,7 +71,7 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not slow"
 
 slow: $(VENV)/.test
-	$(PYTEST) -m slow $$(grep -rlE 'mark\.slow' tests --include='test_*.py') $(SLOW)
+	$(PYTEST) -n 3 -m slow $$(grep -rlE 'mark\.slow' tests --include='test_*.py') $(SLOW)
 
 e2e: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e

@@ -10,15 +10,31 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 from tests.e2e.processes import hit, require_gone
 
 _BIN = Path(sys.executable).parent
 _PORT = 6379
+_ALIVE = """
+import sys, time, ray
+while not ray.is_initialized():
+    try:
+        ray.init(sys.argv[1], logging_level=40)
+    except ConnectionError:
+        time.sleep(0.5)
+before = None
+while True:
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if alive != before:
+        print(*alive, flush=True)
+    before = alive
+    time.sleep(0.2)
+"""
 
 
 def why_not() -> str | None:
@@ -82,26 +98,27 @@ class TwoNodes:
         where = (
             ["--head", f"--port={_PORT}", "--include-dashboard=false"] if index == 0 else [f"--address={self.address}"]
         )
-        deadline = time.monotonic() + 120
-        before: set[str] = set()
-        while index and not (before := self._alive()):  # the head at least; one that was killed, for some seconds
-            assert time.monotonic() < deadline, f"the head does not answer: {self.console(0)}"
         size = [f"--num-cpus={self._cpus[index]}", "--object-store-memory=200000000"]
-        self._rays[index] = self.start(
-            index, str(_BIN / "ray"), "start", *where, f"--node-ip-address={self.addresses[index]}", *size, "--block"
-        )
-        deadline = time.monotonic() + 120
-        while not self._alive() - before:
-            assert time.monotonic() < deadline, f"node {index} did not join"
-            assert self._rays[index].poll() is None, f"ray start ended: {self.console(index)}"
-            time.sleep(0.5)
+        line = [str(_BIN / "ray"), "start", *where, f"--node-ip-address={self.addresses[index]}", *size, "--block"]
+        with self._alive() as alive:
+            before = next(alive) if index else set()  # the head at least; one that was killed, for some seconds
+            self._rays[index] = self.start(index, *line)
+            joined = any(now - before for now in alive)
+        assert joined, f"node {index} did not join: {self.console(index)}"
 
-    def _alive(self) -> set[str]:
-        """Ids of the nodes that Ray takes for alive; none where it does not answer."""
-        nodes = "print(*(node['NodeID'] for node in ray.nodes() if node['Alive']))"
-        code = f"import ray; ray.init({self.address!r}, logging_level=40); {nodes}"
-        done = self.run(0, sys.executable, "-c", code)
-        return set(done.stdout.split()) if done.returncode == 0 else set()
+    @contextmanager
+    def _alive(self) -> Iterator[Iterator[set[str]]]:
+        """Ids of the nodes that Ray takes for alive, whenever they change; for two minutes."""
+        inside = ["ip", "netns", "exec", self.names[0], sys.executable, "-c", _ALIVE, self.address]
+        with subprocess.Popen(inside, stdout=PIPE, stderr=DEVNULL, text=True, env=self.environment) as watcher:
+            limit = threading.Timer(120, watcher.kill)
+            limit.start()
+            try:
+                assert watcher.stdout is not None
+                yield (set(line.split()) for line in watcher.stdout)
+            finally:
+                limit.cancel()
+                watcher.kill()
 
     def start(self, index: int, *line: str) -> subprocess.Popen:
         """Start a command on a node; what it writes goes to :meth:`console`."""

@@ -32,35 +32,24 @@ SHELL = [block for block in BLOCKS if block.language == "bash"]
 COMMANDS = [command for block in SHELL for command in commands(block)]
 
 
-def devices_of(command: Command) -> tuple[str, ...]:
-    """Its script, and how many devices of each kind it takes; nothing where it takes one."""
-    named = sorted(word for word in command.words if ".num_devices=" in word)
-    return (command.words[1], *named) if named else ()
-
-
-REFERENCE_DEVICES = {devices_of(c) for c in REFERENCE.values()} - {()}
-#: What ``estimate`` judges. A model that only the hub describes cannot be estimated without it.
-ON_GPUS = [
-    c
-    for c in COMMANDS
-    if is_training(c) and "hub" not in c.block.needs and (c.block.needs or devices_of(c) in REFERENCE_DEVICES)
+#: What ``estimate`` composes and judges as it is written. What only the hub describes cannot be estimated without it.
+ESTIMATED = [
+    c for c in COMMANDS if is_training(c) and "hub" not in c.block.needs and (c.block.needs or starts_workers(c))
 ]
 
 
 def is_run(command: Command) -> bool:
-    """What starts workers takes a minute here; where ``estimate`` judges it as well, it is run for the README alone."""
+    """What starts workers takes a minute here, so of these ``estimate`` judges the many; run are the reference's lines
+    (:mod:`tests.docs.test_reference_commands`) and one with servers (:mod:`tests.e2e.test_servers`)."""
     known = is_training(command) or is_tool(command) or is_of_the_shell(command)
-    return (
-        known and not ELSEWHERE & set(command.block.needs) and not (is_variation(command) and starts_workers(command))
-    )
+    elsewhere = ELSEWHERE & set(command.block.needs) or (starts_workers(command) and command in ESTIMATED)
+    return known and not elsewhere
 
 
 def is_variation(command: Command) -> bool:
-    """Whether ``estimate`` composes and judges it as it is written: run on the embedded policy it differs from others
-    in options only, and the many of them are most of this file's time. Those of the README are run all the same, but
-    for the devices of a line of the reference."""
-    run_there = devices_of(command) in REFERENCE_DEVICES
-    return command in ON_GPUS and (run_there or command.block.document.name != "README.md")
+    """Whether ``estimate`` judges it: run on the embedded policy it differs from others in options only, and the many
+    of them are most of this file's time. Those of the README count as ordinary all the same."""
+    return command.block.document.name != "README.md" and command in ESTIMATED
 
 
 def is_mixed(command: Command) -> bool:
@@ -117,9 +106,9 @@ def test_a_comment_says_what_a_command_needs(command: Command) -> None:
         assert any(needs_gpu(other) for other in commands(command.block) if is_training(other))
 
 
-@pytest.mark.parametrize("command", ON_GPUS, ids=str)
-def test_what_needs_a_gpu_fits_on_one_as_it_is_written(command: Command, workshop: Workshop) -> None:
-    workshop.estimate(command, ON_GPUS).require(f"{command}: sota-grpo estimate")
+@pytest.mark.parametrize("command", ESTIMATED, ids=str)
+def test_what_needs_gpus_or_workers_fits_as_it_is_written(command: Command, workshop: Workshop) -> None:
+    workshop.estimate(command, ESTIMATED).require(f"{command}: sota-grpo estimate")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ OPTIONS = (
 
 
 def marked(name: str, command: Command) -> object:
-    return pytest.param(name, marks=[pytest.mark.slow] if is_slow(command) else [])
+    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.longest] if is_slow(command) else [])
 
 
 def ran(name: str, workshop: Workshop) -> list[Path]:

@@ -44,7 +44,7 @@ def test_a_sweep_runs_every_value(tmp_path: Path, grpo) -> None:
     assert rates == [1e-4, 1e-5]
 
 
-@pytest.mark.slow  # of vLLM beside Ray: tests/e2e/test_async.py
+@pytest.mark.slow  # of vLLM beside Ray: tests/docs/test_reference_commands.py
 @pytest.mark.vllm
 @pytest.mark.data
 @pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed")

@@ -18,7 +18,7 @@ from tests.e2e.conftest import ENVIRONMENT, command, metrics
 from tests.e2e.processes import below, hit, require_gone, workers
 
 pytest.importorskip("ray", reason="needs Ray (the extra ray)")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.longest]
 ROLES = ("ray::rollout", "ray::reference", "serve_child")
 RUN = (
     "env.num_envs=32",

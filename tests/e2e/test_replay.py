@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,20 +12,18 @@ import torch
 
 from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
-from tests.e2e.conftest import ENVIRONMENT, SMALL
+from tests.docs.desk import write_program
+from tests.e2e.conftest import SMALL
+from tests.forked import Done, ForkServer
 
 QUIET = ("engine=transformers", "check.mode=off", "eval.mode=off", "train.export_hf=false", "logging.report=false")
 OPTIONS = (*SMALL, *QUIET, "env.difficulty=1", "train.checkpoint_frequency=1", "optimizer.schedule=constant")
 
 
-def replay(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "sota_grpo.cli", "replay", *arguments],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=120,
-    )
+@pytest.fixture
+def replay(tmp_path: Path, fork_server: ForkServer) -> Callable[..., Done]:
+    program = write_program(tmp_path / "bin", sys.executable)
+    return lambda *arguments: fork_server.run([str(program), "replay", *arguments], cwd=tmp_path)
 
 
 def content(stored: StoredStep) -> tuple:
@@ -39,7 +37,7 @@ def content(stored: StoredStep) -> tuple:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo) -> None:
+def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo, replay) -> None:
     run_dir = tmp_path / "run"
     first = grpo(run_dir, *OPTIONS, "train.keep_checkpoints=9")
     assert first.returncode == 0, first.stderr
@@ -56,20 +54,20 @@ def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo) -> 
     assert after[:4] == before
 
     done = replay(str(run_dir), "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["step"] == 4
     assert found["worst"]["relative_difference"] <= 1e-6
     told = replay(str(run_dir), "--step", "2", "algorithm=dapo")  # an override behind an option
-    assert told.returncode == 0, told.stderr
+    assert told.code == 0, told.stderr
     assert all(word in told.stdout for word in ("algorithm=dapo", "Advantages: ", "Clip: "))
     refused = replay(str(run_dir), "--step", "7")
-    assert refused.returncode == 2
+    assert refused.code == 2
     assert "steps that can be replayed: 0, 1, 2, 3, 4 (train.checkpoint" in refused.stderr
 
 
 @pytest.mark.slow
-def test_a_run_with_workers_and_ranks_replays_in_one_process(tmp_path: Path, grpo) -> None:
+def test_a_run_with_workers_and_ranks_replays_in_one_process(tmp_path: Path, grpo, replay) -> None:
     """Two times two ranks: those with rows of their own, and those that divide the matrices."""
     pytest.importorskip("ray", reason="needs Ray (the extra ray)")
     run_dir = tmp_path / "run"
@@ -82,7 +80,7 @@ def test_a_run_with_workers_and_ranks_replays_in_one_process(tmp_path: Path, grp
     sample = max(stored.samples, key=lambda each: each["response_tokens"])
     assert min(sample["policy_log_probs"]) < 0 < max(sample["entropy"])
     again = replay(str(run_dir), "--step", "1", "--json")
-    assert again.returncode == 0, again.stderr
+    assert again.code == 0, again.stderr
     found = json.loads(again.stdout)
     for name in ("loss/objective", "loss/kl", "grad_norm", "kl", "entropy"):
         values = found["figures"][name]

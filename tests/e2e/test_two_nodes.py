@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="needs Ray (the extra ray)")
 WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.waits,
+    pytest.mark.longest,
     pytest.mark.timeout(1200),  # two of Ray's nodes start, on a machine that may be busy
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]

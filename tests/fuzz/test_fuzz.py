@@ -1,4 +1,4 @@
-"""Twenty seconds of random input for everything that takes what strangers write."""
+"""Ten seconds of random input for everything that takes what strangers write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.__main__ import apart
 from tests.fuzz.targets import TARGETS
 
-SECONDS = 20 / len(TARGETS)
+SECONDS = 10 / len(TARGETS)
 SEED = 0  # always the same here; other seeds by `python -m tests.fuzz`, since what they find is a change of its own
 
 

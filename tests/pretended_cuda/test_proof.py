@@ -16,6 +16,7 @@ FEWER = {"runs": ["demonstration", "kill_and_resume"], "speed": ["small_model"]}
 
 
 @pytest.mark.slow
+@pytest.mark.longest
 @pytest.mark.skipif(guard.reason_to_skip() is not None, reason=str(guard.reason_to_skip()))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_goes_through(stage: str, tmp_path: Path) -> None:

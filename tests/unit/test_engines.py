@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -399,6 +401,33 @@ def test_a_closed_engine_says_so():
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate(ragged_requests(1, 1), Sampling(max_tokens=1))
+
+
+def test_an_engine_that_is_closed_while_weights_arrive_says_so():
+    model = tiny_model()
+    engine = hf_engine(model)
+
+    def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from model.state_dict().items()
+        engine.close()
+
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.update_weights(arriving(), 1)
+    assert engine.version == 0
+
+
+def test_what_waits_for_an_engine_is_told_though_its_shutdown_fails(monkeypatch: pytest.MonkeyPatch):
+    engine = hf_engine(tiny_model())
+    waiting = engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
+    monkeypatch.setattr(engine, "_release", broken := Mock(side_effect=OSError("the device is gone")))
+    with pytest.raises(OSError, match="gone"):
+        engine.close()
+    with pytest.raises(RuntimeError, match="was dropped"):
+        waiting.result(timeout=0)
+    engine.close()  # it is
+    assert broken.call_count == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
 
 
 def test_a_script_is_cut_at_its_eos_and_at_the_room():

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
     files = [Path(f"test_{letter}.py") for letter in "abcdef"]
 
-    def ordered(seed: str, collected: list[Path], waits: str = "") -> list[tuple[Path, int]]:
+    def ordered(seed: str, collected: list[Path], longest: str = "") -> list[tuple[Path, int]]:
         items = [
-            Having(path=path, number=number, get_closest_marker={"waits": path.name == waits}.get)
+            Having(path=path, number=number, get_closest_marker={"longest": path.name == longest}.get)
             for path in collected
             for number in (1, 0)
         ]
@@ -32,8 +32,8 @@ def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
         assert sorted(order) == [(path, number) for path in files for number in (0, 1)]
         assert [(path, 0) for path, _ in order[::2]] == order[1::2]
         firsts.add(order[0][0])
-        waiting = [(path, number) for path, number in order if path == files[2]]
-        assert ordered(seed, files, files[2].name) == waiting + [item for item in order if item not in waiting]
+        longest = [(path, number) for path, number in order if path == files[2]]
+        assert ordered(seed, files, files[2].name) == longest + [item for item in order if item not in longest]
     assert firsts == set(files)
 
 
