@@ -5,7 +5,8 @@
 # make agent   teach the embedded policy a calculator tool, then train it to use it (docs/agent.md), half an hour
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
-#              SLOW="--minutes=30 --files-by=1" begins tests for half an hour, file by file in an order drawn from the seed 1
+#              three files at a time, since some wait; SLOW="--minutes=30 --files-by=1" begins tests for half an hour,
+#              file by file in an order drawn from the seed 1
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
 # make notebook   run docs/python.ipynb again
 # make api     a reference of every public name in docs/api, from the docstrings
@@ -71,7 +72,7 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not slow"
 
 slow: $(VENV)/.test
-	$(PYTEST) -n 3 -m slow $$(grep -rlE 'mark\.slow' tests --include='test_*.py') $(SLOW)
+	$(PYTEST) -n 3 -m slow $$(grep -rl 'mark\.slow' tests --include='test_*.py') $(SLOW)
 
 e2e: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e

@@ -101,7 +101,7 @@ class Ours:
 
 
 def measured_peak(device: str, dtype: torch.dtype, size: int) -> float:
-    """Operations per second of a matrix product so large; the median of several."""
+    """Operations per second of a product of two ``size`` x ``size`` matrices; the median of several."""
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = []
     for _ in range(12):

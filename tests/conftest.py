@@ -62,13 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With another seed other files come first, behind the longest: one of them would run alone in the end. The tests of
-    a file stay together, as they stand in it."""
-    if (seed := config.getoption("files_by")) is not None:
-        files = sorted({item.path for item in items})
-        turns = {path: turn for turn, path in enumerate(random.Random(seed).sample(files, len(files)))}
-        longest = {item.path for item in items if item.get_closest_marker("longest")}
-        items.sort(key=lambda item: (item.path not in longest, turns[item.path]))
+    """The longest files come first: one of them would run alone in the end. Of the others, and of these, with another
+    seed others do; the tests of a file stay together, as they stand in it."""
+    files, seed = list(dict.fromkeys(item.path for item in items)), config.getoption("files_by")
+    ordered = files if seed is None else random.Random(seed).sample(sorted(files), len(files))
+    longest = {item.path for item in items if item.get_closest_marker("longest")}
+    turns = {path: (path not in longest, turn) for turn, path in enumerate(ordered)}
+    items.sort(key=lambda item: turns[item.path])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

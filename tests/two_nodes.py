@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
+from subprocess import PIPE
 
 from tests.e2e.processes import hit, require_gone
 
@@ -25,13 +25,13 @@ import sys, time, ray
 while not ray.is_initialized():
     try:
         ray.init(sys.argv[1], logging_level=40)
-    except ConnectionError:
+    except Exception:  # nobody listens yet
         time.sleep(0.5)
 before = None
 while True:
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if alive != before:
-        print(*alive, flush=True)
+        print("ALIVE", *alive, flush=True)  # Ray itself prints what it has to say of nodes
     before = alive
     time.sleep(0.2)
 """
@@ -101,21 +101,25 @@ class TwoNodes:
         size = [f"--num-cpus={self._cpus[index]}", "--object-store-memory=200000000"]
         line = [str(_BIN / "ray"), "start", *where, f"--node-ip-address={self.addresses[index]}", *size, "--block"]
         with self._alive() as alive:
-            before = next(alive) if index else set()  # the head at least; one that was killed, for some seconds
+            before = next(alive, None) if index else set()  # the head at least; one that was killed, for some seconds
+            assert before is not None, f"the head does not answer: {self.console(0)}"
             self._rays[index] = self.start(index, *line)
             joined = any(now - before for now in alive)
         assert joined, f"node {index} did not join: {self.console(index)}"
 
     @contextmanager
     def _alive(self) -> Iterator[Iterator[set[str]]]:
-        """Ids of the nodes that Ray takes for alive, whenever they change; for two minutes."""
+        """Ids of the nodes that Ray takes for alive, whenever they change; for four minutes."""
         inside = ["ip", "netns", "exec", self.names[0], sys.executable, "-c", _ALIVE, self.address]
-        with subprocess.Popen(inside, stdout=PIPE, stderr=DEVNULL, text=True, env=self.environment) as watcher:
-            limit = threading.Timer(120, watcher.kill)
+        with (
+            (self._folder / "watcher.log").open("ab") as log,
+            subprocess.Popen(inside, stdout=PIPE, stderr=log, text=True, env=self.environment) as watcher,
+        ):
+            limit = threading.Timer(240, watcher.kill)
             limit.start()
             try:
                 assert watcher.stdout is not None
-                yield (set(line.split()) for line in watcher.stdout)
+                yield (set(line.split()[1:]) for line in watcher.stdout if line.startswith("ALIVE "))
             finally:
                 limit.cancel()
                 watcher.kill()

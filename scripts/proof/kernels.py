@@ -278,8 +278,7 @@ def learner_of(net: torch.nn.Module, precision: str, folder: str, *, ranks: Rank
 
 def policies(options: Options) -> Iterator[Finding]:
     """Log-probs and gradients of whole policies against the CPU in float32; packed against padded; compiled too."""
-    families = (("qwen3", True), ("qwen2", False))
-    for family, tied in families[:1] if options.small else families:
+    for family, tied in (("qwen2", False), ("qwen3", True)):
         net, rows = model(options, family, tied=tied), rows_of(options)
         with tempfile.TemporaryDirectory() as folder:
             cpu = learner_of(copy.deepcopy(net), "fp32", folder)

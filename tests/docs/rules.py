@@ -23,9 +23,10 @@ SIZES = {
     "env.max_samples": "64",
     "env.num_heldout": "16",
 }
-#: The checks before training do not depend on how a command is written: they are made for these desks alone.
+#: The checks before training do not depend on how a command is written: they are made for the README and ``WHOLE``.
 UNCHECKED = "check.mode=off"
-CHECKED = ("README.md", "reference_async")
+#: The desk of a run of four steps, in which others' work on pushed weights is seen.
+WHOLE = "reference_async"
 #: Folders that stand for a model of the reader's own; the desk has the embedded policy there.
 OWN_MODELS = ("path/to/your/model", "checkpoints/your_sft_checkpoint")
 #: What a block may need that no test has; its configs are estimated all the same.
@@ -101,7 +102,8 @@ def small(command: Command) -> list[str]:
         given = _few(given)
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
     sizes += ["hydra.sweeper.n_trials=2"] if any(word.startswith("hydra.sweeper.n_trials") for word in given) else []
-    sizes += [] if command.block.document.name in CHECKED else [UNCHECKED]
+    desk = command.block.document.name
+    sizes += ["train.total_dialog_turns=64"] if desk == WHOLE else [] if desk == "README.md" else [UNCHECKED]
     own = any(word == f"model.name={folder}" for word in given for folder in OWN_MODELS)
     if own:
         return [*given, *sizes]
@@ -109,10 +111,10 @@ def small(command: Command) -> list[str]:
 
 
 def _few(given: list[str]) -> list[str]:
-    """At most two devices of a kind and two runs of a sweep: two values of the first list, one of the others."""
+    """At most two runs of a sweep: two values of the first list, one of the others."""
     lists = [word for word in given if "--multirun" in given and re.fullmatch(r"[\w.]+=[^,\[({]+(,[^,]+)+", word)]
     kept = {word: ",".join(word.split(",")[: 2 if word is lists[0] else 1]) for word in lists}
-    return [re.sub(r"\.num_devices=([3-9]|\d\d+)$", ".num_devices=2", kept.get(word, word)) for word in given]
+    return [kept.get(word, word) for word in given]
 
 
 def small_block(text: str) -> str:

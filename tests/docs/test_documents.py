@@ -2,7 +2,8 @@
 
 Commands are run as they are written, in a directory that has what they name, with sizes of seconds and the embedded
 policy in place of models of the hub (:mod:`tests.docs.rules`). Where a command needs a GPU as it is written, a comment
-above its block says so, and ``sota-grpo estimate`` has to find that it fits.
+above its block says so, and ``sota-grpo estimate`` has to find that it fits. What starts workers is judged by
+``estimate`` alone: whole runs of that kind are in :mod:`tests.docs.test_reference_commands` and in ``tests/e2e``.
 """
 
 from __future__ import annotations
@@ -39,16 +40,15 @@ ESTIMATED = [
 
 
 def is_run(command: Command) -> bool:
-    """What starts workers takes a minute here, so of these ``estimate`` judges the many; run are the reference's lines
-    (:mod:`tests.docs.test_reference_commands`) and one with servers (:mod:`tests.e2e.test_servers`)."""
+    """Whether it is run here; what starts workers would take a minute each."""
     known = is_training(command) or is_tool(command) or is_of_the_shell(command)
     elsewhere = ELSEWHERE & set(command.block.needs) or (starts_workers(command) and command in ESTIMATED)
     return known and not elsewhere
 
 
 def is_variation(command: Command) -> bool:
-    """Whether ``estimate`` judges it: run on the embedded policy it differs from others in options only, and the many
-    of them are most of this file's time. Those of the README count as ordinary all the same."""
+    """Whether ``estimate`` judges it, too: run on the embedded policy it differs from others in options only, and the
+    many of them are most of this file's time. Those of the README are run with the fast tests all the same."""
     return command.block.document.name != "README.md" and command in ESTIMATED
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import Command
-from tests.docs.rules import is_slow, packages_of
+from tests.docs.rules import WHOLE, is_slow, packages_of
 from tests.docs.workshop import Workshop, typed
 
 WORKERS = "train_model.num_devices=2 ref_model.num_devices=2 inference_model.num_devices=2"
@@ -62,12 +62,12 @@ def steps(run_dir: Path) -> list[dict]:
 
 @pytest.mark.parametrize("name", [marked(name, command) for name, command in COMMANDS.items()])
 def test_usage_lines_train(name: str, workshop: Workshop) -> None:
-    found = ran(name, workshop)
+    found, num_steps = ran(name, workshop), 4 if COMMANDS[name].block.document.name == WHOLE else 1
     assert len(found) == {"sweep": 3, "grid": 4}.get(name, 1)
     for run_dir in found:
-        assert len(steps(run_dir)) == 1
+        assert len(steps(run_dir)) == num_steps
         assert (run_dir / ".hydra" / "config.yaml").is_file()
-        assert [path.name for path in (run_dir / "checkpoints").glob("*.pt")] == ["checkpoint_000001.pt"]
+        assert [path.name for path in (run_dir / "checkpoints").glob("*.pt")] == [f"checkpoint_{num_steps:06d}.pt"]
         assert (run_dir / "hf" / "model.safetensors").exists()
 
 

@@ -93,8 +93,7 @@ def require_every_prompt_once(run_dir: Path, num_prompts: int) -> None:
 
 @pytest.mark.timeout(580)
 def test_a_hung_engine_and_nine_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
-    num_prompts, seed = 240, time.time_ns()
-    dice, run_dir = random.Random(seed), tmp_path / "run"
+    num_prompts, run_dir = 240, tmp_path / "run"
     with started(run_dir, *epoch_of(num_prompts), "inference_model.timeout_s=15") as run:
         wait_for(lambda: steps(run_dir) >= 2, run)
         (engine,) = wait_for(lambda: one if len(one := engines(run)) == 1 else None, run)
@@ -102,14 +101,14 @@ def test_a_hung_engine_and_nine_killed_workers_cost_no_prompt(tmp_path: Path) ->
         wait_for(lambda: engine not in below(run.pid), run, within_s=100)  # the default deadline is 120 s
         for number in range(9):  # three of each role
             role = ROLES[number % 3]
-            time.sleep(dice.uniform(0.0, 1.5))
+            time.sleep(random.uniform(0.0, 1.5))
             # five in a row, and it is given up, rightly: on a slow machine every kill meets a worker that starts
             wait_for(lambda role=role: starts_failed(run_dir, role) < 3, run)
-            wait_for(lambda role=role: kill_one(run, role, dice), run)
+            wait_for(lambda role=role: kill_one(run, role), run)
         assert run.wait(300) == 0, console(run_dir)
     require_every_prompt_once(run_dir, num_prompts)
     rows = metrics(run_dir)
-    assert rows[-1]["workers/restarts"] >= 8, seed  # two may fall after the last step
+    assert rows[-1]["workers/restarts"] >= 8  # two may fall after the last step
     assert not any(row["reward_errors"] for row in rows)
     assert max(row.get("policy_age/max", 0) for row in rows) == 1  # the bound of mode=async, reached
 
@@ -123,9 +122,9 @@ def starts_failed(run_dir: Path, role: str) -> int:
     return count
 
 
-def kill_one(run: subprocess.Popen, role: str, dice: random.Random) -> bool:
+def kill_one(run: subprocess.Popen, role: str) -> bool:
     found = [pid for pid, text in workers(run.pid).items() if role in text]
-    return bool(found) and hit(dice.choice(found), signal.SIGKILL)
+    return bool(found) and hit(random.choice(found), signal.SIGKILL)
 
 
 def engines(run: subprocess.Popen) -> list[int]:
@@ -134,13 +133,12 @@ def engines(run: subprocess.Popen) -> list[int]:
 
 @pytest.mark.timeout(580)
 def test_a_dead_rank_a_killed_driver_and_a_preempted_one_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
-    """One run, started four times: each end but the last is another one, anywhere between two checkpoints."""
+    """Started four times, it ends by a rank's death, a killed driver, a preemption, and by itself."""
     num_prompts, run_dir = 160, tmp_path / "run"
-    dice = random.Random(time.time_ns())
-    options = (*epoch_of(num_prompts), "policy.kl_coef=0", "train.checkpoint_frequency=2", "train.resume=auto")
+    options = (*epoch_of(num_prompts), "train.checkpoint_frequency=2", "train.resume=auto")
     with started(run_dir, *options, "train_model.num_devices=2") as run:
         wait_for(lambda: steps(run_dir) >= 5, run)
-        victim = dice.choice([pid for pid, text in workers(run.pid).items() if "ray::learner" in text])
+        victim = random.choice([pid for pid, text in workers(run.pid).items() if "ray::learner" in text])
         hit(victim, signal.SIGKILL)
         assert run.wait(240) == 1, console(run_dir)
     last = console(run_dir).splitlines()[-1]
@@ -148,13 +146,13 @@ def test_a_dead_rank_a_killed_driver_and_a_preempted_one_lose_and_repeat_no_prom
     assert "train.resume=auto continues from the last checkpoint" in last
 
     with started(run_dir, *options) as run:  # on one rank now
-        goal = steps(run_dir) + dice.randint(2, 8)
+        goal = steps(run_dir) + random.randint(2, 8)
         wait_for(lambda: steps(run_dir) >= goal, run)
-        time.sleep(dice.uniform(0.0, 0.5))
+        time.sleep(random.uniform(0.0, 0.5))
         run.kill()
         run.wait()
 
-    with started(run_dir, *options) as run:
+    with started(run_dir, *options, "train.checkpoint_frequency=0") as run:
         goal = steps(run_dir) + 2
         wait_for(lambda: steps(run_dir) >= goal, run)
         run.terminate()

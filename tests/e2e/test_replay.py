@@ -68,7 +68,7 @@ def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo, rep
 
 @pytest.mark.slow
 def test_a_run_with_workers_and_ranks_replays_in_one_process(tmp_path: Path, grpo, replay) -> None:
-    """Two times two ranks: those with rows of their own, and those that divide the matrices."""
+    """Two by two ranks: each pair has rows of its own, and its two divide the matrices between them."""
     pytest.importorskip("ray", reason="needs Ray (the extra ray)")
     run_dir = tmp_path / "run"
     options = ("train_model.num_devices=4", "train_model.tensor_parallel_size=2", "policy.kl_coef=0.01")

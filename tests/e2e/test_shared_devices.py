@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -40,6 +41,9 @@ def test_engines_sleep_whenever_a_rank_or_the_reference_computes(tmp_path: Path,
     assert "Placement: 2 learner ranks, 2 engines, 1 reference worker on the CPU; engines sleep while" in done.stderr
     assert "Checks before training: 8 of 8 passed" in done.stdout
     rows = [row for row in metrics(tmp_path / "run") if "reward" in row]
+    assert [row["step"] for row in rows] == list(range(4))
+    groups = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert sorted({(group["group_id"], group["step"]) for group in groups}) == [(n, n // 4) for n in range(16)]
     assert all(row["mismatch_kl"] < 1e-8 and row["policy_age/max"] == 0 for row in rows)
     assert min(row["grad_norm"] for row in rows[:-1]) > 0
     found = turns(log)

@@ -64,7 +64,7 @@ def test_a_job_that_is_told_saves_and_is_requeued_and_one_that_is_killed_goes_on
     options = (
         "hydra/launcher=submitit_local",
         "seed=1,2",
-        "train.total_dialog_turns=800",
+        "train.total_dialog_turns=1600",
         "train.checkpoint_frequency=10",
     )
     first = sweep(*options)
@@ -78,7 +78,7 @@ def test_a_job_that_is_told_saves_and_is_requeued_and_one_that_is_killed_goes_on
     log = (runs[0] / "training.log").read_text()
     stopped = int(log.split("Stopped after ")[1].split()[0])
     assert f"Continuing {runs[0]} after {stopped} steps." in log
-    assert [row["step"] for row in metrics(runs[0])] == list(range(50))
+    assert [row["step"] for row in metrics(runs[0])] == list(range(100))
     assert "2 runs, 1 finished, 1 stopped" in out
     assert not json.loads((tmp_path / "sweep" / "sweep.json").read_text())["complete"]
 
@@ -87,7 +87,7 @@ def test_a_job_that_is_told_saves_and_is_requeued_and_one_that_is_killed_goes_on
     assert again.returncode == 0, err
     assert f"Continuing {runs[1]} after" in (runs[1] / "training.log").read_text()
     assert (runs[0] / "training.log").read_text() == log
-    assert [row["step"] for row in metrics(runs[1])] == list(range(50))
+    assert [row["step"] for row in metrics(runs[1])] == list(range(100))
     assert "2 runs, 2 finished" in out
     assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["complete"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import resource
 import subprocess
@@ -54,19 +53,20 @@ def fuzz(name: str, seconds: float, first_seed: int) -> dict[str, Any]:
 
 
 def apart(names: Sequence[str], seconds: float, first_seed: int) -> dict[str, dict[str, Any] | str]:
-    """:func:`fuzz` of each for so long, in one process with bounded memory; a string is how that ended before."""
+    """:func:`fuzz` of each for so long, in one process with bounded memory; a string where that ended before it."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
         results.touch()
         code = f"from tests.fuzz.__main__ import child; child({[*names]!r}, {seconds}, {first_seed}, {str(results)!r})"
         try:
-            limit = seconds * len(names) + 600
+            limit = seconds * len(names) + 300
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit)
             how = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         except subprocess.TimeoutExpired as late:
             how = f"one input did not end: {str(late.stderr)[-2000:]}"
         found = [json.loads(line) for line in results.read_text().splitlines()]
-    return dict(itertools.zip_longest(names, found, fillvalue=how))
+    left = [how, *(f"not tried, since {names[len(found)]} failed" for _ in names)]
+    return dict(zip(names, [*found, *left]))
 
 
 def child(names: Sequence[str], seconds: float, first_seed: int, results: str) -> None:

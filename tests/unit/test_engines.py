@@ -424,7 +424,7 @@ def test_what_waits_for_an_engine_is_told_though_its_shutdown_fails(monkeypatch:
         engine.close()
     with pytest.raises(RuntimeError, match="was dropped"):
         waiting.result(timeout=0)
-    engine.close()  # it is
+    engine.close()  # closed already: nothing is released again
     assert broken.call_count == 1
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
     files = [Path(f"test_{letter}.py") for letter in "abcdef"]
 
-    def ordered(seed: str, collected: list[Path], longest: str = "") -> list[tuple[Path, int]]:
+    def ordered(seed: str | None, collected: list[Path], longest: str = "") -> list[tuple[Path, int]]:
         items = [
             Having(path=path, number=number, get_closest_marker={"longest": path.name == longest}.get)
             for path in collected
@@ -32,9 +32,10 @@ def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
         assert sorted(order) == [(path, number) for path in files for number in (0, 1)]
         assert [(path, 0) for path, _ in order[::2]] == order[1::2]
         firsts.add(order[0][0])
-        longest = [(path, number) for path, number in order if path == files[2]]
-        assert ordered(seed, files, files[2].name) == longest + [item for item in order if item not in longest]
+        first = [(path, number) for path, number in order if path == files[2]]
+        assert ordered(seed, files, files[2].name) == first + [item for item in order if item not in first]
     assert firsts == set(files)
+    assert [path.name for path, _ in ordered(None, files, "test_c.py")[::2]] == [f"test_{name}.py" for name in "cabdef"]
 
 
 def test_what_has_not_begun_when_the_time_is_over_is_named(tmp_path: Path) -> None:
