@@ -64,9 +64,9 @@ def apart(names: Sequence[str], seconds: float, first_seed: int) -> dict[str, di
             how = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         except subprocess.TimeoutExpired as late:
             how = f"one input did not end: {str(late.stderr)[-2000:]}"
-        found = [json.loads(line) for line in results.read_text().splitlines()]
-    left = [how, *(f"not tried, since {names[len(found)]} failed" for _ in names)]
-    return dict(zip(names, [*found, *left]))
+        found = dict(zip(names, map(json.loads, results.read_text().splitlines())))
+    left = names[len(found) :]
+    return found | {name: how if name == left[0] else f"not tried, since {left[0]} failed" for name in left}
 
 
 def child(names: Sequence[str], seconds: float, first_seed: int, results: str) -> None:
