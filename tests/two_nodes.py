@@ -170,7 +170,7 @@ class TwoNodes:
 
     def wait_end(self, index: int) -> None:
         """Return when Ray on a node has ended by itself, as one does that was taken for dead and hears of it."""
-        self._rays[index].wait(timeout=60)
+        self._rays[index].wait(timeout=180)
 
     def close(self) -> None:
         for index in (1, 0):

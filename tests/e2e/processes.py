@@ -26,15 +26,15 @@ def table() -> dict[int, tuple[int, str, str, int]]:
 
 def below(root: int) -> dict[int, str]:
     """Command lines of all descendants of ``root``."""
+    children: dict[int, list[int]] = {}
     rows = table()
-    found: dict[int, str] = {}
-    frontier = [root]
+    for pid, (parent, *_) in rows.items():
+        children.setdefault(parent, []).append(pid)
+    found, frontier = dict[int, str](), [root]
     while frontier:
-        parent = frontier.pop()
-        for pid, (above, _, text, _) in rows.items():
-            if above == parent and pid not in found:
-                found[pid] = text
-                frontier.append(pid)
+        for pid in set(children.get(frontier.pop(), [])) - set(found):
+            found[pid] = rows[pid][2]
+            frontier.append(pid)
     return found
 
 

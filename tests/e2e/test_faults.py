@@ -18,7 +18,7 @@ from tests.e2e.conftest import ENVIRONMENT, command, metrics
 from tests.e2e.processes import below, hit, require_gone, workers
 
 pytest.importorskip("ray", reason="needs Ray (the extra ray)")
-pytestmark = [pytest.mark.slow, pytest.mark.longest]
+pytestmark = [pytest.mark.slow, pytest.mark.longest, pytest.mark.timeout(1800)]
 ROLES = ("ray::rollout", "ray::reference", "serve_child")
 RUN = (
     "env.num_envs=32",
@@ -62,14 +62,14 @@ def console(run_dir: Path) -> str:
     return (run_dir.parent / "console.log").read_text()
 
 
-def wait_for(condition: Callable[[], object], run: subprocess.Popen, within_s: float = 240.0) -> object:
+def wait_for(condition: Callable[[], object], run: subprocess.Popen, within_s: float = 400.0) -> object:
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:
         run.seen |= set(below(run.pid))
         if found := condition():
             return found
         assert run.poll() is None, "the run ended early"
-        time.sleep(0.02)
+        time.sleep(0.1)
     raise AssertionError("what was waited for never came")
 
 
@@ -91,7 +91,6 @@ def require_every_prompt_once(run_dir: Path, num_prompts: int) -> None:
     assert max(row["policy_age/max"] for row in trained) <= 1
 
 
-@pytest.mark.timeout(580)
 def test_a_hung_engine_and_nine_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
     num_prompts, run_dir = 240, tmp_path / "run"
     with started(run_dir, *epoch_of(num_prompts), "inference_model.timeout_s=15") as run:
@@ -105,7 +104,7 @@ def test_a_hung_engine_and_nine_killed_workers_cost_no_prompt(tmp_path: Path) ->
             # five in a row, and it is given up, rightly: on a slow machine every kill meets a worker that starts
             wait_for(lambda role=role: starts_failed(run_dir, role) < 3, run)
             wait_for(lambda role=role: kill_one(run, role), run)
-        assert run.wait(300) == 0, console(run_dir)
+        assert run.wait(600) == 0, console(run_dir)
     require_every_prompt_once(run_dir, num_prompts)
     rows = metrics(run_dir)
     assert rows[-1]["workers/restarts"] >= 8  # two may fall after the last step
@@ -131,7 +130,6 @@ def engines(run: subprocess.Popen) -> list[int]:
     return [pid for pid, text in workers(run.pid).items() if "ray::rollout" in text]
 
 
-@pytest.mark.timeout(580)
 def test_a_dead_rank_a_killed_driver_and_a_preempted_one_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
     """Started four times, it ends by a rank's death, a killed driver, a preemption, and by itself."""
     num_prompts, run_dir = 160, tmp_path / "run"
@@ -140,7 +138,7 @@ def test_a_dead_rank_a_killed_driver_and_a_preempted_one_lose_and_repeat_no_prom
         wait_for(lambda: steps(run_dir) >= 5, run)
         victim = random.choice([pid for pid, text in workers(run.pid).items() if "ray::learner" in text])
         hit(victim, signal.SIGKILL)
-        assert run.wait(240) == 1, console(run_dir)
+        assert run.wait(400) == 1, console(run_dir)
     last = console(run_dir).splitlines()[-1]
     assert "The learner ended, because its rank" in last
     assert "train.resume=auto continues from the last checkpoint" in last
@@ -156,11 +154,11 @@ def test_a_dead_rank_a_killed_driver_and_a_preempted_one_lose_and_repeat_no_prom
         goal = steps(run_dir) + 2
         wait_for(lambda: steps(run_dir) >= goal, run)
         run.terminate()
-        assert run.wait(240) == 130
+        assert run.wait(400) == 130
     saved = max((run_dir / "checkpoints").glob("checkpoint_*.pt"))
     assert int(saved.stem.partition("_")[2]) == steps(run_dir) < num_prompts // 4  # it has not gone on to its end
 
     with started(run_dir, *options) as run:
-        assert run.wait(240) == 0, console(run_dir)
+        assert run.wait(400) == 0, console(run_dir)
     require_every_prompt_once(run_dir, num_prompts)
     assert console(run_dir).count("Continuing") == 3

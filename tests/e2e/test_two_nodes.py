@@ -20,7 +20,7 @@ WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.longest,
-    pytest.mark.timeout(1200),  # two of Ray's nodes start, on a machine that may be busy
+    pytest.mark.timeout(1800),  # two of Ray's nodes start, on a machine that may be busy
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 STEPS = 30  # of which the first few go by before anything is done to the run
@@ -117,7 +117,7 @@ def require_cut_is_borne(nodes: TwoNodes, run: Popen, run_dir: Path, seconds: fl
 def ends_well(nodes: TwoNodes, run: Popen) -> None:
     """The run ends by itself and leaves nobody on either node."""
     assert run.wait(timeout=300) == 0, nodes.console(0)
-    wait_for(lambda: not nodes.workers(0) + nodes.workers(1), within_s=30)
+    wait_for(lambda: not nodes.workers(0) + nodes.workers(1), within_s=120)
 
 
 def test_a_link_that_is_cut_costs_no_prompt_and_weights_cross_it_once(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_node_that_dies_and_one_that_joins_cost_no_prompt(tmp_path: Path) -> N
         require_at_work(run, run_dir)
         nodes.kill(1)
         if had_learner:
-            assert run.wait(timeout=120) == 1
+            assert run.wait(timeout=240) == 1
             assert "train.resume=auto" in nodes.console(0)
         nodes.join(1)
         if had_learner:
