@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.proof import Finding, Options
 
-STAGES = ("kernels", "runs", "speed", "memory", "processes")
+STAGES = ("kernels", "runs", "engine", "speed", "memory", "processes")
 
 
 Check = Callable[[Options], Iterator[Finding]]

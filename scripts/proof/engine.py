@@ -1,0 +1,251 @@
+"""Stage 6: vLLM on the device, beside the learner: log-probs, pushes, sleep, and whole runs with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto import CONFIG_MAPPING, AutoModelForCausalLM
+
+from benchmarks.trainer_work import SHAPES
+from scripts.proof import Finding, Options
+from scripts.proof.kernels import synchronised
+from scripts.proof.runs import NUM_CHECKS, accuracies, command, gate_of, metrics, ran
+from sota_grpo.engines import Engine, EngineOptions, make_engine
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
+
+EOS = 1
+Answers = list[tuple[GroupRequest, GroupOutput]]
+
+
+def policy_of(options: Options) -> torch.nn.Module:
+    """Qwen3-0.6B's shape (a tiny one where small) with weights that are not tiny, as vLLM keeps them."""
+    family, sizes = SHAPES["tiny" if options.small else "qwen3-0.6b"]
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    with torch.device(options.device):
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[family](**sizes, initializer_range=0.04)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def changed(policy: torch.nn.Module) -> torch.nn.Module:
+    """Another policy: every matrix with noise of a fifth of its own size."""
+    other = copy.deepcopy(policy)
+    with torch.no_grad():
+        for weight in other.parameters():
+            if weight.dim() > 1:
+                weight.add_(0.008 * torch.randn_like(weight))
+    return other
+
+
+def requests_of(options: Options, groups: int) -> list[GroupRequest]:
+    stream = torch.Generator().manual_seed(2)
+    vocab, longest = SHAPES["tiny"][1]["vocab_size"], 24 if options.small else 400
+    made = []
+    for group in range(groups):
+        length = int(torch.randint(3, longest, (), generator=stream))
+        ids = torch.randint(3, vocab, (length,), generator=stream).tolist()
+        made.append(GroupRequest(group, tuple(ids), 8, seed=1000 + group))
+    return made
+
+
+@torch.no_grad()
+def log_probs(policy: torch.nn.Module, prompt: Sequence[int], response: torch.Tensor) -> torch.Tensor:
+    """Of one response ``[R]``, by one forward pass without a cache."""
+    device = next(policy.parameters()).device
+    ids = torch.cat([torch.tensor(prompt), response]).to(device)
+    logits = policy(ids[None], logits_to_keep=len(response) + 1).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, response.to(device)[:, None]).squeeze(1).cpu()
+
+
+@torch.no_grad()
+def log_prob_over_old_keys(
+    old: torch.nn.Module, new: torch.nn.Module, prompt: Sequence[int], sample: Sample, at: int
+) -> tuple[float, float]:
+    """Of the token ``at``, the first of new weights: the new policy over the old one's keys; and the old policy's."""
+    device = next(old.parameters()).device
+    ids = torch.cat([torch.tensor(prompt), sample.token_ids]).to(device)
+    last, token = len(prompt) + at - 1, int(sample.token_ids[at])
+    seen = old.model(ids[None, :last], use_cache=True).past_key_values
+    mixed = new(ids[None, last : last + 1], past_key_values=copy.deepcopy(seen)).logits[0, -1].float()
+    alone = old(ids[None, last : last + 1], past_key_values=seen).logits[0, -1].float()
+    return float(mixed.log_softmax(-1)[token]), float(alone.log_softmax(-1)[token])
+
+
+def gap_of(policy: torch.nn.Module, answers: Answers) -> dict[str, float]:
+    """Mean and largest distance of the engine's log-probs from the policy's."""
+    gaps = [
+        (log_probs(policy, request.prompt_ids, sample.token_ids) - sample.log_probs).abs()
+        for request, output in answers
+        for sample in output.samples[:2]
+    ]
+    return {"mean_gap": float(torch.cat(gaps).mean()), "largest_gap": float(torch.cat(gaps).max())}
+
+
+def sampled(engine: Engine, requests: Sequence[GroupRequest], sampling: Sampling) -> Answers:
+    by_id = {output.group_id: output for output in engine.generate(requests, sampling)}
+    return [(request, by_id[request.group_id]) for request in requests]
+
+
+def used_gib(options: Options) -> float:
+    """Of the device, by all that run on it."""
+    if options.device == "cpu":
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def started(options: Options, folder: Path) -> tuple[Engine, float]:
+    began = synchronised(options)
+    engine = make_engine(
+        EngineOptions(
+            str(folder), engine="vllm", eos_token_ids=(EOS,), max_model_len=256 if options.small else 2048,
+            gpu_memory_utilization=0.3,
+        )
+    )  # fmt: skip
+    return engine, synchronised(options) - began
+
+
+def vllm_engine(options: Options) -> Iterator[Finding]:
+    """Start, parity, speed, a push at rest, one in flight, sleep: vLLM in this process."""
+    if find_spec("vllm") is None:
+        yield Finding("vLLM", None, {"skipped": "vLLM is not installed"})
+        return
+    old = policy_of(options)
+    new, allowed = changed(old), 1e-2 if options.device == "cuda" else 1e-5
+    with tempfile.TemporaryDirectory() as name:
+        old.save_pretrained(name)
+        engine, start_s = started(options, Path(name))
+        yield Finding("vLLM starts", None, {"start_s": start_s, "used_gib": used_gib(options)})
+        few, most = requests_of(options, 8), Sampling(max_tokens=16 if options.small else 128)
+        gap = gap_of(old, sampled(engine, few, most))
+        yield Finding("vLLM's log-probs are the policy's", gap["mean_gap"] < allowed, gap | {"allowed": allowed})
+        yield from speed(options, engine)
+        yield push_in_flight(options, engine, old, new, allowed)
+        gap = gap_of(new, sampled(engine, few, most))
+        yield Finding("and the new policy's after a push", gap["mean_gap"] < allowed, gap | {"allowed": allowed})
+        if options.device == "cuda":
+            yield from sleep(options, engine, new, allowed)
+        engine.close()
+
+
+def speed(options: Options, engine: Engine) -> Iterator[Finding]:
+    """Tokens per second of all samples at once."""
+    tokens = 8 if options.small else 512
+    many = requests_of(options, 2 if options.small else 32)
+    began = synchronised(options)
+    answers = sampled(engine, many, Sampling(max_tokens=tokens, ignore_eos=True))
+    seconds = synchronised(options) - began
+    count = sum(len(sample.token_ids) for _, output in answers for sample in output.samples)
+    yield Finding("vLLM samples", None, {"samples": 8 * len(many), "tokens_per_s": count / seconds})
+
+
+def push_in_flight(
+    options: Options, engine: Engine, old: torch.nn.Module, new: torch.nn.Module, allowed: float
+) -> Finding:
+    """Each token is labelled with the weights that gave it: the last old one and the first new one tell."""
+    requests = requests_of(options, 4)
+    tokens = 24 if options.small else 96
+    futures = [engine.submit(request, Sampling(max_tokens=tokens, ignore_eos=True)) for request in requests]
+    for _ in range(tokens // 2):
+        engine.advance()
+    began = synchronised(options)
+    engine.update_weights(engine_weights(new), 1)
+    push_s = synchronised(options) - began
+    while engine.advance():
+        pass
+    last_old, first_new, if_old = [], [], []
+    for request, future in zip(requests, futures):
+        for sample in future.result().samples[:4]:
+            at = int((sample.versions == 0).sum())
+            last_old.append(log_probs(old, request.prompt_ids, sample.token_ids[:at])[-1] - sample.log_probs[at - 1])
+            mixed, alone = log_prob_over_old_keys(old, new, request.prompt_ids, sample, at)
+            first_new.append(mixed - float(sample.log_probs[at]))
+            if_old.append(alone - float(sample.log_probs[at]))
+    means = [float(torch.tensor(gaps).abs().mean()) for gaps in (last_old, first_new, if_old)]
+    figures = dict(zip(("last_old", "first_new", "first_new_by_old_weights"), means)) | {"push_s": push_s}
+    good = max(means[:2]) < 2 * allowed and means[2] > 10 * max(means[:2])
+    return Finding("a push in flight: every token has its weights' label", good, figures)
+
+
+def sleep(options: Options, engine: Engine, policy: torch.nn.Module, allowed: float) -> Iterator[Finding]:
+    """What the engine gives back asleep, how long both take, and the same weights afterwards."""
+    for turn in range(2):
+        awake, began = used_gib(options), synchronised(options)
+        engine.sleep()
+        slept_s, asleep = synchronised(options) - began, used_gib(options)
+        began = synchronised(options)
+        engine.wake()
+        wake_s = synchronised(options) - began
+        gap = gap_of(policy, sampled(engine, requests_of(options, 2), Sampling(max_tokens=64)))
+        figures = {"awake_gib": awake, "asleep_gib": asleep, "back_gib": used_gib(options), "sleep_s": slept_s}
+        good = asleep < awake / 2 and gap["mean_gap"] < allowed
+        yield Finding(f"sleep and wake, {turn + 1}", good, figures | {"wake_s": wake_s} | gap)
+
+
+def demonstration(options: Options) -> Iterator[Finding]:
+    """The embedded policy learns with vLLM what it learns on a CPU: at least 90 % of the held-out problems."""
+    if find_spec("vllm") is None:
+        return
+    folder = options.out / "with_vllm"
+    found = ran(command(options, folder, "engine=vllm"))
+    seen = accuracies(folder)
+    good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
+    good = good and (options.small or (len(seen) > 1 and seen[-1] >= 0.9))
+    yield Finding("demonstration, vLLM", good, found | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
+
+
+def write_model(folder: Path, vocab: int, policy: torch.nn.Module) -> None:
+    """``policy`` with a tokenizer of as many words."""
+    policy.config.update({"pad_token_id": 0, "eos_token_id": EOS})
+    policy.float().save_pretrained(folder)
+    words = ["<pad>", "<eos>", "<unk>", *map(str, range(10)), *(f"w{index}" for index in range(vocab - 13))]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    made.save_pretrained(folder)
+
+
+def preset(options: Options) -> Iterator[Finding]:
+    """``grpo_gsm8k`` on one device, learner, vLLM and reference by turns: checks, three steps and what takes the time."""
+    if find_spec("vllm") is None:
+        return
+    policy, folder, model = policy_of(options), options.out / "preset", options.out / "model"
+    write_model(model, policy.config.vocab_size, policy)
+    del policy
+    torch.cuda.empty_cache()
+    table = options.out / "table.jsonl"
+    rows = [{"prompt": " ".join(f"w{7 * row + word}" for word in range(60)), "answer": "7"} for row in range(64)]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ("inference_model.max_tokens=16",) if options.small else ()
+    batch = 8 if options.small else 128
+    given = command(
+        options, folder, "engine=vllm", f"model.name={model}", "env.dataset=table", f"env.dataset_path={table}",
+        "env.num_heldout=8", "eval.mode=off", "train.checkpoint_frequency=0", "algorithm.entropy_coef=0.01",
+        f"train.dialog_turns_per_batch={batch}", f"train.optim_batch_size={batch}",
+        f"train.total_dialog_turns={3 * batch}", *small,
+    )  # fmt: skip
+    given[2:3] = ["--config-name=grpo_gsm8k"]
+    found: dict[str, Any] = ran(given)
+    lines = [row for row in metrics(folder) if "reward" in row]
+    parts = {
+        name: round(statistics.median(row[name] for row in lines), 3)
+        for name in (lines[-1] if lines else ())
+        if name.startswith("time/") and isinstance(lines[-1][name], float)
+    }
+    good = found["exit"] == 0 and len(lines) == 3
+    yield Finding("grpo_gsm8k with vLLM", good, found | {"gate": gate_of(folder), "medians": parts})
+
+
+CHECKS = [vllm_engine, preset, demonstration]
