@@ -198,7 +198,7 @@ def demonstration(options: Options) -> Iterator[Finding]:
     if find_spec("vllm") is None:
         return
     folder = options.out / "with_vllm"
-    found = ran(command(options, folder, "engine=vllm"))
+    found = ran(command(options, folder, "engine=vllm", "inference_model.gpu_memory_utilization=0.2"))
     seen = accuracies(folder)
     good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
     good = good and (options.small or (len(seen) > 1 and seen[-1] >= 0.9))
@@ -218,7 +218,7 @@ def write_model(folder: Path, vocab: int, policy: torch.nn.Module) -> None:
 
 
 def preset(options: Options) -> Iterator[Finding]:
-    """``grpo_gsm8k`` on one device, learner, vLLM and reference by turns: checks, three steps and what takes the time."""
+    """``grpo_gsm8k`` on one device, learner, vLLM and reference by turns: checks, three steps, what takes the time."""
     if find_spec("vllm") is None:
         return
     policy, folder, model = policy_of(options), options.out / "preset", options.out / "model"
