@@ -41,9 +41,9 @@ def fsdp_of_one(options: Options) -> Iterator[Finding]:
 def fsdp_gap(
     options: Options, device: torch.device, folder: str, precision: str, *, reduce_once: bool, fused: bool
 ) -> float:
-    """Relative distance of the sharded model's gradient from the eager one's of the same model, whole."""
+    """Relative distance of the sharded model's gradient from that of the same model, whole and computed alike."""
     net, rows, budget = model(options, "qwen3", tied=True).to(device), rows_of(options), 100 if options.small else 600
-    expected = learner_of(copy.deepcopy(net), precision, folder).gradient(rows, token_budget=budget)
+    expected = learner_of(copy.deepcopy(net), precision, folder, fused=fused).gradient(rows, token_budget=budget)
     ranks = sharding.Ranks(0, 1, device, reduce_once)
     own = learner_of(net, precision, folder, ranks=ranks, fused=fused)
     found = own.gradient(rows, token_budget=budget)
