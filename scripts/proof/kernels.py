@@ -276,8 +276,16 @@ def learner_of(net: torch.nn.Module, precision: str, folder: str, *, ranks: Rank
     return Learner(policy, loss, settings, pad_token_id=PAD, dump_dir=Path(folder), ranks=ranks)
 
 
+def flattened(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Two gradients as one vector each, in one order."""
+    return [torch.cat([each[name].double().cpu().flatten() for name in exact]) for each in (found, exact)]
+
+
 def policies(options: Options) -> Iterator[Finding]:
-    """Log-probs and gradients of whole policies against the CPU in float32; packed against padded; compiled too."""
+    """Log-probs and gradients of whole policies against the CPU in float32; packed against padded; compiled too.
+
+    In bf16 they may be a quarter further off than bf16 on the CPU is: how far depends on the weights, 2.4 % here.
+    """
     for family, tied in (("qwen2", False), ("qwen3", True)):
         net, rows = model(options, family, tied=tied), rows_of(options)
         with tempfile.TemporaryDirectory() as folder:
@@ -285,6 +293,9 @@ def policies(options: Options) -> Iterator[Finding]:
             exact = cpu.gradient(rows, token_budget=2000)
             log_probs = torch.cat([values for _, values in cpu.scored(rows)])
             said = torch.cat([row[keys.ASSISTANT_MASK] for row in rows])
+            halved = learner_of(copy.deepcopy(net), "bf16", folder)  # what half precision alone does to this policy
+            rounded = relative(*flattened(halved.gradient(rows, token_budget=2000), exact))
+            shift = float((torch.cat([values for _, values in halved.scored(rows)]) - log_probs)[said].abs().mean())
             cases = [("fp32", True, False), ("bf16", True, False), ("bf16", True, True), ("bf16", False, False)]
             seen: dict[tuple[bool, bool], torch.Tensor] = {}
             for precision, packed, fused in cases:
@@ -295,10 +306,9 @@ def policies(options: Options) -> Iterator[Finding]:
                 own = torch.cat([values for _, values in learner.scored(rows)])
                 if precision == "bf16":
                     seen[packed, fused] = own[said]
-                flat = [torch.cat([each[name].double().cpu().flatten() for name in exact]) for each in (found, exact)]
                 split = learner.gradient_gap(rows, (2000, 1)).relative
-                allowed = 1e-4 if precision == "fp32" else 2e-2
-                gap, mean = relative(*flat), float((own - log_probs)[said].abs().mean())
+                allowed = 1e-4 if precision == "fp32" else 1.25 * rounded
+                gap, mean = relative(*flattened(found, exact)), float((own - log_probs)[said].abs().mean())
                 figures = {"gradient": gap, "log_prob_gap": mean, "split": split, "allowed": allowed}
                 landed = learner.policy.shared_prompt == packed
                 yield Finding(name, gap < allowed and split < allowed and landed, figures | {"as_asked": landed})
@@ -310,7 +320,8 @@ def policies(options: Options) -> Iterator[Finding]:
                     yield Finding(f"{name}: perturb and restore", same, {})
             for name, other in (("padded", (False, False)), ("compiled", (True, True))):
                 gap = float((seen[True, False] - seen[other]).abs().mean())
-                yield Finding(f"{family}, bf16: packed against {name}", gap < 1e-2, {"mean_gap": gap})
+                figures = {"mean_gap": gap, "allowed": 1.25 * shift}
+                yield Finding(f"{family}, bf16: packed against {name}", gap < 1.25 * shift, figures)
 
 
 CHECKS = [versions, rates, attention, kernels_in_use, head, engine_product, policies]
