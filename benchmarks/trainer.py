@@ -12,7 +12,7 @@ per system:
 - ``peak_gib``: parameters, optimizer state and what a step adds at most; null without a GPU.
 
 The peak rate is the device's dense bfloat16 rate by name, or with ``--measure-peak``, and on a CPU always, the rate of
-large matrix products measured now. Systems take turns, and medians are reported. CUDA code here was never run.
+large matrix products measured now. Systems take turns, and medians are reported.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def predicted_learner(case: Case) -> Parts:
     keys = prompts + len(rows) * longest  # of CUDA's attention, which gives each response its prompt's
     batch = MicroBatch(prompts + spoken, spoken, len(rows) * longest, keys)
     half = case.precision != "fp32"
-    how = Learning(product_bytes=2 if half else 4, checkpointing=case.checkpointing, on_cpu=case.device == "cpu")
+    on_cpu = case.device == "cpu"
+    how = Learning(product_bytes=2 if half else 4, checkpointing=case.checkpointing, on_cpu=on_cpu, compiled=not on_cpu)
     return learner_memory(architecture_from(CONFIG_MAPPING[family](**sizes)), how, [batch])
 
 

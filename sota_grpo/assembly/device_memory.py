@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sota_grpo.assembly.devices import Plan, make_plan, num_engines, reference_has_own_weights, wants_workers
-from sota_grpo.assembly.learning import reference_dtype, trainer_precision
+from sota_grpo.assembly.learning import reference_dtype, trainer_precision, wants_fused_layers
 from sota_grpo.assembly.memory import (
     Learning,
     MicroBatch,
@@ -212,6 +212,7 @@ class RunMemory:
             parallel=model.tensor_parallel_size,
             shard_gradients=model.shard_gradients,
             quantized=self.config.model.quantization is not None,
+            compiled=not on_cpu and wants_fused_layers(self.config, device_type),
             optimizer=self.config.optimizer.name,
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from tensordict import TensorDictBase
+from transformers.models.auto import CONFIG_MAPPING
 
+from benchmarks.trainer_work import SHAPES
 from sota_grpo import keys
 from sota_grpo.assembly import memory
 from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
@@ -104,6 +106,39 @@ def saved_bytes(policy, rows: list[TensorDictBase], *, half: bool) -> int:
             out = policy(padded.select(*policy.in_keys))
         assert out.get(keys.LOG_PROBS).requires_grad
     return sum(size for size, _ in storages.values())
+
+
+ON_A_GPU = [  # GiB at the peak of an update, float32 under bf16 autocast, as an H200 showed them (docs/log.md)
+    ("qwen3-0.6b", 16384, 1, {}, 45.2),
+    ("qwen3-0.6b", 8192, 1, {"compiled": True}, 19.4),
+    ("qwen3-0.6b", 16384, 1, {"compiled": True}, 30.3),
+    ("qwen3-0.6b", 32768, 1, {"compiled": True}, 52.3),
+    ("qwen3-0.6b", 4096, 4, {"compiled": True}, 15.9),
+    ("qwen2.5-1.5b", 8192, 2, {"compiled": True}, 41.3),
+    ("qwen2.5-1.5b", 16384, 1, {"compiled": True, "checkpointing": True}, 24.6),
+    ("qwen2.5-1.5b", 16384, 1, {"checkpointing": True}, 25.5),
+]
+
+
+@pytest.mark.parametrize(("shape", "tokens", "batches", "how", "measured"), ON_A_GPU)
+def test_the_peak_is_that_of_a_gpu(
+    shape: str, tokens: int, batches: int, how: dict[str, bool], measured: float
+) -> None:
+    """Groups of a prompt and eight responses of 1,024 tokens each; within 10 %."""
+    family, sizes = SHAPES[shape]
+    rows = make_rows_of_length(tokens)
+    counted = learner_memory(
+        architecture_from(CONFIG_MAPPING[family](**sizes)),
+        Learning(product_bytes=2, on_cpu=False, **how),
+        [rows] * batches,
+    )
+    assert sum(counted.values()) / 2**30 == pytest.approx(measured, rel=0.1)
+
+
+def make_rows_of_length(tokens: int) -> MicroBatch:
+    prompts = -(-tokens // (9 * 1024))
+    said = tokens - 1024 * prompts
+    return MicroBatch(tokens, said, 2 * said, 2 * said + 1024 * prompts)
 
 
 TINY = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
