@@ -128,7 +128,7 @@ def kill_and_resume(options: Options) -> Iterator[Finding]:
     if gap < 1e-2:
         yield Finding("the resumed weights", True, figures)
         return
-    # sums in no fixed order: rounding differs, then one token that is sampled, then all behind it; as in equal runs
+    # where sums have no fixed order equal runs part as well: by rounding, then by one sampled token
     again = options.out / "whole_again"
     ran(command(options, again, *extra, steps=steps))
     figures["gap_of_two_whole_runs"] = float((_flat(_weights(again, max)) - left_alone).norm()) / moved
