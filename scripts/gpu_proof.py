@@ -1,4 +1,5 @@
-"""Proof on one GPU, stage by stage: ``python scripts/gpu_proof.py kernels`` (then runs, speed, memory, processes).
+"""Proof on one GPU, stage by stage: ``python scripts/gpu_proof.py kernels`` (then runs, speed, memory, processes), or
+several: ``python scripts/gpu_proof.py kernels memory``.
 
 Every check prints one line of JSON with what was measured, what was allowed and whether it passed, and a table comes
 last. A stage starts no further check after 80 % of ``--limit`` seconds, and names those that it left out. Exit code 1
@@ -51,6 +52,10 @@ def run_stage(name: str, checks: list[Check], options: Options, limit_s: float) 
     return found
 
 
+def checks_of(stage: str) -> list[Check]:
+    return importlib.import_module(f"scripts.proof.{stage}").CHECKS
+
+
 def report(stage: str, finding: Finding, seconds: float) -> Finding:
     line = {"stage": stage, "what": finding.what, "passed": finding.passed, **finding.figures}
     print(json.dumps(line | {"seconds": round(seconds, 2)}), flush=True)
@@ -73,18 +78,18 @@ def short(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds")
+    parser.add_argument("stages", choices=STAGES, nargs="+", metavar="stage", help=", ".join(STAGES))
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds, of each stage")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", nargs="+", help="names of checks")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_proof"), help="for profiles and runs")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    checks = importlib.import_module(f"scripts.proof.{given.stage}").CHECKS
-    chosen = [check for check in checks if not given.only or check.__name__ in given.only]
-    options = Options(given.device, given.small, given.out)
-    found = run_stage(given.stage, chosen, options, given.limit)
+    options, found = Options(given.device, given.small, given.out), []
+    for stage in given.stages:
+        chosen = [check for check in checks_of(stage) if not given.only or check.__name__ in given.only]
+        found += run_stage(stage, chosen, options, given.limit)
     print(table(found), flush=True)
     sys.exit(any(finding.passed is False for finding in found))
 

@@ -3,28 +3,40 @@
 A light one has imported what every command line imports, and a child of it ends where it imports one of :data:`HEAVY`.
 
 Each child is a process of its own in everything that a command can change: arguments, working directory, environment,
-Hydra, loggers, signals. vLLM is hidden from them, as on a machine where it is not installed.
+Hydra, loggers, signals. vLLM is hidden from them, as on a machine where it is not installed. Workers are forked by
+:class:`ForkLauncher`. All test processes of a session share one process of each kind.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sota_grpo.workers.processes import ProcessLauncher, serve_child
+
 HEAVY = ("torch", "transformers", "torchrl", "tensordict", "vllm", "ray", "datasets", "wandb", "plotly", "pyarrow")
 _OUTPUTS = ("stdout", "stderr")
+_CACHES = ("HF_HOME", "HF_DATASETS_CACHE")  # read while libraries are imported
+_MESSAGE_BYTES = 1 << 17
+_started: list[subprocess.Popen[bytes]] = []  # they end with this process
 
 
 @dataclass(frozen=True)
@@ -40,19 +52,71 @@ class Done:
         assert self.code == 0, f"{command}\nexit code {self.code}\n{self.stdout[-2000:]}\n{self.stderr[-6000:]}"
 
 
+def _connect(kind: str) -> socket.socket:
+    """To a fork of the session's process of that kind; it is started if there is none.
+
+    Who binds the name of its socket starts it; all others wait in that socket's queue meanwhile.
+    """
+    address = f"\0{__name__} {kind} {os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"  # no file
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with suppress(ConnectionRefusedError):
+            connection.connect(address)
+            return connection
+        connection.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue  # another was faster
+            listener.listen()
+            server = subprocess.Popen(
+                [sys.executable, "-m", __name__, kind, str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                cwd=Path(__file__).resolve().parents[1],
+            )
+            _started.append(server)
+
+
+class _Fork:
+    """A connection to a fork of a prepared process, which forks again for each job: one at a time."""
+
+    def __init__(self, kind: str) -> None:
+        self._socket = _connect(kind)
+
+    def start(self, job: Mapping[str, Any], files: Sequence[int]) -> int:
+        """Fork a process for a job, with these open files; its id."""
+        socket.send_fds(self._socket, [json.dumps(job).encode()], files)
+        return self.answer()
+
+    def answer(self, timeout_s: float | None = None) -> int:
+        """The next number: the id of a process that was started, then how it ended; or ``TimeoutError``."""
+        self._socket.settimeout(timeout_s)
+        answer = self._socket.recv(_MESSAGE_BYTES)
+        assert answer, "the prepared process has ended; its own error is above"
+        return int(answer)
+
+    def close(self) -> None:
+        """End the fork; its child is left to its time limit."""
+        self._socket.close()
+
+
 class ForkServer:
-    """The process, from the side of the tests."""
+    """Runs commands in forks of a prepared process, one at a time.
+
+    Args:
+        folder: for what they print.
+        environment: of the commands; whole, but for where libraries keep what they download and convert.
+        light: see this file's first lines.
+    """
 
     def __init__(self, folder: Path, environment: Mapping[str, str], *, light: bool = False):
-        self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *(["light"] if light else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=dict(environment),
-            cwd=Path(__file__).resolve().parents[1],
-        )
+        self._folder, self._environment = folder, environment
+        self._fork = _Fork("light" if light else "heavy")
 
     def run(
         self,
@@ -70,40 +134,76 @@ class ForkServer:
         self, arguments: Sequence[str], *, cwd: Path, environment: Sequence[tuple[str, str]] = (), timeout_s: int = 300
     ) -> int:
         """Begin to run it; returns the id of its process, for signals. One at a time: :meth:`finish` waits for it."""
-        assert self._process.stdin is not None
-        job = {"arguments": list(arguments), "cwd": str(cwd), "environment": dict(environment)}
-        job |= {"timeout_s": timeout_s, "folder": str(self._folder)}
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        return self._answer()
+        job = {"arguments": list(arguments), "cwd": str(cwd), "environment": {**self._environment, **dict(environment)}}
+        job |= {"timeout_s": timeout_s, "path": dict(environment).get("PYTHONPATH", "").split(os.pathsep)}
+        with (self._folder / "stdout").open("wb") as stdout, (self._folder / "stderr").open("wb") as stderr:
+            return self._fork.start(job, [stdout.fileno(), stderr.fileno()])
 
     def finish(self) -> Done:
         """Wait for the command that was started."""
-        return Done(self._answer(), *((self._folder / name).read_text(errors="replace") for name in _OUTPUTS))
-
-    def _answer(self) -> int:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        assert answer, "the fork server has ended; its own error is above"
-        return int(answer)
+        return Done(self._fork.answer(), *((self._folder / name).read_text(errors="replace") for name in _OUTPUTS))
 
     def close(self) -> None:
-        """End the process; a command that is under way is left to its time limit."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+        """Give the fork back; a command that is under way is left to its time limit."""
+        self._fork.close()
 
 
-def _become(job: Mapping[str, Any]) -> NoReturn:
-    """In the child: run the script and exit as it does."""
+class _ForkedWorker:
+    """What :class:`~sota_grpo.workers.processes.ProcessWorker` asks of a ``Popen``."""
+
+    def __init__(self, environment: Mapping[str, str], connection: int) -> None:
+        self._fork, self._lock = _Fork("heavy"), threading.Lock()
+        self._code: int | None = None
+        readable, writable = os.pipe()
+        job = {"owner": os.getpid(), "path": sys.path, "environment": dict(environment)}
+        self.pid = self._fork.start(job, [writable, writable, connection])
+        os.close(writable)
+        self.stdout = os.fdopen(readable, "rb")
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._lock:  # of several threads
+            if self._code is None:
+                try:
+                    self._code = self._fork.answer(timeout)
+                except TimeoutError:
+                    raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0) from None
+                self._fork.close()
+            return self._code
+
+
+class ForkLauncher(ProcessLauncher):
+    """Starts workers in forks of a prepared process, with no subreaper above them: for tests of what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spawner.submit = self._submit  # type: ignore[method-assign, assignment]
+
+    @staticmethod
+    def _submit(popen: object, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any):
+        started: Future[_ForkedWorker] = Future()
+        (connection,) = pass_fds
+        started.set_result(_ForkedWorker(env, connection))
+        return started
+
+
+def _become(job: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+    """In the child: what the job says, and exit as that does."""
     os.setsid()
+    os.environ |= {name: value for name, value in job["environment"].items() if name not in _CACHES}
+    for name in os.environ.keys() - job["environment"].keys() - {*_CACHES}:
+        del os.environ[name]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, file in enumerate(files[:2], start=1):
+        os.dup2(file, descriptor)
+        os.close(file)
+    if "owner" in job:
+        sys.path[:] = job["path"]
+        serve_child(files[2], job["owner"])
+        os._exit(0)
+    sys.path[:0] = filter(None, job["path"])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started with
     signal.alarm(job["timeout_s"])  # ends the child; its workers end with it
     os.chdir(job["cwd"])
-    os.environ.update(job["environment"])
-    sys.path[:0] = filter(None, job["environment"].get("PYTHONPATH", "").split(os.pathsep))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for descriptor, name in enumerate(_OUTPUTS, start=1):
-        os.dup2(os.open(Path(job["folder"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.argv = job["arguments"]
     code = _exit_code(sys.argv[0])
     # as Python ends, but for half a second in which it frees one by one what was imported
@@ -142,9 +242,10 @@ class _Refuse:
     def exec_module(self, module: object) -> None: ...
 
 
-def _serve() -> None:
-    gc.disable()  # while all is imported
-    if sys.argv[1:] == ["light"]:
+def _prepare(kind: str) -> None:
+    """Import, then leave nothing for a child to look through or copy."""
+    gc.disable()
+    if kind == "light":
         sys.meta_path.insert(0, _Refuse())  # type: ignore[arg-type]
         import hydra  # noqa: F401
 
@@ -168,15 +269,42 @@ def _serve() -> None:
 
     gc.collect()
     gc.enable()
-    gc.freeze()  # a child neither looks through nor copies what was imported here
-    for line in iter(sys.stdin.readline, ""):
+    gc.freeze()
+
+
+def _accept(listener: socket.socket) -> None:
+    """Fork for each test process that connects, until the one that started this is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            _serve(connection)
+            os._exit(0)
+        connection.close()
+
+
+def _serve(connection: socket.socket) -> None:
+    while True:
+        message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+        if not message:
+            return
         child = os.fork()
         if child == 0:
-            _become(json.loads(line))
-        print(child, flush=True)
+            connection.close()
+            _become(json.loads(message), files)
+        for file in files:
+            os.close(file)
+        connection.send(b"%d" % child)
         _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        with suppress(BrokenPipeError):  # nobody waits for it
+            connection.send(b"%d" % os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":
-    _serve()
+    with tempfile.TemporaryDirectory() as caches:
+        os.environ |= dict.fromkeys(_CACHES, caches)
+        _prepare(sys.argv[1])
+        _accept(socket.socket(fileno=int(sys.argv[2])))

@@ -318,6 +318,7 @@ def _roles_in_workers(
         fleet.wait_ready()
     if isinstance(learner, RemoteLearner):
         learner.require_folder(run_dir)
+        engine.fleet.attend = learner.attend  # weights are pushed where both may be lost at once
     grader = own_grader(env.grader)
     if isinstance(grader, GradingPool):  # waited for by whoever started it
         fleets.append(grader.fleet)

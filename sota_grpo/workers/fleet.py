@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
 _FIRST_PAUSE_S = 0.1  # between two starts that fail
 _GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
+_ATTEND_S = 1.0  # between two calls of what is to be attended to while a broadcast is waited for
 _MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
 
 
@@ -68,6 +69,8 @@ class Fleet:
     Attributes:
         restarts: workers that were replaced, failed starts included.
         requeued: how often a task was given to another worker because its own was lost.
+        attend: called now and then by whoever waits for a broadcast. What it raises ends the wait, which may be for a
+            replacement that no machine has room for.
     """
 
     _first_state: Literal["pending", "starting"] = "starting"
@@ -90,6 +93,7 @@ class Fleet:
         if count < 1 or capacity < 1:
             raise ValueError(f"A fleet needs at least one worker with room for one task; got {count} and {capacity}.")
         self.restarts = self.requeued = 0
+        self.attend: Callable[[], object] = lambda: None
         self._role, self._start, self._capacity = role, start, capacity
         self._task_deadline_s = math.inf if task_deadline_s is None else task_deadline_s
         self._progress = progress
@@ -164,13 +168,16 @@ class Fleet:
         Raises:
             WorkerLate: nobody answered, the replacements neither (a TimeoutError).
             WorkerDied: nobody answered, or the fleet was closed or has no slot left.
-            Exception: what the method raised on a worker; a sticky call is then forgotten again.
+            Exception: what the method raised on a worker; a sticky call is then forgotten again. Or what
+                :attr:`attend` raised; the broadcast goes on then.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("A future's callback cannot wait for a broadcast: it runs on the fleet's own thread.")
         broadcast = Broadcast(method, args, deadline_s)
         if not self._post(self._open, broadcast, sticky):
             raise self._closed()
+        while not wait([broadcast.future], timeout=_ATTEND_S).done:
+            self.attend()
         return broadcast.future.result()
 
     def keep(self, method: str, args: Sticky) -> None:

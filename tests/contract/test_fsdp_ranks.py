@@ -30,7 +30,8 @@ from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.learner import Learner, NonFiniteStep
 from sota_grpo.training.remote_learner import LearnerDied, RemoteLearner
 from sota_grpo.workers.base import WorkerSpec
-from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker
+from sota_grpo.workers.processes import ProcessWorker
+from tests.forked import ForkLauncher
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
@@ -44,7 +45,7 @@ class Pair:
     """Two processes, or as many as there are workers, and whatever learner they have at the moment."""
 
     workers: list[ProcessWorker]
-    launcher: ProcessLauncher
+    launcher: ForkLauncher
     folder: Path
 
     def learner(self, **options: Any) -> RemoteLearner:
@@ -64,7 +65,7 @@ class Pair:
 
 @contextmanager
 def started(size: int, folder: Path) -> Iterator[Pair]:
-    launcher = ProcessLauncher()
+    launcher = ForkLauncher()
     place = {"size": size, "init_method": f"file://{folder}/rendezvous", "dump_dir": str(folder)}
     specs = [WorkerSpec("tests.rank_rigs:bench", {"rank": rank, **place}) for rank in range(size)]
     with closing(launcher):

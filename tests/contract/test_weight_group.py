@@ -18,11 +18,11 @@ from sota_grpo.rl.records import Sampling
 from sota_grpo.training.learner import Publisher
 from sota_grpo.workers.base import WorkerSpec, starter
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 from tests.contract.test_fsdp_ranks import started
 from tests.engine_rigs import CONTEXT, ragged_requests, tiny_model
+from tests.forked import ForkLauncher
 from tests.process_rigs import wait_for
 from tests.rank_rigs import ragged_rows
 from tests.weight_rigs import TOKENS_HELD, resources
@@ -68,7 +68,7 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    launcher = ProcessLauncher()
+    launcher = ForkLauncher()
     start = starter(launcher, "rollout", WorkerSpec("tests.weight_rigs:watched_rollout"), [{"threads": 1}] * 2)
     fleet = Fleet("rollout", start, 2, capacity=4)
     model = tiny_model(seed=3).train()

@@ -60,8 +60,11 @@ def starts_workers(command: Command) -> bool:
     """Whether it starts Ray or vLLM."""
     words = command.words
     several = any(".num_devices=" in word and not word.endswith("=1") for word in words)
-    wants_vllm = any(word.startswith("engine=") and "vllm" in word for word in words)
-    return is_training(command) and (is_async(command) or several or wants_vllm)
+    return is_training(command) and (is_async(command) or several or wants_vllm(command))
+
+
+def wants_vllm(command: Command) -> bool:
+    return any(word.startswith("engine=") and "vllm" in word for word in command.words)
 
 
 def is_slow(command: Command) -> bool:

@@ -22,7 +22,7 @@ from tests.docs.rules import (
     small,
     small_block,
     small_tool,
-    starts_workers,
+    wants_vllm,
 )
 from tests.forked import Done, ForkServer
 
@@ -82,7 +82,7 @@ class Workshop:
             arguments = [str(self._program), "train", *(["--async"] if is_async(command) else []), *small(command)]
         else:
             arguments = [str(ROOT / command.words[1]), *small(command)]
-        if starts_workers(command):  # Ray and vLLM do not like to be forked
+        if is_training(command) and wants_vllm(command):  # it is hidden where commands are forked
             return self._own_process([sys.executable, *arguments], desk, command.environment)
         return self._server.run(arguments, cwd=desk, environment=command.environment)
 

@@ -59,14 +59,14 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
 def grpo(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.CompletedProcess]:
     """Run ``grpo.py`` to its end; stdin is closed, so that a prompt would fail.
 
-    Forked from a process that has imported torch, but for what Ray or vLLM takes part in: these do not like that.
+    Forked from a process that has imported torch, but for what vLLM takes part in: it is hidden there.
     """
 
     def run(
         run_dir: Path, *overrides: str, config: str = "grpo_cpu", script: str = "grpo.py", **kwargs
     ) -> subprocess.CompletedProcess:
         arguments = command(run_dir, *overrides, config=config, script=script)
-        if script == "grpo.py" and "engine=vllm" not in overrides:
+        if "engine=vllm" not in overrides:
             done = fork_server.run(arguments[1:], cwd=tmp_path, environment=list(kwargs.get("env", {}).items()))
             return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)
         return subprocess.run(

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -514,6 +514,32 @@ def test_a_worker_that_arrives_after_the_end_is_killed(stage: Stage) -> None:
     assert stage.now(0).killed
     with pytest.raises(WorkerDied, match="closed"):
         fleet.wait_ready()
+
+
+def test_who_waits_for_a_replacement_without_end_hears_what_else_has_ended(stage: Stage, monkeypatch) -> None:
+    """A machine dies with all engines and the learner: weights are pushed to engines that no machine has room for."""
+    monkeypatch.setattr("sota_grpo.workers.fleet._ATTEND_S", 0.01)
+    fleet, room, ended = stage.fleet(2), threading.Event(), threading.Event()
+
+    def attend() -> None:
+        if ended.is_set():
+            raise ConnectionError("the learner is gone")
+
+    fleet.attend = attend
+    stage.prepare = lambda puppet: room.wait(WAIT_S) and None
+    for puppet in (stage.now(0), stage.now(1)):
+        puppet.mute.add("update")
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(fleet.broadcast, "update", 1, deadline_s=WAIT_S, sticky=True)
+        until(lambda: 1 in stage.now(0).open and 1 in stage.now(1).open)
+        for puppet in (stage.now(0), stage.now(1)):
+            puppet.kill()
+        until(lambda: fleet.restarts == 2)
+        assert not pushed.done()
+        ended.set()
+        with pytest.raises(ConnectionError, match="the learner is gone"):
+            pushed.result(WAIT_S)
+    room.set()
 
 
 # Real processes
