@@ -66,7 +66,7 @@ FIRST = {key: c for c in reversed(COMMANDS) if (key := (c.words, c.environment))
 
 
 def cases(chosen: list[Command]) -> list:
-    slow = [pytest.mark.slow]
+    slow = [pytest.mark.slow, pytest.mark.longest]
     return [
         pytest.param(c, id=str(c), marks=slow if is_slow(c) or is_variation(c) or is_mixed(c) else []) for c in chosen
     ]
