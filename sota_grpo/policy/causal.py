@@ -2,8 +2,8 @@
 
 Its decoder is given packed rows where that is found to change rounding only. On CUDA its layers can be compiled
 (:func:`fuse_layers`): norms, rotary positions, gated activations and residuals, which in eager mode read and write the
-float32 residual stream many times, become few kernels. The attention stays outside as it is: it reads the layout of the
-packed rows, which is another in every micro-batch.
+float32 residual stream many times, become few kernels, and each layer one call. All attention but CUDA's kernel for
+half precision stays outside: it reads the layout of the packed rows, which is another in every micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError
@@ -372,6 +372,7 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
         position_ids=layout.positions,
         use_cache=False,
         layout=layout,
+        spans=layout.spans,
     )
     return output.last_hidden_state[0]
 
@@ -441,10 +442,11 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     length = len(layout.tokens)
     own = torch.Generator().manual_seed(0)  # rank 0 alone is here: its other random numbers stay those of the others
     query, key, value = (torch.randn(1, count, length, width, generator=own) for count in (heads, key_heads, key_heads))
-    expected, _ = shared_attention(model, query, key, value, None, layout=layout)
+    expected, _ = shared_attention(model, query, key, value, None, layout=layout, spans=layout.spans)
     query, key, value = (each.to(device, torch.bfloat16) for each in (query, key, value))
     try:
-        there, _ = shared_attention(model, query, key, value, None, layout=layout.to(device))
+        layout = layout.to(device)
+        there, _ = shared_attention(model, query, key, value, None, layout=layout, spans=layout.spans)
     except RuntimeError as error:  # no kernel for this device
         return f"{type(error).__name__}: {error}"
     gap = float((there.cpu().float() - expected).abs().max() / expected.abs().max())
@@ -519,7 +521,6 @@ def fuse_layers(model: PreTrainedModel) -> None:
     One compilation serves all layers. Copies of the model (``copy.deepcopy``) are not compiled. Results differ from
     eager mode by rounding.
     """
-    _leave_attention_out()
     limit: dict[str, int] = {}
     if "recompile_limit" in signature(torch.compile).parameters:
         limit = {"recompile_limit": COMPILED_VARIANTS}  # in any thread; the setting below holds in this one only
@@ -527,8 +528,3 @@ def fuse_layers(model: PreTrainedModel) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, options=COMPILE_OPTIONS, **limit)
-
-
-@functools.cache
-def _leave_attention_out() -> None:
-    AttentionInterface.register(SHARED_ATTENTION, torch.compiler.disable(shared_attention))

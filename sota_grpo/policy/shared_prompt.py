@@ -18,21 +18,23 @@ so two calls of the flash kernel and this sum are one softmax over both (Dao et 
 3.1). The backward pass calls the kernel's own for each part with ``o`` and ``lse`` of the whole: the probabilities it
 computes again, ``exp(score - lse)``, are then those of the whole, and the parts' gradients add.
 
-On CUDA in half precision it is one variable-length flash call over gathered keys. Layers with a sliding window that is
-shorter than the longest row, capped scores, and CUDA in float32 go response by response through a plain form.
+On CUDA in half precision it is one variable-length flash call over gathered keys, which the compiler takes into its
+graph of a layer; the gradients of a prompt's keys are added up in one order, in float32. Elsewhere, layers with a
+sliding window that is shorter than the longest row go response by response through a plain form, as do capped scores,
+and CUDA in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
 from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -85,10 +87,19 @@ class Spans:
     """
 
     key_index: Tensor  # int64 [K], the packed positions of all keys
+    key_order: Tensor  # int64 [K], where in key_index each packed position stands, position after position
+    use_ends: Tensor  # int64 [L + 1], 0 and where each packed position's part of key_order ends
     query_ends: Tensor  # int32 [S + 1], 0 and where each span of queries ends
     key_ends: Tensor  # int32 [S + 1]
     longest_query: int
     longest_key: int  # tokens of the longest row
+
+    def tensors(self) -> list[Tensor]:
+        return [self.key_index, self.key_order, self.use_ends, self.query_ends, self.key_ends]
+
+    def on(self, tensors: Sequence[Tensor]) -> Spans:
+        index, order, use_ends, query_ends, key_ends = tensors
+        return Spans(index, order, use_ends, query_ends, key_ends, self.longest_query, self.longest_key)
 
 
 @dataclass
@@ -107,17 +118,16 @@ class Layout:
 
     def tensors(self) -> list[Tensor]:
         """What a GPU computes with; see :meth:`on`."""
-        spans = self.spans
         own = [self.tokens, self.positions, self.predicting, self.targets, self.slots]
         kept = [] if self.kept is None else self.kept[:4]
-        return [*own, spans.key_index, spans.query_ends, spans.key_ends, *kept]
+        return [*own, *self.spans.tensors(), *kept]
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
-        ids, positions, predicting, targets, slots, key_index, query_ends, key_ends, *sets = tensors
-        kept = None if self.kept is None else self.kept.on(sets)
+        ids, positions, predicting, targets, slots = tensors[:5]
+        kept = None if self.kept is None else self.kept.on(tensors[10:])
         moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
-        moved.spans = replace(self.spans, key_index=key_index, query_ends=query_ends, key_ends=key_ends)
+        moved.spans = self.spans.on(tensors[5:10])
         return moved
 
     def to(self, device: torch.device) -> Layout:
@@ -143,7 +153,13 @@ class Layout:
                     keys.append(len(prompt) + run.length)
                     index += [prompt, torch.arange(start, start + run.length)]
         ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys)]
-        return Spans(torch.cat(index), ends[0], ends[1], max(queries, default=0), max(keys, default=0))
+        every = torch.cat(index)
+        use_ends = nn.functional.pad(torch.bincount(every, minlength=len(self.tokens)).cumsum(0), (1, 0))
+        order = torch.from_numpy(
+            every.numpy().argsort(kind="stable")
+        )  # of runs that are in order, where torch's is slow
+        longest = max(queries, default=0), max(keys, default=0)
+        return Spans(every, order, use_ends, ends[0], ends[1], *longest)
 
 
 def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layout:
@@ -230,7 +246,7 @@ def is_right_padded(attention_mask: Tensor) -> bool:
 
 
 def shared_attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -239,6 +255,7 @@ def shared_attention(
     scaling: float | None = None,
     *,
     layout: Layout | None = None,
+    spans: Spans | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -250,7 +267,7 @@ def shared_attention(
         attention_mask: of the padded form; with a layout it is not read.
         dropout: of the probabilities; 0 with a layout.
         scaling: of the scores; None is ``width ** -0.5``.
-        layout: how the ``L`` tokens are packed.
+        layout: how the ``L`` tokens are packed, and its ``spans``, which the compiler can look into.
         sliding_window: tokens that a token sees, itself included.
         softcap: scores become ``softcap * tanh(score / softcap)``.
 
@@ -260,26 +277,57 @@ def shared_attention(
     Raises:
         NotImplementedError: something asks for another attention than this.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if layout is None:
-        if softcap is not None:  # torch's SDPA knows no cap, and transformers leaves it out in silence
-            return _attend(query, key, value, scale, softcap, seen=attention_mask).transpose(1, 2), None
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    unsupported = [name for name in UNKNOWN if kwargs.get(name) is not None]
-    if dropout or unsupported or kwargs.get("is_causal") is False:
-        raise NotImplementedError(f"a packed sequence has no attention with {unsupported or 'dropout, or not causal'}")
-    layout.windows.append(sliding_window)
+    if layout is None or spans is None or softcap is not None or not _takes_varlen(query, value):
+        given = (attention_mask, dropout, scaling)
+        return _between_graphs(module, query, key, value, *given, layout, sliding_window, softcap, **kwargs)
+    _require_known(dropout, kwargs)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
-    window = sliding_window if sliding_window and sliding_window < layout.spans.longest_key else None
-    if softcap is None and _takes_varlen(query, value):
-        return _varlen(query, key, value, layout, scale, window), None
-    if softcap is None and window is None and not query.is_cuda and query.shape[-1] == value.shape[-1]:
-        return _FlashShared.apply(query, key, value, layout, scale).transpose(1, 2), None
-    return _plain(query, key, value, layout, scale, window, softcap).transpose(1, 2), None
+    if not torch.compiler.is_compiling():
+        layout.windows.append(sliding_window)
+    return _varlen(query, key, value, spans, _scale(query, scaling), sliding_window), None
 
 
 AttentionInterface.register(SHARED_ATTENTION, shared_attention)
 AttentionMaskInterface.register(SHARED_ATTENTION, sdpa_mask)
+
+
+def _scale(query: Tensor, scaling: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def _require_known(dropout: float, others: Mapping[str, Any]) -> None:
+    unsupported = [name for name in UNKNOWN if others.get(name) is not None]
+    if dropout or unsupported or others.get("is_causal") is False:
+        raise NotImplementedError(f"a packed sequence has no attention with {unsupported or 'dropout, or not causal'}")
+
+
+@torch.compiler.disable  # blocks are others in every micro-batch
+def _between_graphs(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    layout: Layout | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """All attention but the variable-length kernel's; where layers are compiled they are several graphs around it."""
+    scale = _scale(query, scaling)
+    if layout is None:
+        if softcap is not None:  # torch's SDPA knows no cap, and transformers leaves it out in silence
+            return _attend(query, key, value, scale, softcap, seen=attention_mask).transpose(1, 2), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    _require_known(dropout, kwargs)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
+    layout.windows.append(sliding_window)
+    window = sliding_window if sliding_window and sliding_window < layout.spans.longest_key else None
+    if softcap is None and window is None and not query.is_cuda and query.shape[-1] == value.shape[-1]:
+        return _FlashShared.apply(query, key, value, layout, scale).transpose(1, 2), None
+    return _plain(query, key, value, layout, scale, window, softcap).transpose(1, 2), None
 
 
 class _FlashShared(torch.autograd.Function):
@@ -352,22 +400,63 @@ def _like_rows(tensor: Tensor) -> Tensor:
 
 def _takes_varlen(query: Tensor, value: Tensor) -> bool:
     """Whether torch's kernel can: Ampere or newer, half precision, one width of keys and values, 8 n up to 256."""
-    width, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    width, half = query.shape[-1], value.dtype in (torch.float16, torch.bfloat16)
     if not (query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256):
         return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return _is_ampere(query.device)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
+@torch.compiler.assume_constant_result
+def _is_ampere(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@torch.compiler.assume_constant_result
+def _is_told_of_groups() -> bool:
+    """Whether torch's kernel has to be told that several query heads share key heads; torch 2.11's need not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+class _KeysOfSpans(torch.autograd.Function):
+    """``keys [L, heads, width]`` by ``key_index``; a prompt's gradients are summed in float32, always in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, key_index: Tensor, key_order: Tensor, use_ends: Tensor) -> Tensor:
+        ctx.save_for_backward(key_order, use_ends)
+        # the gradient of [..] would sort the indices in every layer
+        return keys.index_select(0, key_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        key_order, use_ends = ctx.saved_tensors
+        return summed_uses(grad, key_order, use_ends), None, None, None
+
+
+@torch.library.custom_op("sota_grpo::summed_uses", mutates_args=())
+def summed_uses(grad: Tensor, key_order: Tensor, use_ends: Tensor) -> Tensor:
+    """Of ``[K, heads, width]`` the sums ``[L, heads, width]`` over the uses of each packed position.
+
+    An operation of its own: the compiler would make additions by atomics, in half precision, of this.
+    """
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    rows = grad.flatten(1).index_select(0, key_order).to(wide)
+    return torch.segment_reduce(rows, "sum", offsets=use_ends, unsafe=True).to(grad.dtype).unflatten(1, grad.shape[1:])
+
+
+@summed_uses.register_fake
+def _(grad: Tensor, key_order: Tensor, use_ends: Tensor) -> Tensor:
+    return grad.new_empty(use_ends.shape[0] - 1, *grad.shape[1:])
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, window: int | None) -> Tensor:
     """One flash call on CUDA, ``[1, L, heads, width]``. Its causal mask is aligned to the ends of queries and keys."""
     from torch.nn.attention.varlen import varlen_attn
 
-    spans = layout.spans
-    # index_select: the gradient of [..] would sort the indices in every layer
-    keys, values = (each[0].transpose(0, 1).index_select(0, spans.key_index) for each in (key, value))
-    # torch 2.11's takes key heads that several query heads share without being told
-    takes_gqa = "enable_gqa" in signature(varlen_attn).parameters
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa else {}
+    uses = spans.key_index, spans.key_order, spans.use_ends
+    keys, values = (_KeysOfSpans.apply(each[0].transpose(0, 1), *uses) for each in (key, value))
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _is_told_of_groups() else {}
     out: Any = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         keys,

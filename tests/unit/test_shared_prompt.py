@@ -17,7 +17,7 @@ from sota_grpo import keys
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, pack, shared_attention
+from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, pack, shared_attention, summed_uses
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
 
 
@@ -147,6 +147,21 @@ def test_the_call_of_the_kernel_for_gpus_asks_for_the_same_attention(
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", standing_in)
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
     assert asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_shared_keys_are_summed_as_they_should(dtype: torch.dtype) -> None:
+    """Against one addition after the other in float64; in half precision each sum is rounded once."""
+    rows = make_groups(GROUPS)
+    layout = pack(rows[keys.FULL_TOKENS], rows[keys.ATTENTION_MASK], rows[keys.ASSISTANT_MASK])
+    spans, length = layout.spans, len(layout.tokens)
+    assert len(spans.key_index) > length
+    grad = torch.randn(len(spans.key_index), 2, 3, dtype=torch.float64).to(dtype)
+    exact = torch.zeros(length, 2, 3, dtype=torch.float64).index_add_(0, spans.key_index, grad.double())
+    torch.testing.assert_close(
+        summed_uses(grad, spans.key_order, spans.use_ends).double(), exact.to(dtype).double(), rtol=1e-12, atol=1e-12
+    )
+    torch.library.opcheck(summed_uses, (grad, spans.key_order, spans.use_ends), test_utils="test_faketensor")
 
 
 def test_the_installed_kernel_is_one_of_these() -> None:
