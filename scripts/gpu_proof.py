@@ -56,6 +56,15 @@ def checks_of(stage: str) -> list[Check]:
     return importlib.import_module(f"scripts.proof.{stage}").CHECKS
 
 
+def forget() -> None:
+    """What an earlier stage has compiled, of which there is a limit, and the memory that it has left reserved."""
+    import torch
+
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+
+
 def report(stage: str, finding: Finding, seconds: float) -> Finding:
     line = {"stage": stage, "what": finding.what, "passed": finding.passed, **finding.figures}
     print(json.dumps(line | {"seconds": round(seconds, 2)}), flush=True)
@@ -88,6 +97,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     options, found = Options(given.device, given.small, given.out), []
     for stage in given.stages:
+        forget()
         chosen = [check for check in checks_of(stage) if not given.only or check.__name__ in given.only]
         found += run_stage(stage, chosen, options, given.limit)
     print(table(found), flush=True)

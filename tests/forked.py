@@ -4,7 +4,7 @@ A light one has imported what every command line imports, and a child of it ends
 
 Each child is a process of its own in everything that a command can change: arguments, working directory, environment,
 Hydra, loggers, signals. vLLM is hidden from them, as on a machine where it is not installed. Workers are forked by
-:class:`ForkLauncher`. All test processes of a session share one process of each kind.
+:class:`ForkLauncher`. All processes of one run of pytest share one of each kind.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ HEAVY = ("torch", "transformers", "torchrl", "tensordict", "vllm", "ray", "datas
 _OUTPUTS = ("stdout", "stderr")
 _CACHES = ("HF_HOME", "HF_DATASETS_CACHE")  # read while libraries are imported
 _MESSAGE_BYTES = 1 << 17
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # before a test changes it
 _started: list[subprocess.Popen[bytes]] = []  # they end with this process
 
 
@@ -53,7 +56,7 @@ class Done:
 
 
 def _connect(kind: str) -> socket.socket:
-    """To a fork of the session's process of that kind; it is started if there is none.
+    """To a fork of this test run's process of that kind; it is started if there is none.
 
     Who binds the name of its socket starts it; all others wait in that socket's queue meanwhile.
     """
@@ -76,7 +79,7 @@ def _connect(kind: str) -> socket.socket:
                 [sys.executable, "-m", __name__, kind, str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=_ENVIRONMENT,
                 cwd=Path(__file__).resolve().parents[1],
             )
             _started.append(server)
@@ -90,7 +93,9 @@ class _Fork:
 
     def start(self, job: Mapping[str, Any], files: Sequence[int]) -> int:
         """Fork a process for a job, with these open files; its id."""
-        socket.send_fds(self._socket, [json.dumps(job).encode()], files)
+        message = json.dumps(job).encode()
+        assert len(message) < _MESSAGE_BYTES, "arguments and environment are too long for one message"
+        socket.send_fds(self._socket, [message], files)
         return self.answer()
 
     def answer(self, timeout_s: float | None = None) -> int:
@@ -172,7 +177,10 @@ class _ForkedWorker:
 
 
 class ForkLauncher(ProcessLauncher):
-    """Starts workers in forks of a prepared process, with no subreaper above them: for tests of what they compute."""
+    """Starts workers in forks of a prepared process, for tests of what they compute.
+
+    They have no subreaper above them, and one hash seed: sets of texts have one order in all of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,6 +254,7 @@ def _prepare(kind: str) -> None:
     """Import, then leave nothing for a child to look through or copy."""
     gc.disable()
     if kind == "light":
+        assert not {*HEAVY} & sys.modules.keys()
         sys.meta_path.insert(0, _Refuse())  # type: ignore[arg-type]
         import hydra  # noqa: F401
 
@@ -281,30 +290,48 @@ def _accept(listener: socket.socket) -> None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            _serve(connection)
-            os._exit(0)
+            _forked(_serve, connection)
         connection.close()
+    with suppress(ChildProcessError):  # when all are gone
+        os.wait()
+
+
+def _forked(live: Callable[..., object], *args: Any) -> NoReturn:
+    """The life of a fork: nothing of it comes back to where it was forked."""
+    try:
+        live(*args)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def _serve(connection: socket.socket) -> None:
-    while True:
-        message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
-        if not message:
-            return
-        child = os.fork()
-        if child == 0:
-            connection.close()
-            _become(json.loads(message), files)
-        for file in files:
-            os.close(file)
-        connection.send(b"%d" % child)
-        _, status = os.waitpid(child, 0)
-        with suppress(BrokenPipeError):  # nobody waits for it
-            connection.send(b"%d" % os.waitstatus_to_exitcode(status))
+    """Fork for each job; a child is reaped when the next comes or nobody listens any more: until then its id is its."""
+    with suppress(ConnectionError):  # nobody waits for an answer
+        while True:
+            message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+            with suppress(ChildProcessError):
+                os.wait()
+            if not message:
+                return
+            child = os.fork()
+            if child == 0:
+                connection.close()
+                _forked(_become, json.loads(message), files)
+            for file in files:
+                os.close(file)
+            connection.send(b"%d" % child)
+            ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            connection.send(b"%d" % code)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as caches:
-        os.environ |= dict.fromkeys(_CACHES, caches)
-        _prepare(sys.argv[1])
-        _accept(socket.socket(fileno=int(sys.argv[2])))
+    caches = tempfile.mkdtemp()
+    os.environ |= dict.fromkeys(_CACHES, caches)
+    _prepare(sys.argv[1])
+    _accept(socket.socket(fileno=int(sys.argv[2])))
+    shutil.rmtree(caches, ignore_errors=True)

@@ -464,7 +464,8 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     tokens, completion_mask = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, said))
     real = nn.utils.rnn.pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
     layout = pack(tokens, real, completion_mask).to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+    eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not tell their windows
+    with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         packed = packed_hidden(model, layout)[layout.place.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:

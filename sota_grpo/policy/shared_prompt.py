@@ -277,6 +277,8 @@ def shared_attention(
     Raises:
         NotImplementedError: something asks for another attention than this.
     """
+    if layout is None and softcap is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if layout is None or spans is None or softcap is not None or not _takes_varlen(query, value):
         given = (attention_mask, dropout, scaling)
         return _between_graphs(module, query, key, value, *given, layout, sliding_window, softcap, **kwargs)
@@ -317,10 +319,8 @@ def _between_graphs(
 ) -> tuple[Tensor, None]:
     """All attention but the variable-length kernel's; where layers are compiled they are several graphs around it."""
     scale = _scale(query, scaling)
-    if layout is None:
-        if softcap is not None:  # torch's SDPA knows no cap, and transformers leaves it out in silence
-            return _attend(query, key, value, scale, softcap, seen=attention_mask).transpose(1, 2), None
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if layout is None:  # torch's SDPA knows no cap, and transformers leaves it out in silence
+        return _attend(query, key, value, scale, softcap, seen=attention_mask).transpose(1, 2), None
     _require_known(dropout, kwargs)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
     layout.windows.append(sliding_window)
@@ -434,20 +434,14 @@ class _KeysOfSpans(torch.autograd.Function):
         return summed_uses(grad, key_order, use_ends), None, None, None
 
 
-@torch.library.custom_op("sota_grpo::summed_uses", mutates_args=())
 def summed_uses(grad: Tensor, key_order: Tensor, use_ends: Tensor) -> Tensor:
     """Of ``[K, heads, width]`` the sums ``[L, heads, width]`` over the uses of each packed position.
 
-    An operation of its own: the compiler would make additions by atomics, in half precision, of this.
+    Of ``index_add`` the compiler makes additions by atomics, which in half precision round each time.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     rows = grad.flatten(1).index_select(0, key_order).to(wide)
     return torch.segment_reduce(rows, "sum", offsets=use_ends, unsafe=True).to(grad.dtype).unflatten(1, grad.shape[1:])
-
-
-@summed_uses.register_fake
-def _(grad: Tensor, key_order: Tensor, use_ends: Tensor) -> Tensor:
-    return grad.new_empty(use_ends.shape[0] - 1, *grad.shape[1:])
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, window: int | None) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from sota_grpo.workers.base import (
     IDLE_METHOD,
     ConstructionFailed,
+    Result,
     Start,
     Worker,
     WorkerDied,
@@ -69,7 +70,7 @@ class Fleet:
     Attributes:
         restarts: workers that were replaced, failed starts included.
         requeued: how often a task was given to another worker because its own was lost.
-        attend: called now and then by whoever waits for a broadcast. What it raises ends the wait, which may be for a
+        attend: called now and then by whoever waits for all workers. What it raises ends the wait, which may be for a
             replacement that no machine has room for.
     """
 
@@ -176,9 +177,12 @@ class Fleet:
         broadcast = Broadcast(method, args, deadline_s)
         if not self._post(self._open, broadcast, sticky):
             raise self._closed()
-        while not wait([broadcast.future], timeout=_ATTEND_S).done:
+        return self._attended(broadcast.future)
+
+    def _attended(self, future: Future[Result]) -> Result:
+        while not wait([future], timeout=_ATTEND_S).done:
             self.attend()
-        return broadcast.future.result()
+        return future.result()
 
     def keep(self, method: str, args: Sticky) -> None:
         """As a sticky broadcast, but those that are ready are not asked: they have it already.

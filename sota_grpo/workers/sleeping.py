@@ -57,7 +57,7 @@ class SleepingFleet(Fleet):
         all_asleep = promised()
         if not self._post(self._hold_starts, all_asleep):
             raise self._closed()
-        all_asleep.result()
+        self._attended(all_asleep)
 
     def wake(self, deadline_s: float) -> None:
         """Return when every worker that lives is awake; those that died meanwhile are replaced from now on."""

@@ -30,7 +30,7 @@ from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.learner import Learner, NonFiniteStep
 from sota_grpo.training.remote_learner import LearnerDied, RemoteLearner
 from sota_grpo.workers.base import WorkerSpec
-from sota_grpo.workers.processes import ProcessWorker
+from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker
 from tests.forked import ForkLauncher
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 
@@ -45,7 +45,7 @@ class Pair:
     """Two processes, or as many as there are workers, and whatever learner they have at the moment."""
 
     workers: list[ProcessWorker]
-    launcher: ForkLauncher
+    launcher: ProcessLauncher
     folder: Path
 
     def learner(self, **options: Any) -> RemoteLearner:
@@ -64,8 +64,8 @@ class Pair:
 
 
 @contextmanager
-def started(size: int, folder: Path) -> Iterator[Pair]:
-    launcher = ForkLauncher()
+def started(size: int, folder: Path, launcher: ProcessLauncher | None = None) -> Iterator[Pair]:
+    launcher = launcher or ForkLauncher()
     place = {"size": size, "init_method": f"file://{folder}/rendezvous", "dump_dir": str(folder)}
     specs = [WorkerSpec("tests.rank_rigs:bench", {"rank": rank, **place}) for rank in range(size)]
     with closing(launcher):
@@ -74,7 +74,7 @@ def started(size: int, folder: Path) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with started(2, tmp_path_factory.mktemp("ranks")) as two:
+    with started(2, tmp_path_factory.mktemp("ranks"), ProcessLauncher()) as two:  # texts have another hash in each
         yield two
 
 

@@ -84,7 +84,7 @@ class Workshop:
             arguments = [str(ROOT / command.words[1]), *small(command)]
         if is_training(command) and wants_vllm(command):  # it is hidden where commands are forked
             return self._own_process([sys.executable, *arguments], desk, command.environment)
-        return self._server.run(arguments, cwd=desk, environment=command.environment)
+        return self._server.run(arguments, cwd=desk, environment=command.environment, timeout_s=_LONG_S)
 
     def run_python(self, block: Block) -> Done:
         """Run a Python block as a script at the desk of its document; each has to stand alone."""

@@ -57,7 +57,8 @@ def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def gpus_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half precision takes the way that it takes on CUDA."""
+    """Half precision takes the way that it takes on CUDA; nothing is compiled yet."""
+    torch._dynamo.reset()
     monkeypatch.setattr(shared_prompt, "_takes_varlen", lambda query, value: value.dtype == torch.bfloat16)
     for operation, kernel in (
         (varlen._varlen_attn, kernels.varlen_attention),
@@ -84,6 +85,17 @@ def test_compiled_layers_equal_eager_ones_and_are_one_graph_each(lora: bool, gpu
             rows = make_groups(GROUPS)
             gap = fused(rows)[keys.LOG_PROBS] - eager(rows)[keys.LOG_PROBS]
             assert gap.norm() <= 1e-5 * fused(rows)[keys.LOG_PROBS].norm()
+
+
+def test_what_a_device_can_is_no_reason_to_leave_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def chosen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + shared_prompt._is_ampere(tensor.device) + 2 * shared_prompt._is_told_of_groups()
+
+    compiled = torch.compile(chosen, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(compiled(torch.zeros(3)), chosen(torch.zeros(3)))
+    assert float(compiled(torch.zeros(2))[0]) in (1, 3)
 
 
 @pytest.mark.slow

@@ -20,10 +20,9 @@ from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.workers.base import WorkerDied, WorkerSpec, starter
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.processes import ThreadLauncher
+from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, reference_worker
 from tests.builders import generator, random_rows
-from tests.forked import ForkLauncher
 from tests.unit.tiny_models import make_model, make_rows, make_tokenizer
 
 BUDGET = 24
@@ -163,7 +162,7 @@ def test_what_is_wrong_with_rows_or_weights_reaches_whoever_waits(saved, in_thre
 @pytest.mark.slow
 def test_a_reference_process_that_stops_is_replaced_and_its_rows_answered(saved) -> None:
     path, model = saved
-    launcher = ForkLauncher()
+    launcher = ProcessLauncher()
     service = service_of(launcher, path, 1, timeout_s=3.0, placements=[{"threads": 1}])
     service.fleet.wait_ready()
     groups = groups_of_rows(12)
