@@ -284,16 +284,19 @@ def _prepare(kind: str) -> None:
 def _accept(listener: socket.socket) -> None:
     """Fork for each test process that connects, until the one that started this is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork stays a zombie
+    forks = []
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
-        if os.fork() == 0:
+        forks.append(os.fork())
+        if forks[-1] == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             _forked(_serve, connection)
         connection.close()
-    with suppress(ChildProcessError):  # when all are gone
-        os.wait()
+    for fork in forks:  # those that are left still use the caches
+        with suppress(ChildProcessError):
+            os.waitpid(fork, 0)
 
 
 def _forked(live: Callable[..., object], *args: Any) -> NoReturn:
