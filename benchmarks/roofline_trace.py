@@ -80,7 +80,7 @@ class Trace:
         written = _sizes([*fresh, *changed])
         if name in _PRODUCTS:
             kind, flops, rate = PRODUCT, *_product(name, args, results[0])
-        elif name.startswith("_varlen_attn"):
+        elif name.startswith("packed_attention"):
             kind, flops, rate = ATTENTION, *_attention(args, backward="backward" in name)
         elif name in _GATHERS:  # it reads as much as it writes, and the indices
             kind = GATHER
@@ -263,16 +263,10 @@ def _product(name: str, args: Sequence[Any], result: torch.Tensor) -> tuple[floa
 
 
 def _attention(args: Sequence[Any], *, backward: bool) -> tuple[float, str]:
-    """4 per pair and unit of width forward; 10 backward, 2 of them for the scores that are computed again."""
-    query, query_ends, key_ends = (args[1], args[6], args[7]) if backward else (args[0], args[3], args[4])
-    is_causal, window = (args[10], args[13]) if backward else (args[7], args[9])
-    left = -1 if window is None else window[0]
-    pairs = 0
-    for queries, keys in zip(query_ends.inner.diff().tolist(), key_ends.inner.diff().tolist()):
-        if is_causal or (window is not None and window[1] == 0):
-            seen = torch.arange(keys - queries + 1, keys + 1)
-            pairs += int((seen if left < 0 else seen.clamp(max=left + 1)).sum())
-        else:
-            pairs += queries * keys
+    """4 per pair and unit of width forward, 14 backward, where scores are computed for queries and again for keys."""
+    query, starts, tiles = (args[1], args[6], args[7]) if backward else (args[0], args[3], args[4])
+    behind = torch.arange(len(starts.inner)) - starts.inner
+    prompts = ((tiles.inner[:, 1] - tiles.inner[:, 0]) * (tiles.inner[:, 3] - tiles.inner[:, 2])).sum()
+    pairs = int(behind.sum()) + len(behind) + int(prompts)
     width = query.shape[1] * query.shape[2]
-    return (10.0 if backward else 4.0) * width * pairs, "attention_backward" if backward else "attention"
+    return (14.0 if backward else 4.0) * width * pairs, "attention_backward" if backward else "attention"

@@ -125,12 +125,14 @@ def attention_errors(
     layout, length = layout_of(groups, options.device)
     shapes = [(1, count, length, width) for count in (query_heads, key_heads, key_heads)]
     given = [torch.randn(shape, device=options.device).to(dtype).requires_grad_() for shape in shapes]
-    out, _ = shared_attention(torch.nn.Module(), *given, None, layout=layout, sliding_window=window)
+    out, _ = shared_attention(
+        torch.nn.Module(), *given, None, layout=layout, tables=layout.tables, sliding_window=window
+    )
     pull = torch.randn_like(out)
     grads = torch.autograd.grad(out, given, pull)
     exact_layout, _ = layout_of(groups, "cpu")
     exact = [each.detach().cpu().double().requires_grad_() for each in given]
-    used = window if window and window < exact_layout.spans.longest_key else None
+    used = window if window and window < exact_layout.longest else None
     expected = _plain(*exact, exact_layout, width**-0.5, used, None).transpose(1, 2)
     wanted = torch.autograd.grad(expected, exact, pull.cpu().double())
     parts = zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), (expected.detach(), *wanted))
@@ -144,7 +146,7 @@ def kernels_in_use(options: Options) -> Iterator[Finding]:
         torch.randn(1, count, length, 128, device=options.device).bfloat16().requires_grad_() for count in (12, 2, 2)
     ]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        out, _ = shared_attention(torch.nn.Module(), *given, None, layout=layout)
+        out, _ = shared_attention(torch.nn.Module(), *given, None, layout=layout, tables=layout.tables)
         out.sum().backward()
         synchronised(options)
     names = {event.key[:60] for event in seen.key_averages() if "flash" in event.key.lower()}

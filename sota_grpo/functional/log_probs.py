@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 LN2 = math.log(2.0)
 LOGITS_BYTES_ON_CPU = 8 * 2**20
-LOGITS_BYTES = 256 * 2**20
+LOGITS_BYTES = 2**30
 ALIGNED = 128  # rows of a tile begin where matrix products on a GPU read fastest
 
 
@@ -40,7 +40,7 @@ class LogitTiles:
         bias: ``[V]`` or None.
         temperature: the logits are divided by it.
         softcap: bound ``c`` of the logits, ``c tanh(x / c)`` before the division, or None.
-        num_bytes: of all buffers together; None for 8 MiB on a CPU and 256 MiB elsewhere.
+        num_bytes: of all buffers together; None for 8 MiB on a CPU and 1 GiB elsewhere.
         num_buffers: wide buffers of one tile; a softcap adds one.
 
     Memory for 9 logits cuts 5 rows and 7 columns into rows 0:3, 3:5 and columns 0:3, 3:6, 6:7:
@@ -192,7 +192,9 @@ def chunked_log_probs(
     carries ``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` on to ``hidden``, ``weight`` and ``bias``, as far as
     they ask for a gradient. It leaves out the rows whose ``g`` and ``h`` are 0 (no advantage, clipped): that changes
     nothing but the time. Where ``hidden`` alone asks for a gradient (LoRA: the head is frozen), the forward pass keeps
-    ``d log_prob_m / d hidden_m`` instead of ``hidden_m``, and the backward pass only scales it.
+    ``d log_prob_m / d hidden_m`` instead of ``hidden_m``, and the backward pass only scales it. On CUDA the forward
+    pass keeps ``2^(z - top)`` of every logit, where that is at most :func:`kept_limit` bytes, and the backward pass
+    computes no logit again.
 
     The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
     all after is float32, or float64 when ``hidden`` is, sums over tiles too, whose size changes rounding only.
@@ -205,7 +207,7 @@ def chunked_log_probs(
         temperature: the logits are divided by it; that of the sampling.
         softcap: the bound ``c`` of the logits, if the model has one.
         logits_bytes: memory for logits, whatever M and V are. By default 8 MiB on a CPU, so that a tile stays in its
-            cache, and elsewhere 256 MiB, so that a tile takes much longer than its launch.
+            cache, and elsewhere 1 GiB, so that a tile takes much longer than its launch.
         with_entropy: also return the entropy of every row.
         entropy_grad: let the gradient through the entropy; without it the entropy is a detached diagnostic.
         vocab_shard: ``weight`` and ``bias`` are this rank's rows of the whole vocabulary's, whose ids ``targets`` are;
@@ -267,12 +269,16 @@ class _Options(NamedTuple):
     entropy_grad: bool
     vocab_shard: VocabShard | None
     keeps_slopes: bool = False  # d log_prob / d hidden, from the forward pass for the backward pass
+    keeps_tiles: bool = False  # 2^(z - top), likewise
 
     def for_gradients(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Options:
         """Slopes are kept where ``hidden`` alone asks for a gradient; those of a shard are of its own softmax."""
         frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
         sufficient = not self.entropy_grad and self.softcap is None and self.vocab_shard is None
-        return self._replace(keeps_slopes=torch.is_grad_enabled() and hidden.requires_grad and frozen and sufficient)
+        if not (torch.is_grad_enabled() and hidden.requires_grad and sufficient):
+            return self
+        fits = len(hidden) * len(weight) * hidden.element_size() <= kept_limit(hidden.device)
+        return self._replace(keeps_slopes=frozen, keeps_tiles=not frozen and bias is None and fits)
 
     def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogitTiles:
         return LogitTiles(
@@ -311,19 +317,16 @@ class _TiledLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         tiles = options.tiles(hidden, weight, bias)
         targets = targets if options.vocab_shard is None else targets - options.vocab_shard.first
-        scan = _Scan(*(hidden.new_empty(len(hidden), dtype=tiles.wide) for _ in range(4)))
-        slopes = torch.empty_like(hidden) if options.keeps_slopes else None
-        for rows in tiles.rows:
-            row_slopes = None if slopes is None else slopes[rows]
-            scores = _score(tiles, hidden[rows], targets[rows, None], options.with_entropy, row_slopes)
-            for whole, of_rows in zip(scan, scores):
-                whole[rows] = of_rows.squeeze(1)
+        scan, kept = _score(tiles, hidden, targets.unsqueeze(1), options)
+        scan = _Scan(*(each.squeeze(1) for each in scan))
         if options.vocab_shard is not None:
             scan = options.vocab_shard.joined(scan, (targets >= 0) & (targets < len(weight)))
         log_probs, entropy = scan.log_probs, scan.entropy
         ctx.options = options
         saved = (hidden, weight, bias, targets, scan.top, scan.mass, entropy)
-        ctx.save_for_backward(*(saved if slopes is None else (slopes,)))
+        if options.keeps_tiles:
+            kept = [log_probs, *kept]
+        ctx.save_for_backward(*(kept if options.keeps_slopes else (*saved, *kept)))
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy if options.with_entropy else None
@@ -336,22 +339,32 @@ class _TiledLogProbs(torch.autograd.Function):
             (slopes,) = ctx.saved_tensors
             return torch.where(g == 0, 0.0, g * slopes).to(slopes.dtype), None, None, None, None
         hidden, weight, bias, *vectors = ctx.saved_tensors
-        targets, top, mass, entropy = (x.unsqueeze(1) for x in vectors)
+        targets, top, mass, entropy = (x.unsqueeze(1) for x in vectors[:4])
         every = _Rows(hidden, targets, top, mass, entropy, g, h)
-        pulls = g if h is None else torch.cat((g, h), 1)
-        active = (pulls != 0).any(1).nonzero().squeeze(1)  # a GPU is waited for, once; a row costs three products
-        rows = every if len(active) == len(hidden) else every.take(active)
+        if ctx.options.keeps_tiles:
+            tiles = ctx.options.tiles(hidden, weight, bias)
+            return *_pull_kept(tiles, every, *vectors[4:]), None, None, None
+        rows, active = every, None
+        if not hidden.is_cuda:  # a row costs three products; a GPU would have to be waited for
+            pulls = g if h is None else torch.cat((g, h), 1)
+            active = (pulls != 0).any(1).nonzero().squeeze(1)
+            rows = every if len(active) == len(hidden) else every.take(active)
         tiles = ctx.options.tiles(rows.hidden, weight, bias)
         grad_hidden, grad_weight, grad_bias = _pull_back(tiles, rows, ctx.needs_input_grad)
         if grad_hidden is not None and ctx.options.vocab_shard is not None:
             grad_hidden = ctx.options.vocab_shard.summed(grad_hidden)
-        if grad_hidden is not None and rows is not every:
+        if grad_hidden is not None and active is not None and rows is not every:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, active, grad_hidden)
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, with_entropy: bool, slopes: Tensor | None) -> _Scan:
-    """What all tiles say of these rows; ``slopes [R, H]`` are filled in place.
+def kept_limit(device: torch.device) -> int:
+    """Most bytes of kept ``2^(z - top)`` on ``device``: a twelfth of a GPU's memory, none on a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory // 12 if device.type == "cuda" else 0
+
+
+def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options) -> tuple[_Scan, list[Tensor]]:
+    """What all tiles say of the rows; and what is kept for the backward pass: slopes, or tiles and their tops.
 
     Tile by tile, with ``top`` the greatest base-2 logit so far (online softmax, arXiv:1805.02867):
     ``mass = sum_v 2^(z_v - top)``, ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``own = z_target - top``. All stay
@@ -361,19 +374,27 @@ def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, with_entropy: boo
     The slope is ``((1 - p_target) weight[target] - sum of p_v weight_v over the other v) / temperature``, where
     ``1 - p_target`` comes from the log-prob: 0.001 is not rounded away in bfloat16, as ``p_target`` beside 1 would be.
     """
-    own, mass, moment = hidden.new_zeros(3, len(hidden), 1, dtype=tiles.wide)
-    so_far = _Scan(torch.full_like(mass, torch.finfo(mass.dtype).min), own, mass, moment)
-    others = None if slopes is None else torch.zeros_like(hidden, dtype=tiles.wide)
+    wide = hidden.new_zeros(4, len(hidden), 1, dtype=tiles.wide)
+    scan = _Scan(wide[0].fill_(torch.finfo(tiles.wide).min), *wide[1:])
+    others = torch.zeros_like(hidden, dtype=tiles.wide) if options.keeps_slopes else None
+    kept: list[Tensor] = []
     for columns in tiles.columns:
         weight = tiles.weight[columns].to(hidden.dtype)
-        raw, last = tiles.raw(hidden, weight, columns), so_far.top
-        so_far, p = _scan(tiles, raw, targets, columns, so_far, with_entropy, slopes is not None)
-        if others is not None:
-            add_product(others.mul_((last - so_far.top).exp2()), p, weight)
-    if slopes is not None and others is not None:
+        whole = hidden.new_empty(len(hidden), len(weight)) if options.keeps_tiles else None
+        for rows in tiles.rows:
+            so_far = _Scan(*(each[rows] for each in scan))
+            raw, last = tiles.raw(hidden[rows], weight, columns), so_far.top.clone()
+            p = whole[rows] if whole is not None else tiles.narrow(raw) if others is not None else None
+            _scan(tiles, raw, targets[rows], columns, so_far, options.with_entropy, p)
+            if others is not None and p is not None:
+                add_product(others[rows].mul_((last - so_far.top).exp2()), p, weight)
+        if whole is not None:
+            kept += [whole, scan.top.clone()]
+    if others is not None:
         weight = tiles.weight[targets.squeeze(1)].to(hidden.dtype).to(tiles.wide)
-        slopes.copy_(others.div_(so_far.mass).addcmul_(so_far.log_probs.expm1(), weight).mul_(-tiles.slope))
-    return so_far
+        slopes = others.div_(scan.mass).addcmul_(scan.log_probs.expm1(), weight).mul_(-tiles.slope)
+        kept = [slopes.to(hidden.dtype)]
+    return scan, kept
 
 
 class _Scan(NamedTuple):
@@ -394,27 +415,26 @@ class _Scan(NamedTuple):
 
 
 def _scan(
-    tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, so_far: _Scan, entropy: bool, weights: bool
-) -> tuple[_Scan, Tensor]:
-    """With one tile more; and with ``weights`` ``2^(z - top)`` ``[r, c]``, 0 at the target, for matrix products."""
+    tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, scan: _Scan, entropy: bool, weights: Tensor | None
+) -> None:
+    """Add a tile to ``scan``, in place; fill ``weights [r, c]`` with ``2^(z - top)``, 0 at the target, for products."""
     if tiles.kernels:
-        new, p = _Scan(so_far.top.clone(), *so_far[1:]), tiles.narrow(raw)
-        index, kept = targets - columns.start, p if weights else None
-        _kernels().scan(raw, index, *new, factor=tiles.factor, with_entropy=entropy, weights=kept)
-        return new, p
-    last, own, mass, moment = so_far
+        index = targets - columns.start
+        _kernels().scan(raw, index, *scan, factor=tiles.factor, with_entropy=entropy, weights=weights)
+        return
+    last, own, mass, moment = scan
     index, inside = tiles.find(targets, columns)
     top = torch.maximum(last, raw.amax(1, keepdim=True) * tiles.factor)
     drop, scale = last - top, (last - top).exp2()
     z = tiles.minus(raw, top)
-    own = torch.where(inside, z.gather(1, index), own + drop)
+    own.copy_(torch.where(inside, z.gather(1, index), own + drop))
     p = torch.exp2(z, out=tiles.buffer(-1, z))
     if entropy:
-        moment = (moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True)
-    mass = mass * scale + p.sum(1, keepdim=True)
-    if weights:
-        p = tiles.narrowed(p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0)))
-    return _Scan(top, own, mass, moment), p
+        moment.copy_((moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True))
+    mass.copy_(mass * scale + p.sum(1, keepdim=True))
+    last.copy_(top)
+    if weights is not None:
+        weights.copy_(p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0)))
 
 
 def _kernels() -> ModuleType:
@@ -422,6 +442,34 @@ def _kernels() -> ModuleType:
     from sota_grpo.functional import tile_kernels
 
     return tile_kernels
+
+
+def _pull_kept(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``sum(g log_probs)`` by hidden and weight, from each tile's ``2^(z - top)`` and its ``top``.
+
+    With ``s = -g 2^(top_tile - top) / mass`` a tile adds ``s (kept weight)`` and ``kept^T (s hidden)``. The target's
+    ``g (1 - p)`` is added separately, ``1 - p`` from the log-prob, so that half precision does not round it away.
+    """
+    hidden, weight, g = rows.hidden, tiles.weight, tiles.slope * rows.g
+    grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=tiles.wide), torch.empty_like(weight)
+    direct = grad_weight.dtype == tiles.wide and hidden.is_cuda
+    for columns, whole, top in zip(tiles.columns, kept[::2], kept[1::2]):
+        tile_weight = weight[columns].to(hidden.dtype)
+        scale = -g * (top - rows.top).exp2() / rows.mass
+        pulled = (scale * hidden).to(hidden.dtype)
+        if hidden.is_cuda:
+            grad_hidden.addcmul_(torch.mm(whole, tile_weight, out_dtype=tiles.wide), scale)
+        else:
+            grad_hidden.addcmul_((whole @ tile_weight).to(tiles.wide), scale)
+        if direct:
+            torch.mm(whole.t(), pulled, out_dtype=tiles.wide, out=grad_weight[columns])
+        else:
+            grad_weight[columns] = whole.t() @ pulled
+    at_target = -g * log_probs.unsqueeze(1).expm1()
+    ids = rows.targets.squeeze(1)
+    grad_hidden.addcmul_(at_target, weight[ids].to(hidden.dtype).to(tiles.wide))
+    grad_weight.index_put_((ids,), (at_target * hidden).to(weight.dtype), accumulate=True)  # in one order on CUDA too
+    return grad_hidden.to(hidden.dtype), grad_weight
 
 
 def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:

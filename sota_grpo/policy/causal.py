@@ -372,7 +372,7 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
         position_ids=layout.positions,
         use_cache=False,
         layout=layout,
-        spans=layout.spans,
+        tables=layout.tables,
     )
     return output.last_hidden_state[0]
 
@@ -442,11 +442,11 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     length = len(layout.tokens)
     own = torch.Generator().manual_seed(0)  # rank 0 alone is here: its other random numbers stay those of the others
     query, key, value = (torch.randn(1, count, length, width, generator=own) for count in (heads, key_heads, key_heads))
-    expected, _ = shared_attention(model, query, key, value, None, layout=layout, spans=layout.spans)
+    expected, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
     query, key, value = (each.to(device, torch.bfloat16) for each in (query, key, value))
     try:
         layout = layout.to(device)
-        there, _ = shared_attention(model, query, key, value, None, layout=layout, spans=layout.spans)
+        there, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
     except RuntimeError as error:  # no kernel for this device
         return f"{type(error).__name__}: {error}"
     gap = float((there.cpu().float() - expected).abs().max() / expected.abs().max())

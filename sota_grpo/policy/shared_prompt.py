@@ -18,10 +18,9 @@ so two calls of the flash kernel and this sum are one softmax over both (Dao et 
 3.1). The backward pass calls the kernel's own for each part with ``o`` and ``lse`` of the whole: the probabilities it
 computes again, ``exp(score - lse)``, are then those of the whole, and the parts' gradients add.
 
-On CUDA in half precision it is one variable-length flash call over gathered keys, which the compiler takes into its
-graph of a layer; the gradients of a prompt's keys are added up in one order, in float32. Elsewhere, layers with a
-sliding window that is shorter than the longest row go response by response through a plain form, as do capped scores,
-and CUDA in float32.
+On CUDA in half precision it is one operation with kernels of its own (:mod:`sota_grpo.policy.attention_kernels`), which
+the compiler takes into its graph of a layer. Elsewhere, layers with a sliding window that is shorter than the longest
+row go response by response through a plain form, as do capped scores, and CUDA in float32.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import signature
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -42,6 +41,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sota_grpo.functional.kept_sets import KeptSets
+from sota_grpo.functional.log_probs import builds_kernels
+from sota_grpo.policy.attention_tables import Tables, attention_tables
 from sota_grpo.policy.weight_pack import copy_to
 
 SHARED_ATTENTION = "sota_grpo_shared"
@@ -79,29 +80,6 @@ class Block:
         return self.runs[-1].end if self.runs else self.end
 
 
-@dataclass(frozen=True)
-class Spans:
-    """The segments of a packed sequence as variable-length attention takes them: each query span has a key span.
-
-    The keys of a prompt are its own; those of a response are its prompt's and then its own.
-    """
-
-    key_index: Tensor  # int64 [K], the packed positions of all keys
-    key_order: Tensor  # int64 [K], where in key_index each packed position stands, position after position
-    use_ends: Tensor  # int64 [L + 1], 0 and where each packed position's part of key_order ends
-    query_ends: Tensor  # int32 [S + 1], 0 and where each span of queries ends
-    key_ends: Tensor  # int32 [S + 1]
-    longest_query: int
-    longest_key: int  # tokens of the longest row
-
-    def tensors(self) -> list[Tensor]:
-        return [self.key_index, self.key_order, self.use_ends, self.query_ends, self.key_ends]
-
-    def on(self, tensors: Sequence[Tensor]) -> Spans:
-        index, order, use_ends, query_ends, key_ends = tensors
-        return Spans(index, order, use_ends, query_ends, key_ends, self.longest_query, self.longest_key)
-
-
 @dataclass
 class Layout:
     """The packed sequence of ``L`` tokens that right-padded rows ``[N, T]`` become, ``M`` of them predicted."""
@@ -120,14 +98,14 @@ class Layout:
         """What a GPU computes with; see :meth:`on`."""
         own = [self.tokens, self.positions, self.predicting, self.targets, self.slots]
         kept = [] if self.kept is None else self.kept[:4]
-        return [*own, *self.spans.tensors(), *kept]
+        return [*own, *self.tables.tensors(), *kept]
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
         ids, positions, predicting, targets, slots = tensors[:5]
-        kept = None if self.kept is None else self.kept.on(tensors[10:])
+        kept = None if self.kept is None else self.kept.on(tensors[9:])
         moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
-        moved.spans = self.spans.on(tensors[5:10])
+        moved.tables = self.tables.on(tensors[5:9])
         return moved
 
     def to(self, device: torch.device) -> Layout:
@@ -139,27 +117,14 @@ class Layout:
         return values.new_zeros(self.place.shape).put(self.slots, values)  # no view: FSDP2's hooks are on this tensor
 
     @cached_property
-    def spans(self) -> Spans:
-        """The same for one variable-length attention call."""
-        queries, keys, index = [], [], [torch.arange(0)]
-        for block in self.blocks:
-            prompt = torch.arange(block.start, block.end)
-            queries.append(len(prompt))
-            keys.append(len(prompt))
-            index.append(prompt)
-            for run in block.runs:
-                for start in range(run.start, run.end, run.length):
-                    queries.append(run.length)
-                    keys.append(len(prompt) + run.length)
-                    index += [prompt, torch.arange(start, start + run.length)]
-        ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys)]
-        every = torch.cat(index)
-        use_ends = nn.functional.pad(torch.bincount(every, minlength=len(self.tokens)).cumsum(0), (1, 0))
-        order = torch.from_numpy(
-            every.numpy().argsort(kind="stable")
-        )  # of runs that are in order, where torch's is slow
-        longest = max(queries, default=0), max(keys, default=0)
-        return Spans(every, order, use_ends, ends[0], ends[1], *longest)
+    def tables(self) -> Tables:
+        """What the kernels for CUDA compute."""
+        return attention_tables(self.blocks, len(self.tokens))
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.positions.max()) + 1 if self.positions.numel() else 0
 
 
 def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layout:
@@ -207,33 +172,36 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
 
 def _placed(tokens: Tensor, total: list[int], prompt: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Block]]:
     """Where each packed token is taken from in ``[N, T]`` (flat), its position in its row, ``place``, the blocks."""
-    width = tokens.shape[1]
-    source, positions, blocks = [], [], []
-    place = torch.zeros(tokens.shape, dtype=torch.int64)
+    ids, width = tokens.numpy(), tokens.shape[1]
+    source: list[Any] = []
+    positions: list[Any] = []
+    blocks: list[Block] = []
+    place = np.zeros(ids.shape, np.int64)
     end = 0
     by_prompt: dict[bytes, list[int]] = {}
     for row, length in enumerate(prompt):
-        by_prompt.setdefault(tokens[row, :length].numpy().tobytes(), []).append(row)
+        by_prompt.setdefault(ids[row, :length].tobytes(), []).append(row)
     for rows in by_prompt.values():
         shared = prompt[rows[0]]
-        source.append(torch.arange(shared) + rows[0] * width)
-        positions.append(torch.arange(shared))
+        source.append(np.arange(shared) + rows[0] * width)
+        positions.append(np.arange(shared))
         start, end = end, end + shared
-        place[rows, :shared] = torch.arange(start, end)
+        place[rows, :shared] = np.arange(start, end)
         prompt_end, runs = end, []
         rows = sorted((row for row in rows if total[row] > shared), key=total.__getitem__)
         for length, equal in groupby(rows, key=lambda row: total[row] - shared):
             first, count = end, 0
             for row in equal:
-                here = torch.arange(shared, shared + length)
+                here = np.arange(shared, shared + length)
                 source.append(here + row * width)
                 positions.append(here)
-                place[row, shared : shared + length] = torch.arange(end, end + length)
+                place[row, shared : shared + length] = np.arange(end, end + length)
                 count, end = count + 1, end + length
             runs.append(Run(first, count, length))
         if end > start:  # a row of padding alone has no token, and kernels divide by their number
             blocks.append(Block(start, prompt_end, tuple(runs)))
-    return torch.cat(source), torch.cat(positions), place, blocks
+    taken, order = (torch.from_numpy(np.concatenate(each)) for each in (source, positions))
+    return taken, order, torch.from_numpy(place), blocks
 
 
 def is_right_padded(attention_mask: Tensor) -> bool:
@@ -255,7 +223,7 @@ def shared_attention(
     scaling: float | None = None,
     *,
     layout: Layout | None = None,
-    spans: Spans | None = None,
+    tables: Tables | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -267,7 +235,7 @@ def shared_attention(
         attention_mask: of the padded form; with a layout it is not read.
         dropout: of the probabilities; 0 with a layout.
         scaling: of the scores; None is ``width ** -0.5``.
-        layout: how the ``L`` tokens are packed, and its ``spans``, which the compiler can look into.
+        layout: how the ``L`` tokens are packed, and its ``tables``, which the compiler can look into.
         sliding_window: tokens that a token sees, itself included.
         softcap: scores become ``softcap * tanh(score / softcap)``.
 
@@ -279,14 +247,17 @@ def shared_attention(
     """
     if layout is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if layout is None or spans is None or softcap is not None or not _takes_varlen(query, value):
+    if layout is None or tables is None or not _takes_kernels(query, value):
         given = (attention_mask, dropout, scaling)
         return _between_graphs(module, query, key, value, *given, layout, sliding_window, softcap, **kwargs)
     _require_known(dropout, kwargs)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
     if not torch.compiler.is_compiling():
         layout.windows.append(sliding_window)
-    return _varlen(query, key, value, spans, _scale(query, scaling), sliding_window), None
+    rows = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
+    scores = _scale(query, scaling), softcap or 0.0, sliding_window or 0
+    out, _ = packed_attention(*rows, *tables.tensors(), tables.num_slots, *scores)
+    return out.unsqueeze(0), None
 
 
 AttentionInterface.register(SHARED_ATTENTION, shared_attention)
@@ -324,7 +295,7 @@ def _between_graphs(
     _require_known(dropout, kwargs)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
     layout.windows.append(sliding_window)
-    window = sliding_window if sliding_window and sliding_window < layout.spans.longest_key else None
+    window = sliding_window if sliding_window and sliding_window < layout.longest else None
     if softcap is None and window is None and not query.is_cuda and query.shape[-1] == value.shape[-1]:
         return _FlashShared.apply(query, key, value, layout, scale).transpose(1, 2), None
     return _plain(query, key, value, layout, scale, window, softcap).transpose(1, 2), None
@@ -398,72 +369,90 @@ def _like_rows(tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _takes_varlen(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's kernel can: Ampere or newer, half precision, one width of keys and values, 8 n up to 256."""
+def _takes_kernels(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernels can: Ampere or newer, half precision, one width of keys and values, 8 n up to 256."""
     width, half = query.shape[-1], value.dtype in (torch.float16, torch.bfloat16)
     if not (query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256):
         return False
-    return _is_ampere(query.device)
+    return _builds_kernels(query.device)
 
 
 @torch.compiler.assume_constant_result
-def _is_ampere(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _builds_kernels(device: torch.device) -> bool:
+    return builds_kernels() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@torch.compiler.assume_constant_result
-def _is_told_of_groups() -> bool:
-    """Whether torch's kernel has to be told that several query heads share key heads; torch 2.11's need not."""
-    from torch.nn.attention.varlen import varlen_attn
+@torch.library.custom_op("sota_grpo::packed_attention", mutates_args=())
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    joins: Tensor,
+    num_slots: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention ``[L, heads, width]`` of packed rows and its log-sums ``[heads, L]`` in base 2, by the CUDA kernels.
 
-    return "enable_gqa" in signature(varlen_attn).parameters
-
-
-class _KeysOfSpans(torch.autograd.Function):
-    """``keys [L, heads, width]`` by ``key_index``; a prompt's gradients are summed in float32, always in one order."""
-
-    @staticmethod
-    def forward(ctx: Any, keys: Tensor, key_index: Tensor, key_order: Tensor, use_ends: Tensor) -> Tensor:
-        ctx.save_for_backward(key_order, use_ends)
-        # the gradient of [..] would sort the indices in every layer
-        return keys.index_select(0, key_index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        key_order, use_ends = ctx.saved_tensors
-        return summed_uses(grad, key_order, use_ends), None, None, None
-
-
-def summed_uses(grad: Tensor, key_order: Tensor, use_ends: Tensor) -> Tensor:
-    """Of ``[K, heads, width]`` the sums ``[L, heads, width]`` over the uses of each packed position.
-
-    Of ``index_add`` the compiler makes additions by atomics, which in half precision round each time.
+    Args:
+        query: ``[L, heads, width]``; ``key`` and ``value`` have a divisor of its heads. Last two dimensions contiguous.
+        starts, query_tiles, key_tiles, joins, num_slots: :class:`~sota_grpo.policy.attention_tables.Tables`.
+        scale, softcap, window: of the scores; 0 is no cap, and no window.
     """
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    rows = grad.flatten(1).index_select(0, key_order).to(wide)
-    return torch.segment_reduce(rows, "sum", offsets=use_ends, unsafe=True).to(grad.dtype).unflatten(1, grad.shape[1:])
+    from sota_grpo.policy.attention_kernels import Scores, forward
+
+    return forward(query, key, value, (starts, query_tiles), Scores(scale, softcap, window))
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, window: int | None) -> Tensor:
-    """One flash call on CUDA, ``[1, L, heads, width]``. Its causal mask is aligned to the ends of queries and keys."""
-    from torch.nn.attention.varlen import varlen_attn
+@packed_attention.register_fake
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    length, heads, width = query.shape
+    return query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
 
-    uses = spans.key_index, spans.key_order, spans.use_ends
-    keys, values = (_KeysOfSpans.apply(each[0].transpose(0, 1), *uses) for each in (key, value))
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _is_told_of_groups() else {}
-    out: Any = varlen_attn(
-        query[0].transpose(0, 1).contiguous(),
-        keys,
-        values,
-        spans.query_ends,
-        spans.key_ends,
-        spans.longest_query,
-        spans.longest_key,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )
-    return out.unsqueeze(0)
+
+@torch.library.custom_op("sota_grpo::packed_attention_backward", mutates_args=())
+def _packed_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    joins: Tensor,
+    num_slots: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from sota_grpo.policy.attention_kernels import Scores, backward
+
+    tables = starts, query_tiles, key_tiles, joins
+    return backward(grad, query, key, value, out, lse, tables, num_slots, Scores(scale, softcap, window))
+
+
+@_packed_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    by_query, by_key, by_value = (each.new_empty(each.shape) for each in (query, key, value))
+    return by_query, by_key, by_value
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
+    ctx.numbers = inputs[7:]
+
+
+def _pull_attention(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_packed_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 8
+
+
+packed_attention.register_autograd(_pull_attention, setup_context=_save_attention)
 
 
 def _plain(

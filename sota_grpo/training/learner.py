@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
@@ -199,19 +200,23 @@ class Learner(ForwardPasses):
 
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
-        losses, metrics = self._run(rows, passes)
+        totals = self._run(rows, passes)
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
-        self.scaler.unscale_(self.optimizer)
-        clipped = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)
-        norm = float(clipped if self.ranks.size == 1 else replicated(clipped))
+        if self.skips_by_itself:
+            losses, metrics, norm = self._measured(totals, self._stepped(totals.losses))
+        else:
+            self.scaler.unscale_(self.optimizer)
+            clipped = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)
+            losses, metrics, norm = self._measured(totals, replicated(clipped))
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
         if not all(math.isfinite(value) for value in judged.values()):
             counted = [index for one in passes for index, weight in zip(one.rows, one.weights) if weight]
             self._stop_at_non_finite([rows[index] for index in counted or passes[0].rows], judged)
         if not skipped:
-            self.before_change()
-            self.scaler.step(self.optimizer)
+            if not self.skips_by_itself:
+                self.before_change()
+                self.scaler.step(self.optimizer)
             self.schedule.step()
             self.optimizer_steps += 1
         self._adapt_entropy_coef(metrics, skipped=skipped)
@@ -222,6 +227,28 @@ class Learner(ForwardPasses):
             metrics |= {"skipped_steps": int(skipped), "loss_scale": scale}
         return metrics
 
+    @property
+    def skips_by_itself(self) -> bool:
+        """Whether the optimizer clips, and skips a step that is not finite, without a word from the host.
+
+        Then an optimizer step waits for the GPU once, after all of it is queued.
+        """
+        whole = not any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        alone = self.device.type == "cuda" and whole and not self.scaler.is_enabled()
+        return alone and isinstance(self.optimizer, torch.optim.AdamW)
+
+    def _stepped(self, losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Take the step by fused AdamW, unless a loss or a gradient is not finite; the gradient's norm."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        finite = torch.stack([norm, *(loss.float() for loss in losses.values())]).isfinite().all()
+        limit = self.settings.clip_grad_norm or math.inf
+        self.before_change()
+        optimizer: Any = self.optimizer  # these two are how torch's GradScaler speaks to fused optimizers
+        optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # as clip_grad_norm_ does it
+        optimizer.found_inf = (~finite).float()
+        optimizer.step()
+        return norm
+
     def _accumulate(
         self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
     ) -> tuple[dict[str, float], dict[str, float | None]]:
@@ -230,12 +257,12 @@ class Learner(ForwardPasses):
         Without ``learn`` there are no backward passes and no gradient.
         """
         plain = plain_rows(rows)
-        return self._run(plain, self._passes(plain, token_budget, keep_truncated=keep_truncated, learn=learn))
+        passes = self._passes(plain, token_budget, keep_truncated=keep_truncated, learn=learn)
+        losses, metrics, _ = self._measured(self._run(plain, passes), torch.zeros(()))
+        return losses, metrics
 
-    def _run(
-        self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]
-    ) -> tuple[dict[str, float], dict[str, float | None]]:
-        """:meth:`_accumulate` over passes of ``rows``."""
+    def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
+        """:meth:`_accumulate` over passes of ``rows``, without a wait for the device."""
         threshold = self._keep_top_entropy(rows, passes)
         last = sum(one.learns for one in passes)
         self.policy.train()
@@ -255,9 +282,22 @@ class Learner(ForwardPasses):
             _add(sums, dict(out.sums.items()))
         if self.ranks.size > 1:
             losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
-        means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"]})
+        return Totals(losses, diagnostic_means(sums) | {"tokens": sums["tokens"]}, threshold)
+
+    def _measured(self, totals: Totals, norm: torch.Tensor) -> tuple[dict[str, float], dict[str, float | None], float]:
+        """Losses, diagnostics (None over no trained token) and the gradient's norm as numbers, in one transfer."""
+        values = [*totals.losses.values(), *totals.means.values(), norm]
+        device = next(iter(totals.losses.values())).device
+        numbers = torch.stack([value.to(device, torch.float64) for value in values]).tolist()
+        names = [METRIC_NAMES.get(name, name) for name in (*totals.losses, *totals.means)]
+        losses = dict(zip(names, numbers[: len(totals.losses)]))
+        means = dict(zip(names[len(losses) :], numbers[len(losses) : -1]))
         measured = means.pop("tokens") > 0
-        return _named(losses), {name: value if measured else None for name, value in (means | threshold).items()}
+        return (
+            losses,
+            {key: value if measured else None for key, value in (means | totals.threshold).items()},
+            numbers[-1],
+        )
 
     def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:
         """Mark which trained tokens of the whole step the surrogate keeps; the least entropy of these, if not all are.
@@ -512,10 +552,12 @@ def restore(kept: Iterable[Changed]) -> None:
         tensor.put_(places, values)
 
 
-def _named(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The scalars as numbers, in one transfer from their device."""
-    numbers = torch.stack([value.double() for value in values.values()]).tolist()
-    return {METRIC_NAMES.get(name, name): number for name, number in zip(values, numbers)}
+class Totals(NamedTuple):
+    """What an optimizer step's passes summed up, on the device, and the metric of :meth:`Learner._keep_top_entropy`."""
+
+    losses: dict[str, torch.Tensor]
+    means: dict[str, torch.Tensor]
+    threshold: dict[str, float]
 
 
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

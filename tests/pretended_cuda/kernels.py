@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,118 +13,112 @@ aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 
 
-def varlen_attention(
+def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    longest_query: int,
-    longest_key: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window: list[int] | None = None,
-    *unused: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch_attn::_varlen_attn``: ``[tokens, heads, width]``, log-sums ``[heads, tokens]``, a random state of zeros.
+    starts: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    joins: Tensor,
+    num_slots: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """``sota_grpo::packed_attention``: ``[tokens, heads, width]``, and log-sums ``[heads, tokens]`` in base 2.
 
     Raises:
-        RuntimeError: what FlashAttention-2 would refuse, or would read outside of.
+        RuntimeError: what the kernels would compute wrongly, or read outside of.
     """
-    _require_flash(query, key, value, query_ends, key_ends, longest_query, longest_key)
-    if any(each is not None and each is not False and each is not True for each in unused):
-        raise NotImplementedError(f"the stand-in of varlen_attn does not know {unused}")
-    out = torch.zeros_like(query)
-    log_sums = torch.full((query.shape[1], query.shape[0]), float("inf"))
-    for queries, keys, seen in _spans(query_ends, key_ends, is_causal, window):
-        scores = _scores(query[queries], key[keys], seen, scale)
-        log_sums[:, queries] = scores.logsumexp(-1)
-        probs = scores.softmax(-1).to(query.dtype).float()  # the kernel rounds them before the second product
-        out[queries] = torch.einsum("hqk,khd->qhd", probs, _repeated(value[keys], query)).to(query.dtype)
-    return out, log_sums, torch.zeros(2, dtype=torch.uint64)
+    _require_kernels(query, key, value, starts)
+    scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(starts, query_tiles, window)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    probs = scores.softmax(-1).to(query.dtype).float()  # the kernel rounds them before the second product
+    out = torch.einsum("hqk,khd->qhd", probs, _repeated(value, query)).to(query.dtype)
+    return out, scores.logsumexp(-1) / math.log(2)
 
 
-def varlen_attention_backward(
+def packed_attention_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     log_sums: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    longest_query: int,
-    longest_key: int,
-    is_causal: bool,
-    random_state: Tensor,
-    scale: float | None = None,
-    window: list[int] | None = None,
+    starts: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    joins: Tensor,
+    num_slots: int,
+    scale: float,
+    softcap: float,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch_attn::_varlen_attn_backward``: gradients by query, key and value from the forward's log-sums."""
-    _require_flash(query, key, value, query_ends, key_ends, longest_query, longest_key)
-    factor = scale or query.shape[-1] ** -0.5
-    by_query, by_key, by_value = (torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value))
-    for queries, keys, seen in _spans(query_ends, key_ends, is_causal, window):
-        asked, pull = query[queries], grad[queries].float()
-        probs = (_scores(asked, key[keys], seen, scale) - log_sums[:, queries].unsqueeze(-1)).exp()
-        by_probs = torch.einsum("qhd,khd->hqk", pull, _repeated(value[keys], query))
-        mean = (pull * out[queries].float()).sum(-1).T.unsqueeze(-1)
-        by_scores = probs * (by_probs - mean) * factor
-        by_query[queries] = torch.einsum("hqk,khd->qhd", by_scores, _repeated(key[keys], query))
-        by_key[keys] += _folded(torch.einsum("hqk,qhd->khd", by_scores, asked.float()), key)
-        by_value[keys] += _folded(torch.einsum("hqk,qhd->khd", probs, pull), value)
+    """``sota_grpo::packed_attention_backward``; what sees which key is what the table of keys says."""
+    _require_kernels(query, key, value, starts)
+    if not grad.is_contiguous():
+        raise RuntimeError("packed_attention: the gradient must be contiguous")
+    scores = _scores(query, key, scale, softcap)
+    seen = _seen_by_keys(starts, key_tiles, window)
+    pull = grad.float()
+    probs = torch.where(seen, (scores - log_sums.unsqueeze(-1) * math.log(2)).exp(), 0.0)
+    by_probs = torch.einsum("qhd,khd->hqk", pull, _repeated(value, query))
+    by_scores = probs * (by_probs - (pull * out.float()).sum(-1).T.unsqueeze(-1)) * scale
+    if softcap:
+        by_scores = by_scores * (1 - (scores / softcap).square())
+    by_query = torch.einsum("hqk,khd->qhd", by_scores, _repeated(key, query))
+    by_key = _folded(torch.einsum("hqk,qhd->khd", by_scores, query.float()), key)
+    by_value = _folded(torch.einsum("hqk,qhd->khd", probs, pull), value)
     return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype)
 
 
-def _require_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    longest_query: int,
-    longest_key: int,
-) -> None:
+def _require_kernels(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> None:
     def require(holds: bool, what: str) -> None:
         if not holds:
-            raise RuntimeError(f"varlen_attn: {what}")
+            raise RuntimeError(f"packed_attention: {what}")
 
     require(query.dtype in HALF and query.dtype == key.dtype == value.dtype, "only fp16 or bf16, the same in all three")
-    require(all(each.stride(-1) == 1 for each in (query, key, value)), "the last dimension must be contiguous")
+    rows = all(each.stride(-1) == 1 and each.stride(1) == each.shape[2] for each in (query, key, value))
+    require(rows, "the heads of a row must be contiguous")
     require(query.shape[-1] == key.shape[-1] <= 256 and query.shape[-1] % 8 == 0, "head width above 256 or not 8 n")
     require(query.shape[1] % key.shape[1] == 0, "heads of queries must be a multiple of those of keys")
-    require(len(query_ends) == len(key_ends) > 1, "as many spans of keys as of queries, and at least one")
-    for ends, tensor, longest in ((query_ends, query, longest_query), (key_ends, key, longest_key)):
-        require(ends.dtype == torch.int32 and ends.is_contiguous(), "ends must be contiguous int32")
-        require(int(ends[0]) == 0 and int(ends[-1]) == len(tensor), "ends do not cover the tokens")
-        require(int(ends.diff().max()) <= longest, "a span is longer than the longest")
+    require(starts.dtype == torch.int32 and len(starts) == len(query), "a start for each token, in int32")
 
 
-def _spans(
-    query_ends: Tensor, key_ends: Tensor, is_causal: bool, window: list[int] | None
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Slices of queries and keys that belong together, and which see which: the last query is at the last key."""
-    left, right = window or (-1, -1)
-    right = 0 if is_causal else right
-    ends = zip(query_ends.tolist(), query_ends[1:].tolist(), key_ends.tolist(), key_ends[1:].tolist())
-    for query_start, query_end, key_start, key_end in ends:
-        queries, keys = query_end - query_start, key_end - key_start
-        if queries > keys:
-            raise RuntimeError("varlen_attn: queries before the first key would see nothing")
-        place = torch.arange(keys)
-        distance = place[keys - queries :].unsqueeze(1) - place
-        seen = torch.ones(queries, keys, dtype=torch.bool)
-        if right >= 0:
-            seen &= distance >= -right
-        if left >= 0:
-            seen &= distance <= left
-        yield slice(query_start, query_end), slice(key_start, key_end), seen
+def _own(starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Which key of its span each query sees, and how far each key is behind, ``[tokens, tokens]``."""
+    place = torch.arange(len(starts))
+    behind = place.unsqueeze(1) - place
+    return (behind >= 0) & (place >= starts.unsqueeze(1)), behind
 
 
-def _scores(query: Tensor, key: Tensor, seen: Tensor, scale: float | None) -> Tensor:
-    factor = scale or query.shape[-1] ** -0.5
-    scores = torch.einsum("qhd,khd->hqk", query.float(), _repeated(key, query)) * factor
-    return scores.masked_fill(~seen, float("-inf"))
+def _seen_by_queries(starts: Tensor, tiles: Tensor, window: int) -> Tensor:
+    seen, behind = _own(starts)
+    computed = torch.zeros(len(starts), dtype=torch.int64)
+    for first, end, prompt, prompt_end in tiles.tolist():
+        computed[first:end] += 1
+        seen[first:end, prompt:prompt_end] = True
+        behind[first:end, prompt:prompt_end] += (prompt_end - starts[first:end]).unsqueeze(1)
+    if not bool((computed == 1).all()):
+        raise RuntimeError("packed_attention: a query is in no tile, or in several")
+    return seen & (behind < (window or len(starts)))
+
+
+def _seen_by_keys(starts: Tensor, tiles: Tensor, window: int) -> Tensor:
+    (own, behind), counted = _own(starts), torch.zeros(len(starts), len(starts), dtype=torch.int64)
+    for first, end, asked, masked, last, _, prompt_end in tiles.tolist():
+        counted[asked:masked, first:end] += own[asked:masked, first:end]
+        counted[masked:last, first:end] += 1
+        behind[asked:last, first:end] += (prompt_end - starts[asked:last]).clamp(max=0).unsqueeze(1)
+    if int(counted.max()) > 1:
+        raise RuntimeError("packed_attention: a query is computed twice for a key")
+    return (counted > 0) & (behind < (window or len(starts)))
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, softcap: float) -> Tensor:
+    scores = torch.einsum("qhd,khd->hqk", query.float(), _repeated(key, query)) * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
@@ -149,8 +144,8 @@ def _wide_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
-    "torch_attn::_varlen_attn": varlen_attention,
-    "torch_attn::_varlen_attn_backward": varlen_attention_backward,
+    "sota_grpo::packed_attention": packed_attention,
+    "sota_grpo::packed_attention_backward": packed_attention_backward,
     "aten::mm.dtype": _wide_product(aten.mm.default),
     "aten::bmm.dtype": _wide_product(aten.bmm.default),
     "aten::addmm.dtype": _wide_product(aten.addmm.default),

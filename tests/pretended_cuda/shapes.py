@@ -106,7 +106,7 @@ def _scalar(tensor: Tensor) -> bool | int | float:
 
 def _attention(query: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     log_sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-    return torch.empty_like(query), log_sums, query.new_empty(2, dtype=torch.uint64)
+    return torch.empty_like(query), log_sums
 
 
 def _attention_backward(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
@@ -114,8 +114,8 @@ def _attention_backward(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
 
 
 ATTENTION: dict[str, Callable[..., Any]] = {
-    "torch_attn::_varlen_attn": _attention,
-    "torch_attn::_varlen_attn_backward": _attention_backward,
+    "sota_grpo::packed_attention": _attention,
+    "sota_grpo::packed_attention_backward": _attention_backward,
 }
 ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _scalar,

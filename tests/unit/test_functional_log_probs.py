@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sota_grpo.functional import chunked_log_probs
+from sota_grpo.functional import log_probs as functional_log_probs
 
 M, H, V = 13, 6, 17
 TILES = (1, 4, 20, 77, 10_000)  # logits of one tile: 1 x 1, 2 x 2, 4 x 5, 8 x 9, all at once
@@ -367,3 +368,28 @@ def test_a_gpu_computes_the_same(dtype: torch.dtype, close: float, frozen: bool)
     wanted = torch.autograd.grad(expected[0].sum(), exact)
     for gradient, reference in zip(torch.autograd.grad(found.sum(), leaves), wanted):
         assert (gradient.double() - reference).norm() < close * reference.norm()
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.bfloat16, 1.5e-2)])
+def test_kept_tiles_give_the_gradient_of_recomputed_ones(
+    dtype: torch.dtype, close: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the full logits in float64, for targets that repeat, a certain row and rows without a pull."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 24), torch.randn(301, 24) * 24**-0.5
+    hidden[0] *= 4
+    targets, pull = torch.randint(0, 301, (40,)), torch.randn(40, dtype=torch.float64)
+    targets[5:9], pull[1::5] = targets[4], 0.0
+    leaves = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    log_p = (exact[0] @ exact[1].t() / 0.7).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    expected = torch.autograd.grad(log_p, exact, pull)
+    made = []
+    monkeypatch.setattr(functional_log_probs, "kept_limit", lambda device: 2**20)
+    pulled = functional_log_probs._pull_kept
+    monkeypatch.setattr(functional_log_probs, "_pull_kept", lambda *given: made.append(len(given)) or pulled(*given))
+    found, _ = chunked_log_probs(*leaves, targets, temperature=0.7, logits_bytes=20_000, with_entropy=True)
+    gradients = torch.autograd.grad(found, leaves, pull.to(found.dtype))
+    assert made
+    for one, right in zip(gradients, expected):
+        assert (one.double() - right).norm() < close * right.norm()

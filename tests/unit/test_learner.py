@@ -484,7 +484,7 @@ def test_learning_rate_schedules() -> None:
 def _gradient(learner: Learner, rows: list[TensorDict], budget: int) -> tuple[dict[str, torch.Tensor], dict]:
     """The gradient of one optimizer step, its losses and metrics; the rows are told which of their tokens were kept."""
     plain = plain_rows(rows)
-    losses, metrics = learner._run(plain, learner._passes(plain, budget))
+    losses, metrics, _ = learner._measured(learner._run(plain, learner._passes(plain, budget)), torch.zeros(()))
     for row, shown in zip(rows, plain, strict=True):
         row.set(keys.OBJECTIVE_MASK, shown.get(keys.OBJECTIVE_MASK, torch.zeros_like(row[keys.ASSISTANT_MASK])))
     return {name: p.grad.clone() for name, p in learner.policy.named_parameters()}, losses | metrics

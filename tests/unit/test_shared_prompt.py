@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +11,11 @@ from tensordict import TensorDict
 from transformers import PreTrainedModel
 
 from sota_grpo import keys
+from sota_grpo.policy import attention_tables
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, pack, shared_attention, summed_uses
+from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, pack, shared_attention
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
 
 
@@ -92,83 +90,35 @@ def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
 
 
-def varlen_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    """The signature of the kernel in torch 2.11, which groups heads without being told."""
+def packed_in_plain_torch(query, key, value, starts, query_tiles, key_tiles, joins, num_slots, scale, softcap, window):
+    """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
+    assert not softcap
+    i = torch.arange(len(query))
+    j = i.unsqueeze(0)
+    behind, seen = i.unsqueeze(1) - j, (j <= i.unsqueeze(1)) & (j >= starts.unsqueeze(1))
+    for first, end, prompt, prompt_end in query_tiles.tolist():
+        seen[first:end, prompt:prompt_end] = True
+        behind[first:end, prompt:prompt_end] += (prompt_end - starts[first:end]).unsqueeze(1)
+    seen &= behind < (window or len(query))
+    keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    scores = torch.einsum("qhw,khw->hqk", query, keys) * scale
+    return torch.einsum("hqk,khw->qhw", scores.masked_fill(~seen, -torch.inf).softmax(-1), values), None
 
 
-def varlen_2_12(
-    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False
-):
-    """That of torch 2.12 and newer, as far as it is used."""
-
-
-def varlen_in_plain_torch(query, key, value, ends, key_ends, longest, longest_key, *, scale, window_size, enable_gqa):
-    """What torch's variable-length kernel, which needs a GPU, is documented to compute: ``[tokens, heads, width]``."""
-    assert longest == int(ends.diff().max())
-    assert longest_key == int(key_ends.diff().max())
-    found = []
-    for start, stop, first, last in zip(ends, ends[1:], key_ends, key_ends[1:]):
-        queries, keys, values = query[start:stop], key[first:last], value[first:last]
-        if enable_gqa:
-            many = query.shape[1] // key.shape[1]
-            keys, values = keys.repeat_interleave(many, dim=1), values.repeat_interleave(many, dim=1)
-        behind = torch.arange(len(queries)).unsqueeze(1) + len(keys) - len(queries) - torch.arange(len(keys))
-        before, after = window_size
-        seen = (behind >= -after) & ((behind <= before) | torch.tensor(before < 0))
-        scores = torch.einsum("qhw,khw->hqk", queries, keys) * scale
-        found.append(torch.einsum("hqk,khw->qhw", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("kernel", [varlen_2_11, varlen_2_12])
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gemma2")])
-def test_the_call_of_the_kernel_for_gpus_asks_for_the_same_attention(
-    case: str, kernel: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its arguments, with plain torch in the kernel's place: the kernel itself runs on CUDA only."""
-    import torch.nn.attention.varlen
-
+def test_the_operation_for_gpus_is_asked_for_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arguments, with plain torch in its place: its kernels have tests of their own."""
     from sota_grpo.policy import shared_prompt as module
 
     family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
     packed, padded = policies(family, **CASES[case])
     rows = make_groups(GROUPS)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
-    asked = []
-
-    @functools.wraps(kernel)
-    def standing_in(*given, **named):
-        asked.append(inspect.signature(kernel).bind(*given, **named))
-        grouped = given[0].shape[1] != given[1].shape[1]
-        assert named.get("enable_gqa", grouped) == grouped
-        return varlen_in_plain_torch(*given, **named | {"enable_gqa": grouped})
-
-    monkeypatch.setattr(module, "_takes_varlen", lambda query, value: True)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", standing_in)
+    calls = []
+    monkeypatch.setattr(module, "_takes_kernels", lambda query, value: True)
+    monkeypatch.setattr(module, "packed_attention", lambda *given: calls.append(1) or packed_in_plain_torch(*given))
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
-    assert asked
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_of_shared_keys_are_summed_as_they_should(dtype: torch.dtype) -> None:
-    """Against one addition after the other in float64; in half precision each sum is rounded once."""
-    rows = make_groups(GROUPS)
-    layout = pack(rows[keys.FULL_TOKENS], rows[keys.ATTENTION_MASK], rows[keys.ASSISTANT_MASK])
-    spans, length = layout.spans, len(layout.tokens)
-    assert len(spans.key_index) > length
-    grad = torch.randn(len(spans.key_index), 2, 3, dtype=torch.float64).to(dtype)
-    exact = torch.zeros(length, 2, 3, dtype=torch.float64).index_add_(0, spans.key_index, grad.double())
-    torch.testing.assert_close(
-        summed_uses(grad, spans.key_order, spans.use_ends).double(), exact.to(dtype).double(), rtol=1e-12, atol=1e-12
-    )
-
-
-def test_the_installed_kernel_is_one_of_these() -> None:
-    import torch.nn.attention.varlen
-
-    names = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters.keys()
-    known = varlen_2_12 if "enable_gqa" in names else varlen_2_11
-    assert set(list(inspect.signature(known).parameters)[3:]) <= set(names)
+    assert calls
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -250,20 +200,40 @@ def test_the_layout_puts_every_token_where_it_says(causal_rows: bool) -> None:
     assert torch.equal(packed[layout.place][real], tokens[real])
     assert torch.equal(layout.positions[0][layout.place][real], (real.long().cumsum(-1) - 1)[real])
     assert layout.place[real].unique().tolist() == list(range(len(packed)))
-    assert layout.spans.longest_key == int(real.sum(-1).max())
+    assert layout.longest == int(real.sum(-1).max())
     ends = [0, *(block.stop for block in layout.blocks)]
     assert [block.start for block in layout.blocks] == ends[:-1]
     assert ends[-1] == len(packed)
 
 
-def test_spans_name_the_keys_of_every_query() -> None:
-    """Prompt ``[0, 2)`` with responses ``[2, 3)`` and ``[3, 5)``; a prompt ``[5, 6)`` alone."""
-    tokens = torch.tensor([[4, 5, 6, 7], [4, 5, 8, 0], [9, 0, 0, 0]])
-    said = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]]).bool()
-    spans = pack(tokens, tokens > 0, said).spans
-    assert spans.key_index.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
-    assert (spans.query_ends.tolist(), spans.key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])
-    assert (spans.longest_query, spans.longest_key) == (2, 4)
+@pytest.mark.parametrize("piece", [1024, 64])
+def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By queries and by keys: what a row of the padded form sees, over prompts of several tiles and pieces."""
+    monkeypatch.setattr(attention_tables, "PIECE", piece)
+    rows = make_groups([(150, [1, 140, 7, 7]), (3, [9, 2]), (130, [0]), (8, [300])])
+    layout = pack(*(rows[key] for key in (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)))
+    length, tables = len(layout.tokens), layout.tables
+    place = torch.arange(length)
+    own = (place <= place.unsqueeze(1)) & (place >= tables.starts.unsqueeze(1))
+    expected = torch.zeros(length, length, dtype=torch.int64)
+    for row, real in zip(layout.place, rows[keys.ATTENTION_MASK]):
+        seen = row[real]
+        for index, token in enumerate(seen):
+            expected[token, seen[: index + 1]] = 1
+    by_query, by_key = torch.zeros_like(expected), torch.zeros_like(expected)
+    for first, end, prompt, prompt_end in tables.query_tiles.tolist():
+        by_query[first:end] += own[first:end]
+        by_query[first:end, prompt:prompt_end] += 1
+    for first, end, asked, masked, last, slot, _ in tables.key_tiles.tolist():
+        by_key[asked:masked, first:end] += own[asked:masked, first:end]
+        by_key[masked:last, first:end] += 1
+        assert (slot >= 0) == any(first == join[0] for join in tables.joins.tolist())
+    assert torch.equal(by_query, expected)
+    assert torch.equal(by_key, expected)
+    slots = [
+        slot + index for *_, end, slot, stride, pieces in tables.joins.tolist() for index in range(stride * pieces)
+    ]
+    assert sorted(slots) == list(range(tables.num_slots))
 
 
 def test_rows_that_are_not_right_padded_are_computed_padded() -> None:

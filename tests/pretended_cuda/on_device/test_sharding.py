@@ -62,5 +62,5 @@ def test_a_kernel_that_is_not_there_is_a_reason(monkeypatch: pytest.MonkeyPatch)
     def missing(*given: object) -> None:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setitem(STAND_INS, "torch_attn::_varlen_attn", missing)
+    monkeypatch.setitem(STAND_INS, "sota_grpo::packed_attention", missing)
     assert "no kernel image" in str(kernel_difference(make_model("qwen2", head_dim=8), CUDA))

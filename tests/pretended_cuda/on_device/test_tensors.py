@@ -9,9 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 
+from sota_grpo.policy.shared_prompt import pack, shared_attention
 from tests.pretended_cuda.counters import host_traffic
 
 CUDA = torch.device("cuda", 0)
@@ -117,24 +116,20 @@ def test_modules_move_as_one_and_are_saved_as_tensors_of_the_device() -> None:
     assert module.cpu()[0].weight.device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (2, 0), (-1, -1)])
-def test_the_variable_length_kernel_is_attention_span_by_span(window: tuple[int, int]) -> None:
-    """Spans of 3 queries on 5 keys and 1 on 4: against torch's own attention under a mask, forward and backward."""
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 2.0)])
+def test_the_attention_of_packed_rows_is_that_of_the_plain_form(window: int, softcap: float) -> None:
+    """A prompt of 3 tokens with responses of 2 and 4, and one alone: forward and backward."""
     torch.manual_seed(0)
-    shapes = ((4, 4, 8), (9, 2, 8), (9, 2, 8))
+    tokens = torch.tensor([[5, 6, 7, 1, 2, 0, 0], [5, 6, 7, 1, 1, 1, 1], [8, 9, 0, 0, 0, 0, 0]])
+    said = torch.tensor([[False, False, False, True, True, True, True]] * 2 + [[False] * 7]) & (tokens > 0)
+    layout = pack(tokens, tokens > 0, said)
+    shapes = [(1, heads, len(layout.tokens), 8) for heads in (4, 2, 2)]
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     plain = [leaf.detach().cpu().float().requires_grad_() for leaf in leaves]
-    ends = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ((0, 3, 4), (0, 5, 9))]
-    out = varlen_attn(*leaves, *ends, 3, 5, window_size=window, enable_gqa=True)
-    parts = []
-    for queries, keys in ((slice(0, 3), slice(0, 5)), (slice(3, 4), slice(5, 9))):
-        one = [each[part].transpose(0, 1) for each, part in zip(plain, (queries, keys, keys))]
-        place = torch.arange(one[1].shape[1])
-        distance = place[-one[0].shape[1] :].unsqueeze(1) - place
-        seen = (distance >= 0) | (window[1] < 0)
-        seen &= (distance <= window[0]) | (window[0] < 0)
-        parts.append(scaled_dot_product_attention(*one, attn_mask=seen, enable_gqa=True).transpose(0, 1))
-    expected = torch.cat(parts)
+    options = {"sliding_window": window or None, "softcap": softcap or None}
+    there = layout.to(CUDA)
+    out, _ = shared_attention(torch.nn.Identity(), *leaves, None, layout=there, tables=there.tables, **options)
+    expected, _ = shared_attention(torch.nn.Identity(), *plain, None, layout=layout, tables=layout.tables, **options)
     pull = torch.randn(expected.shape)
     out.backward(pull.to("cuda", torch.bfloat16))
     expected.backward(pull)

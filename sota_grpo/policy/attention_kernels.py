@@ -1,0 +1,467 @@
+"""Triton kernels for the attention of packed rows on CUDA: prompts are read in place by all of their responses.
+
+A query ``i`` of a packed sequence sees the keys ``[start_i, i]`` of its own span (its prompt, or its response) and, in
+a response, all keys of its prompt (:mod:`sota_grpo.policy.shared_prompt`). The forward pass is the online softmax over
+both (FlashAttention-2, arXiv:2307.08691, algorithm 1), a program per tile of queries and query head. A tile may hold
+several short responses of one prompt.
+
+The backward pass is two kernels: one per tile of queries for their gradients, one per tile of keys for theirs. The
+latter runs over the query heads that share the keys, so no key is repeated per head. All responses read a prompt's
+keys, so their queries are cut into pieces, whose float32 sums are added in one order. There are no atomic additions:
+equal inputs give equal bits.
+
+Tables (int32) say what each program computes: see :class:`sota_grpo.policy.shared_prompt.Spans`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sota_grpo.policy.attention_tables import TILE
+
+LOWEST = tl.constexpr(-1e30)  # a score that is not seen; finite, so that rows which have seen nothing yet stay numbers
+
+
+class Blocks(NamedTuple):
+    """Tile sizes of a kernel (divisors of ``TILE``), its warps and the stages of its pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The blocks of the three kernels for heads of one width on one kind of device."""
+
+    forward: Blocks
+    by_query: Blocks
+    by_key: Blocks
+
+
+def launch_for(width: int, shared_memory: int) -> Launch:
+    """Blocks that fit the shared memory of a streaming multiprocessor, in bytes: 227 KiB on an H100, 99 KiB on an L4.
+
+    >>> launch_for(128, 227 * 1024).forward.queries, launch_for(256, 99 * 1024).forward.queries
+    (128, 64)
+    """
+    if width <= 128 and shared_memory >= 200 * 1024:
+        return Launch(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 128, 8, 1))
+    if width <= 128 and shared_memory >= 150 * 1024:
+        return Launch(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
+    if width <= 128:
+        return Launch(Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2))
+    return Launch(Blocks(64, 32, 4, 1), Blocks(64, 32, 4, 1), Blocks(32, 64, 4, 1))
+
+
+@triton.jit
+def _scaled(raw, factor, cap, CAPPED: tl.constexpr):
+    """Scores in base 2 of products: ``raw factor``, or ``cap tanh(raw factor / cap)``, in base 2 too."""
+    scores = raw * factor
+    if CAPPED:
+        scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+    return scores
+
+
+@triton.jit
+def _attend(
+    total, peak, mass, query, key, value, key_row, value_row, first, end, i, start, shift, window, factor, cap,
+    OWN: tl.constexpr, PROMPT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys ``[first, end)``; ``OWN``: of the queries' span; ``PROMPT``: the last tile is short."""
+    column = tl.arange(0, PADDED)
+    for n in range(first, end, KEYS):
+        j = n + tl.arange(0, KEYS)
+        inside = column[None, :] < WIDTH
+        if OWN or PROMPT:
+            inside = inside & (j < end)[:, None]
+        keys = tl.load(key + j[:, None] * key_row + column[None, :], mask=inside, other=0.0)
+        scores = _scaled(tl.dot(query, tl.trans(keys)), factor, cap, CAPPED)
+        if OWN:
+            scores = tl.where(
+                (j[None, :] <= i[:, None]) & (j[None, :] >= start[:, None]) & (j < end)[None, :], scores, LOWEST
+            )
+        if PROMPT:
+            scores = tl.where((j < end)[None, :], scores, LOWEST)
+        if WINDOWED:
+            scores = tl.where(i[:, None] - j[None, :] + shift[:, None] < window, scores, LOWEST)
+        new = tl.maximum(peak, tl.max(scores, 1))
+        p = tl.exp2(scores - new[:, None])
+        scale = tl.exp2(peak - new)
+        mass = mass * scale + tl.sum(p, 1)
+        values = tl.load(value + j[:, None] * value_row + column[None, :], mask=inside, other=0.0)
+        total = tl.dot(p.to(values.dtype), values, total * scale[:, None])
+        peak = new
+    return total, peak, mass
+
+
+@triton.jit
+def _forward_tile(
+    query, key, value, out, lse, starts, tiles, query_row, key_row, value_row, length, window, factor, cap,
+    GROUP: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0) // (TILE // QUERIES), tl.program_id(1)
+    first = tl.load(tiles + 4 * tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
+    end = tl.load(tiles + 4 * tile + 1)
+    if first >= end:
+        return
+    end = tl.minimum(end, first + QUERIES)
+    prompt, prompt_end = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    i, column = first + tl.arange(0, QUERIES), tl.arange(0, PADDED)
+    real = (i < end)[:, None] & (column < WIDTH)[None, :]
+    start = tl.load(starts + i, mask=i < end, other=0)
+    low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
+    asked = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
+    key += head // GROUP * WIDTH
+    value += head // GROUP * WIDTH
+    total = tl.zeros([QUERIES, PADDED], tl.float32)
+    peak = tl.full([QUERIES], LOWEST, tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    nearer = tl.zeros([QUERIES], tl.int32)
+    further = prompt_end - start  # a prompt's keys are as far as if the response came right after
+    whole = prompt + (prompt_end - prompt) // KEYS * KEYS
+    middle = high + (first - high) // KEYS * KEYS
+    total, peak, mass = _attend(
+        total, peak, mass, asked, key, value, key_row, value_row, prompt, whole, i, start, further, window, factor, cap,
+        False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total, peak, mass = _attend(
+        total, peak, mass, asked, key, value, key_row, value_row, whole, prompt_end, i, start, further, window, factor,
+        cap, False, True, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total, peak, mass = _attend(
+        total, peak, mass, asked, key, value, key_row, value_row, low, high, i, start, nearer, window, factor, cap,
+        True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total, peak, mass = _attend(
+        total, peak, mass, asked, key, value, key_row, value_row, high, middle, i, start, nearer, window, factor, cap,
+        False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total, peak, mass = _attend(
+        total, peak, mass, asked, key, value, key_row, value_row, middle, end, i, start, nearer, window, factor, cap,
+        True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    row = tl.num_programs(1) * WIDTH
+    tl.store(
+        out + head * WIDTH + i[:, None] * row + column[None, :],
+        (total / mass[:, None]).to(out.dtype.element_ty),
+        mask=real,
+    )
+    tl.store(lse + head * length + i, peak + tl.log2(mass), mask=i < end)
+
+
+@triton.jit
+def _delta_tile(grad, out, delta, length, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """``sum_d grad out`` of each query, which the gradient of the softmax subtracts."""
+    head, i = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    real = (i < length)[:, None] & (column < WIDTH)[None, :]
+    at = (i[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
+    product = tl.load(grad + at, mask=real, other=0.0).to(tl.float32) * tl.load(out + at, mask=real, other=0.0).to(
+        tl.float32
+    )
+    tl.store(delta + head * length + i, tl.sum(product, 1), mask=i < length)
+
+
+@triton.jit
+def _pull_query(
+    total, query, key, value, grad, lse, delta, key_row, value_row, first, end, i, start, shift, window, factor, cap,
+    OWN: tl.constexpr, PROMPT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Add ``sum_j dscore_ij key_j`` over keys ``[first, end)``, which are seen as in :func:`_attend`."""
+    column = tl.arange(0, PADDED)
+    for n in range(first, end, KEYS):
+        j = n + tl.arange(0, KEYS)
+        inside = column[None, :] < WIDTH
+        if OWN or PROMPT:
+            inside = inside & (j < end)[:, None]
+        keys = tl.load(key + j[:, None] * key_row + column[None, :], mask=inside, other=0.0)
+        values = tl.load(value + j[:, None] * value_row + column[None, :], mask=inside, other=0.0)
+        scores = _scaled(tl.dot(query, tl.trans(keys)), factor, cap, CAPPED)
+        p = tl.exp2(scores - lse[:, None])
+        if OWN:
+            p = tl.where((j[None, :] <= i[:, None]) & (j[None, :] >= start[:, None]) & (j < end)[None, :], p, 0.0)
+        if PROMPT:
+            p = tl.where((j < end)[None, :], p, 0.0)
+        if WINDOWED:
+            p = tl.where(i[:, None] - j[None, :] + shift[:, None] < window, p, 0.0)
+        by_score = p * (tl.dot(grad, tl.trans(values)) - delta[:, None])
+        if CAPPED:
+            by_score *= 1 - (scores / cap) * (scores / cap)
+        total = tl.dot(by_score.to(keys.dtype), keys, total)
+    return total
+
+
+@triton.jit
+def _by_query_tile(
+    query, key, value, grad, lse, delta, by_query, starts, tiles, query_row, key_row, value_row, length, window, factor,
+    cap, scale, GROUP: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0) // (TILE // QUERIES), tl.program_id(1)
+    first = tl.load(tiles + 4 * tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
+    end = tl.load(tiles + 4 * tile + 1)
+    if first >= end:
+        return
+    end = tl.minimum(end, first + QUERIES)
+    prompt, prompt_end = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    i, column = first + tl.arange(0, QUERIES), tl.arange(0, PADDED)
+    real = (i < end)[:, None] & (column < WIDTH)[None, :]
+    start = tl.load(starts + i, mask=i < end, other=0)
+    low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
+    asked = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
+    at = (i[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
+    pulls = tl.load(grad + at, mask=real, other=0.0)
+    sums = tl.load(lse + head * length + i, mask=i < end, other=0.0)
+    means = tl.load(delta + head * length + i, mask=i < end, other=0.0)
+    key += head // GROUP * WIDTH
+    value += head // GROUP * WIDTH
+    total = tl.zeros([QUERIES, PADDED], tl.float32)
+    nearer = tl.zeros([QUERIES], tl.int32)
+    further = prompt_end - start
+    whole = prompt + (prompt_end - prompt) // KEYS * KEYS
+    middle = high + (first - high) // KEYS * KEYS
+    total = _pull_query(
+        total, asked, key, value, pulls, sums, means, key_row, value_row, prompt, whole, i, start, further, window,
+        factor, cap, False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total = _pull_query(
+        total, asked, key, value, pulls, sums, means, key_row, value_row, whole, prompt_end, i, start, further, window,
+        factor, cap, False, True, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total = _pull_query(
+        total, asked, key, value, pulls, sums, means, key_row, value_row, low, high, i, start, nearer, window, factor,
+        cap, True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total = _pull_query(
+        total, asked, key, value, pulls, sums, means, key_row, value_row, high, middle, i, start, nearer, window,
+        factor, cap, False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total = _pull_query(
+        total, asked, key, value, pulls, sums, means, key_row, value_row, middle, end, i, start, nearer, window, factor,
+        cap, True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    tl.store(by_query + at, (total * scale).to(by_query.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _pull_key(
+    by_key, by_value, keys, values, query, grad, lse, delta, starts, query_row, grad_row, first, end, j, prompt_end,
+    window, factor, cap, OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients of queries ``[first, end)`` of one head; ``OWN``: they see keys of their span up to them."""
+    column = tl.arange(0, PADDED)
+    for n in range(first, end, QUERIES):
+        i = n + tl.arange(0, QUERIES)
+        real = (i < end)[:, None] & (column < WIDTH)[None, :]
+        asked = tl.load(query + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
+        pulls = tl.load(grad + i[:, None] * grad_row + column[None, :], mask=real, other=0.0)
+        sums = tl.load(lse + i, mask=i < end, other=float("inf"))
+        means = tl.load(delta + i, mask=i < end, other=0.0)
+        scores = _scaled(tl.dot(keys, tl.trans(asked)), factor, cap, CAPPED)
+        p = tl.exp2(scores - sums[None, :])
+        if OWN or WINDOWED:
+            start = tl.load(starts + i, mask=i < end, other=0)
+        if OWN:
+            p = tl.where((j[:, None] <= i[None, :]) & (j[:, None] >= start[None, :]), p, 0.0)
+        if WINDOWED:
+            shift = tl.minimum(prompt_end - start, 0)  # of a prompt's keys, to the queries of its responses
+            p = tl.where(i[None, :] - j[:, None] + shift[None, :] < window, p, 0.0)
+        by_value = tl.dot(p.to(pulls.dtype), pulls, by_value)
+        by_score = p * (tl.dot(values, tl.trans(pulls)) - means[None, :])
+        if CAPPED:
+            by_score *= 1 - (scores / cap) * (scores / cap)
+        by_key = tl.dot(by_score.to(asked.dtype), asked, by_key)
+    return by_key, by_value
+
+
+@triton.jit
+def _by_key_tile(
+    query, key, value, grad, lse, delta, by_key, by_value, key_sums, value_sums, starts, tiles, query_row, key_row,
+    value_row, length, window, factor, cap, scale, GROUP: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0) // (TILE // KEYS), tl.program_id(1)
+    begin = tl.load(tiles + 7 * tile)
+    first, end = begin + tl.program_id(0) % (TILE // KEYS) * KEYS, tl.load(tiles + 7 * tile + 1)
+    if first >= end:
+        return
+    end = tl.minimum(end, first + KEYS)
+    asked, masked = tl.load(tiles + 7 * tile + 2), tl.load(tiles + 7 * tile + 3)
+    last, slot = tl.load(tiles + 7 * tile + 4), tl.load(tiles + 7 * tile + 5)
+    prompt_end = tl.load(tiles + 7 * tile + 6)
+    j, column = first + tl.arange(0, KEYS), tl.arange(0, PADDED)
+    real = (j < end)[:, None] & (column < WIDTH)[None, :]
+    keys = tl.load(key + head * WIDTH + j[:, None] * key_row + column[None, :], mask=real, other=0.0)
+    values = tl.load(value + head * WIDTH + j[:, None] * value_row + column[None, :], mask=real, other=0.0)
+    to_key, to_value = tl.zeros([KEYS, PADDED], tl.float32), tl.zeros([KEYS, PADDED], tl.float32)
+    heads = tl.num_programs(1) * GROUP
+    for member in range(GROUP):
+        own = head * GROUP + member
+        queries, pulls = query + own * WIDTH, grad + own * WIDTH
+        sums, means = lse + own * length, delta + own * length
+        to_key, to_value = _pull_key(
+            to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH, asked,
+            masked, j, prompt_end, window, factor, cap, True, CAPPED, WINDOWED, WIDTH, PADDED, QUERIES,
+        )  # fmt: skip
+        to_key, to_value = _pull_key(
+            to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH, masked,
+            last, j, prompt_end, window, factor, cap, False, CAPPED, WINDOWED, WIDTH, PADDED, QUERIES,
+        )  # fmt: skip
+    to_key *= scale
+    if slot < 0:
+        at = (j[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
+        tl.store(by_key + at, to_key.to(by_key.dtype.element_ty), mask=real)
+        tl.store(by_value + at, to_value.to(by_value.dtype.element_ty), mask=real)
+    else:
+        at = ((slot + j - begin)[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
+        tl.store(key_sums + at, to_key, mask=real)
+        tl.store(value_sums + at, to_value, mask=real)
+
+
+@triton.jit
+def _join_pieces(
+    by_key, by_value, key_sums, value_sums, tiles, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
+):
+    """Sum the pieces of a prompt's keys, whose slots are ``stride`` rows apart, in order; ``row`` numbers each."""
+    tile = tl.program_id(0) // (TILE // ROWS)
+    begin, end = tl.load(tiles + 5 * tile), tl.load(tiles + 5 * tile + 1)
+    slot, stride = tl.load(tiles + 5 * tile + 2), tl.load(tiles + 5 * tile + 3)
+    pieces = tl.load(tiles + 5 * tile + 4)
+    j = begin + tl.program_id(0) % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = (j < end)[:, None] & (column < row)[None, :]
+    to_key, to_value = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for piece in range(pieces):
+        at = (slot + piece * stride + j - begin)[:, None] * row + column[None, :]
+        to_key += tl.load(key_sums + at, mask=real, other=0.0)
+        to_value += tl.load(value_sums + at, mask=real, other=0.0)
+    at = j[:, None] * row + column[None, :]
+    tl.store(by_key + at, to_key.to(by_key.dtype.element_ty), mask=real)
+    tl.store(by_value + at, to_value.to(by_value.dtype.element_ty), mask=real)
+
+
+class Scores(NamedTuple):
+    """How products become scores: their scale, a cap (0: none) and a sliding window in tokens (0: none)."""
+
+    scale: float
+    softcap: float
+    window: int
+
+    def numbers(self) -> tuple[int, float, float, dict[str, bool]]:
+        """Window, factor and cap as the kernels take them, in base 2; and what is compiled in."""
+        base_2 = 1.4426950408889634
+        capped, windowed = self.softcap > 0, self.window > 0
+        return self.window, self.scale * base_2, self.softcap * base_2, {"CAPPED": capped, "WINDOWED": windowed}
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``[L, heads, width]`` over ``[L, key heads, width]``, and its log-sums ``[heads, L]`` in base 2.
+
+    Args:
+        query, key, value: rows may be slices of wider ones; a row's heads are contiguous.
+        tables: of :meth:`sota_grpo.policy.shared_prompt.Spans.tensors`.
+        scores: see :class:`Scores`.
+    """
+    starts, tiles = tables[:2]
+    length, heads, width = query.shape
+    out, lse = query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
+    window, factor, cap, compiled = scores.numbers()
+    blocks = _launch(query).forward
+    with _current(query):
+        _forward_tile[(len(tiles) * (TILE // blocks.queries), heads)](
+            query, key, value, out, lse, starts, tiles, query.stride(0), key.stride(0), value.stride(0), length, window,
+            factor, cap, **_constants(query, key, blocks), **compiled,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tables: Sequence[Tensor],
+    num_slots: int,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous; ``grad`` is that of ``out`` and contiguous as it is."""
+    starts, query_tiles, key_tiles, joins = tables
+    length, heads, width = query.shape
+    window, factor, cap, compiled = scores.numbers()
+    launch, rows = _launch(query), (query.stride(0), key.stride(0), value.stride(0))
+    delta = torch.empty_like(lse)
+    by_query, by_key, by_value = (
+        torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
+    )
+    key_sums, value_sums = query.new_empty(2, max(1, num_slots), *key.shape[1:], dtype=torch.float32)
+    padded = _padded(width)
+    with _current(query):
+        _delta_tile[(triton.cdiv(length, 32), heads)](
+            grad, out, delta, length, WIDTH=width, PADDED=padded, ROWS=32, num_warps=4
+        )
+        _by_query_tile[(len(query_tiles) * (TILE // launch.by_query.queries), heads)](
+            query, key, value, grad, lse, delta, by_query, starts, query_tiles, *rows, length, window, factor, cap,
+            scores.scale, **_constants(query, key, launch.by_query), **compiled,
+        )  # fmt: skip
+        _by_key_tile[(len(key_tiles) * (TILE // launch.by_key.keys), key.shape[1])](
+            query, key, value, grad, lse, delta, by_key, by_value, key_sums, value_sums, starts, key_tiles, *rows,
+            length, window, factor, cap, scores.scale, **_constants(query, key, launch.by_key), **compiled,
+        )  # fmt: skip
+        if len(joins):
+            row = key.shape[1] * width
+            _join_pieces[(len(joins) * (TILE // 16), triton.cdiv(row, 128))](
+                by_key, by_value, key_sums, value_sums, joins, row, ROWS=16, COLUMNS=128, TILE=TILE, num_warps=4
+            )
+    return by_query, by_key, by_value
+
+
+def _constants(query: Tensor, key: Tensor, blocks: Blocks) -> dict[str, Any]:
+    width = query.shape[2]
+    return {
+        "GROUP": query.shape[1] // key.shape[1],
+        "WIDTH": width,
+        "PADDED": _padded(width),
+        "QUERIES": blocks.queries,
+        "KEYS": blocks.keys,
+        "TILE": TILE,
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))  # the least that a product takes
+
+
+def _launch(query: Tensor) -> Launch:
+    if not query.is_cuda:  # the interpreter's
+        return Launch(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(16, 32, 4, 1))
+    return launch_for(query.shape[2], _shared_memory(query.device))
+
+
+def _shared_memory(device: torch.device) -> int:
+    properties: Any = torch.cuda.get_device_properties(device)  # whose stubs lack this name
+    return properties.shared_memory_per_block_optin
+
+
+def _current(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, whatever the tensors' is."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

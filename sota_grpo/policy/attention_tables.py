@@ -1,0 +1,125 @@
+"""Which program of the attention's kernels computes what, as tables of integers made on the CPU.
+
+For one prompt of 130 tokens and its responses of 3 and 4, which follow it::
+
+    starts       0 x 130, 130 x 3, 133 x 4         where each token's span begins
+    query_tiles  [0, 128) and [128, 130) see their own span; [130, 137), both responses, see [0, 130) too
+    key_tiles    [0, 128) is read by queries [0, 137), [128, 130) by [128, 137), [130, 137) by itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TILE = 128  # most queries or keys of a row of a table
+PIECE = 1024  # most queries that one program runs over a prompt's keys without a mask
+NO_PROMPT = 2**30  # a prompt's end that lies behind every token
+
+
+class Span(Protocol):
+    """Responses of ``length`` tokens each, one after the other in ``[start, end)``."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+
+class Group(Protocol):
+    """A prompt ``[start, end)`` and its responses ``[end, stop)``."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def runs(self) -> Sequence[Span]: ...
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows of int32; the most work comes first, so that the last programs to end are short ones.
+
+    Args:
+        starts: ``[L]``, the first token of each token's span.
+        query_tiles: ``[N, 4]``: queries ``[first, end)`` of one prompt, or of its responses; the prompt's keys
+            ``[prompt, prompt_end)`` that they see beside their own span's (none: 0, 0).
+        key_tiles: ``[N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` see those of their span up to
+            themselves, and ``[masked, last)`` all; the row of a buffer for sums that are joined later, or -1; the
+            prompt's end, or ``NO_PROMPT``.
+        joins: ``[N, 5]``: keys ``[first, end)`` whose sums are in ``pieces`` places of the buffer, from ``slot``,
+            ``stride`` rows apart: ``first, end, slot, stride, pieces``.
+        num_slots: rows of the buffer.
+    """
+
+    starts: Tensor
+    query_tiles: Tensor
+    key_tiles: Tensor
+    joins: Tensor
+    num_slots: int
+
+    def tensors(self) -> list[Tensor]:
+        return [self.starts, self.query_tiles, self.key_tiles, self.joins]
+
+    def on(self, tensors: Sequence[Tensor]) -> Tables:
+        """The same with :meth:`tensors` on another device."""
+        starts, query_tiles, key_tiles, joins = tensors
+        return Tables(starts, query_tiles, key_tiles, joins, self.num_slots)
+
+
+def attention_tables(groups: Sequence[Group], length: int) -> Tables:
+    """The tables of ``length`` packed tokens.
+
+    >>> from sota_grpo.policy.shared_prompt import Block, Run
+    >>> tables = attention_tables([Block(0, 130, (Run(130, 1, 3), Run(133, 1, 4)))], 137)
+    >>> tables.query_tiles.tolist()
+    [[130, 137, 0, 130], [0, 128, 0, 0], [128, 130, 0, 0]]
+    >>> tables.key_tiles.tolist()
+    [[0, 128, 0, 128, 137, -1, 130], [128, 130, 128, 130, 137, -1, 130], [130, 137, 130, 137, 137, -1, 1073741824]]
+    """
+    starts, ends = np.zeros(length, np.int32), np.zeros(length, np.int32)
+    query_tiles: list[tuple[int, ...]] = []
+    key_tiles: list[tuple[int, ...]] = []
+    joins: list[tuple[int, ...]] = []
+    num_slots = 0
+    for group in groups:
+        starts[group.start : group.end], ends[group.start : group.end] = group.start, group.end
+        for run in group.runs:
+            own = np.arange(run.start, run.end, run.length, dtype=np.int32).repeat(run.length)
+            starts[run.start : run.end], ends[run.start : run.end] = own, own + run.length
+        for first, end in _tiles(group.start, group.end):
+            query_tiles.append((first, end, 0, 0))
+            cuts = list(range(end, group.stop, PIECE)) or [end]
+            pieces = [(first if cut == end else cut, cut, min(cut + PIECE, group.stop)) for cut in cuts]
+            slots = [-1] if len(pieces) == 1 else [num_slots + index * (end - first) for index in range(len(pieces))]
+            key_tiles += [(first, end, *piece, slot, group.end) for piece, slot in zip(pieces, slots)]
+            if len(pieces) > 1:
+                joins.append((first, end, num_slots, end - first, len(pieces)))
+                num_slots += len(pieces) * (end - first)
+        for first, end in _tiles(group.end, group.stop):
+            query_tiles.append((first, end, group.start, group.end))
+            last = int(ends[end - 1])
+            masked = end if starts[first] == starts[end - 1] else last
+            key_tiles.append((first, end, first, masked, last, -1, NO_PROMPT))
+    query_tiles.sort(key=lambda row: row[0] - int(starts[row[0]]) + row[3] - row[2], reverse=True)
+    key_tiles.sort(key=lambda row: row[4] - row[2], reverse=True)
+    tables = _table(query_tiles, 4), _table(key_tiles, 7), _table(joins, 5)
+    return Tables(torch.from_numpy(starts), *tables, num_slots)
+
+
+def _tiles(start: int, stop: int) -> list[tuple[int, int]]:
+    return [(first, min(first + TILE, stop)) for first in range(start, stop, TILE)]
+
+
+def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns)

@@ -1,0 +1,83 @@
+"""The kernels of packed attention compute what plain attention does: on a GPU, else by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sota_grpo.policy import attention_tables
+from sota_grpo.policy.shared_prompt import Layout, _plain, pack, packed_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton reads when it is imported
+pytest.importorskip("triton", reason="needs Triton, which liger-kernel brings along")
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """With tables of tiles and pieces so small that a few tokens have several of each, where they can be."""
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("run by test_in_the_interpreter")
+    if INTERPRETED:
+        from sota_grpo.policy import attention_kernels
+
+        monkeypatch.setattr(attention_kernels, "TILE", 32)
+        monkeypatch.setattr(attention_tables, "TILE", 32)
+        monkeypatch.setattr(attention_tables, "PIECE", 24)
+    return "cpu" if INTERPRETED else "cuda"
+
+
+def layout_of(groups: list[tuple[int, list[int]]]) -> Layout:
+    """Of prompts of these lengths with responses of those; no responses: a prompt alone."""
+    lengths = [(group, prompt, said) for group, (prompt, responses) in enumerate(groups) for said in responses or [0]]
+    width = max(prompt + said for _, prompt, said in lengths)
+    place = torch.arange(width)
+    tokens = torch.stack([torch.full((width,), 5 + group) for group, *_ in lengths])
+    real = torch.stack([place < prompt + said for _, prompt, said in lengths])
+    spoken = torch.stack([(place >= prompt) & (place < prompt + said) for _, prompt, said in lengths])
+    return pack(tokens, real, spoken)
+
+
+GROUPS = {
+    "several tiles and pieces": [(37, [33, 9, 2, 1])],
+    "short ones, and a prompt alone": [(3, [5, 4, 9]), (34, []), (1, [1])],
+}
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (11, 2.0)])
+@pytest.mark.parametrize("heads", [(4, 2, 16), (3, 1, 24)])
+@pytest.mark.parametrize("case", GROUPS)
+def test_values_and_gradients(device: str, case: str, heads: tuple[int, int, int], window: int, softcap: float) -> None:
+    """In float32 (bfloat16 on a GPU) against plain attention in float64; twice, with the same bits."""
+    layout, (queries, keys, width) = layout_of(GROUPS[case]), heads
+    length, dtype = len(layout.tokens), torch.float32 if INTERPRETED else torch.bfloat16
+    given = [torch.randn(length, count, width).to(device, dtype).requires_grad_() for count in (queries, keys, keys)]
+    pull = torch.randn(length, queries, width).to(device, dtype)
+    tables = layout.to(torch.device(device)).tables
+    found = []
+    for _ in range(2):
+        out, _ = packed_attention(*given, *tables.tensors(), tables.num_slots, width**-0.5, softcap, window)
+        found.append((out.detach(), *torch.autograd.grad(out, given, pull)))
+    assert all(torch.equal(one, again) for one, again in zip(*found))
+    exact = [each.detach().cpu().double().transpose(0, 1)[None].requires_grad_() for each in given]
+    expected = _plain(*exact, layout, width**-0.5, window or None, softcap or None).transpose(1, 2)[0]
+    gradients = torch.autograd.grad(expected, exact, pull.cpu().double())
+    right = [expected.detach(), *(each[0].transpose(0, 1) for each in gradients)]
+    for value, reference in zip(found[0], right):
+        gap = (value.cpu().double() - reference).norm() / reference.norm()
+        assert gap < (1e-6 if INTERPRETED else 5e-3), gap
