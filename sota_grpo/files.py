@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_SOCKET_PATH_BYTES = 103  # the longest of a Unix socket on macOS; 107 on Linux
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
 
 
@@ -95,6 +97,19 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write strict JSON, atomically."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def folder_for_sockets(room: int) -> str:
+    """The temporary folder, or ``/tmp`` where the path of the former is so long that no Unix socket fits below it.
+
+    Args:
+        room: bytes that are needed below it.
+
+    >>> folder_for_sockets(room=100)
+    '/tmp'
+    """
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) + room <= _SOCKET_PATH_BYTES else "/tmp"
 
 
 def run_python(path: Path) -> ModuleType:

@@ -1,19 +1,28 @@
 """Settings of every test process: random draws that can be had again, threads that sleep while they wait, no network,
 a compiler in this process, and an end to what is begun."""
 
+import functools
 import gc
 import hashlib
+import itertools
 import math
 import os
 import random
+import re
+import shlex
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from _pytest.runner import runtestprotocol
 
 from sota_grpo.errors import collect_seldom
 
@@ -22,27 +31,39 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its processes import torch, for kernels of a second
 
-
-def source_digest() -> str:
-    """Of the package and its tests: every change of them draws anew, and who has the same files draws the same."""
-    tests = Path(__file__).resolve().parent
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in (tests, tests.parent / "sota_grpo") for path in folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
+#: What a test draws follows from its own name and this, from no file: a change draws nothing anew elsewhere. Any other
+#: text gives other draws. Of "3.7", what files and shared fixtures draw is that of "3".
+os.environ.setdefault("TEST_SEED", "0")
 END = pytest.StashKey[float]()  # on the monotonic clock: no test begins after it
-os.environ.setdefault("TEST_SEED", source_digest())  # whatever is set instead gives other draws
+OF_PROCESSES = re.compile(
+    r"\b(subprocess|multiprocessing|forked|(process|rank|worker)_rigs|fake_\w+|vllm|\w+Launcher|typed|workshop|browser)\b"
+    r"|\bos\.(fork|kill)\b"
+)
+HASH_SEED = os.environ.get("PYTHONHASHSEED")  # of this process; those that tests start have others, as users' have
+AGAIN_S = 1200  # for one test in a process of its own; by itself it has its own time limit
 
 
-def seed_draws(name: str) -> None:
+def seed_draws(name: str, seed: str) -> bytes:
     """``random``, NumPy and torch draw what belongs to this test or file, in whichever process and order it runs."""
-    digest = hashlib.sha256(f"{os.environ['TEST_SEED']} {name}".encode()).digest()
+    import torch  # not where tests are only handed out
+
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(int.from_bytes(digest[:7]))
+    torch.manual_seed(int.from_bytes(digest[:7]))
+    return digest
+
+
+def seed_test(item: pytest.Item) -> None:
+    """Its draws and, in a way of its own that forgets earlier failures, Hypothesis's."""
+    digest = seed_draws(item.nodeid, os.environ["TEST_SEED"])
+    function = getattr(item, "function", None)
+    if hasattr(function, "hypothesis"):
+        sys.modules["hypothesis"].seed(digest)(function)
+
+
+def seed_of_files() -> str:
+    return os.environ["TEST_SEED"].partition(".")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,14 +72,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--minutes", type=float, default=math.inf, help="after so many minutes begin no test more, but skip it"
     )
+    group.addoption(
+        "--redraw-s", type=float, metavar="S", help="run each test that draws for S seconds, with other draws each time"
+    )
+    group.addoption(
+        "--processes-again",
+        action="store_true",
+        help="run a failed test of processes once more, in a fresh process; if it passes there, the run does not fail",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "hypothesis_seed", "") is None:
-        config.option.hypothesis_seed = str(int(hashlib.sha256(os.environ["TEST_SEED"].encode()).hexdigest()[:8], 16))
+    if getattr(config.option, "hypothesis_profile", "") is None:
+        config.option.hypothesis_profile = "ci"  # no database, no time limit of an example
     config.stash[END] = time.monotonic() + 60 * config.getoption("minutes")
     collect_seldom()  # modules and tests are made by the million, and stay
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if is_of_processes(item.path):
+        item.add_marker("processes")
+
+
+@functools.cache
+def is_of_processes(path: Path) -> bool:
+    """Whether a file of tests starts, signals or ends processes, or speaks to servers: it says so somewhere."""
+    return path.parent.name in ("bench", "e2e") or OF_PROCESSES.search(path.read_text()) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -85,8 +125,9 @@ def pytest_unconfigure(config: pytest.Config, thaw: Callable[[], None] = gc.unfr
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     """What a file draws while it is imported."""
+    os.environ.pop("PYTHONHASHSEED", None)
     if isinstance(collector, pytest.Module):
-        seed_draws(collector.nodeid)
+        seed_draws(collector.nodeid, seed_of_files())
     return (yield)
 
 
@@ -95,7 +136,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test draws, and the fixtures that are made for it; none when the time is over."""
     if time.monotonic() > item.config.stash[END]:
         pytest.skip(f"not reached within {item.config.getoption('minutes'):g} minutes")
-    seed_draws(item.nodeid)
+    seed_test(item)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -103,11 +144,11 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
     """What a fixture of several tests draws, whichever of them is the first; that one's draws stay what they are."""
     if fixturedef.scope == "function":
         return (yield)
-    seed_draws(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}")
+    seed_draws(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}", seed_of_files())
     try:
         return (yield)
     finally:
-        seed_draws(request._pyfuncitem.nodeid)
+        seed_test(request._pyfuncitem)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -116,8 +157,99 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     that ran the test to the one that reports."""
     report = yield
     if report.failed:
-        report.sections.append(("Random draws", f"TEST_SEED={os.environ['TEST_SEED']}"))
+        seeds = [f"TEST_SEED={os.environ['TEST_SEED']}", *([f"PYTHONHASHSEED={HASH_SEED}"] if HASH_SEED else [])]
+        report.sections.append(("Repeat it by", shlex.join([*seeds, "python", "-m", "pytest", item.nodeid])))
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode("utf-8")) for name, text in report.sections
     ]
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Once as ever; then with other draws or, of processes and failed, in a fresh process, where that is asked for."""
+    redraw_s, again = item.config.getoption("redraw_s"), item.config.getoption("processes_again")
+    if redraw_s is None and not (again and item.get_closest_marker("processes")):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if redraw_s is not None:
+        reports = redraw(item, nextitem, redraw_s, reports)
+    elif any(report.failed for report in reports):
+        run_again(item, [report for report in reports if report.failed])
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def redraw(
+    item: pytest.Item, nextitem: pytest.Item | None, seconds: float, reports: list[pytest.TestReport]
+) -> list[pytest.TestReport]:
+    """Again and again with other draws, until it fails, the time is over, or nothing was drawn; the last reports."""
+    ends, seed = time.monotonic() + seconds, seed_of_files()
+    for number in itertools.count(1):
+        drawn = draws_left()
+        seed_test(item)
+        again = isinstance(item, pytest.Function) and (hasattr(item.function, "hypothesis") or draws_left() != drawn)
+        if not again or any(report.failed for report in reports) or time.monotonic() > ends:
+            break
+        os.environ["TEST_SEED"] = f"{seed}.{number}"
+        item._initrequest()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    os.environ["TEST_SEED"] = seed
+    return reports
+
+
+def draws_left() -> tuple[Any, ...]:
+    """What will be drawn next: changed, where anything was drawn."""
+    _, words, place, *_ = np.random.get_state()
+    return random.getstate(), words.tobytes(), place, sys.modules["torch"].get_rng_state().tolist()
+
+
+def run_again(item: pytest.Item, failed: list[pytest.TestReport]) -> None:
+    """A test of processes that failed, in a fresh process; where it passes there, ``failed`` are no failures."""
+    if hasattr(item.config.hook, "pytest_timeout_cancel_timer"):
+        item.config.hook.pytest_timeout_cancel_timer(item=item)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", item.nodeid]
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(
+            command, cwd=item.config.rootpath, env=environment, start_new_session=True, **streams
+        )
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(AGAIN_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        told = output.read()[-4000:]
+    passed = process.wait() == 0 and "1 passed" in told  # a test that is skipped there has shown nothing
+    for report in failed:
+        report.again = "passed" if passed else "failed"
+        report.sections.append(("Once more, in a fresh process", told))
+        report.outcome = "passed" if passed else "failed"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
+    return ("flaky", "R", "FLAKY") if getattr(report, "again", None) == "passed" else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """At the very end, which tests of processes had a second try; of those that passed then, why not at first."""
+    yield
+    reports = itertools.chain.from_iterable(
+        terminalreporter.stats.get(name, []) for name in ("flaky", "failed", "error")
+    )
+    tried = [report for report in reports if hasattr(report, "again")]
+    for report in tried:
+        if report.again == "passed":
+            terminalreporter.write_sep("_", f"{report.nodeid} at first")
+            for name, text in [("", report.longreprtext), *report.sections]:
+                terminalreporter.write_line(f"--- {name} ---\n{text}" if name else text)
+    if tried:
+        terminalreporter.write_sep("=", "tests of processes that failed and were run again, to be mended")
+    for report in tried:
+        terminalreporter.write_line(f"{report.nodeid} ({report.when}): failed, then {report.again} in a fresh process")

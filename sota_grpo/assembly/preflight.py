@@ -47,6 +47,7 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     use_config_token(config)
     validate(config)
     if run_dir is not None:
+        _require_one_process()
         require_free(run_dir, config.train.resume)
     require_sinks(config)
     require_package(config.optimizer.name)
@@ -64,6 +65,16 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
         raise UserError(needs_a_gpu(config))
     for each in task_configs(config).values():
         _require_files(each)
+
+
+def _require_one_process() -> None:
+    """A run starts its own ranks: of a launcher that starts one process per GPU, each would train a whole run."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "LOCAL_RANK" in os.environ and processes != "1":
+        raise UserError(
+            f"torchrun or another launcher has started this command {processes} times (WORLD_SIZE), and each would "
+            f"train a whole run; start it once, without the launcher, with train_model.num_devices={processes}."
+        )
 
 
 def _require_files(config: Config) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.cli import add_parser, add_trust, tell_trust, whole
+from sota_grpo.config import DTYPES
 from sota_grpo.errors import UserError
 
 _KINDS = ("hf", "verl", "trl")
@@ -38,6 +39,11 @@ def add_command(commands: Any) -> None:
         help="hf: checkpoint after so many steps; default: the end, or the newest",
     )
     add("--adapter", action="store_true", help="hf: the LoRA adapter alone")
+    add(
+        "--dtype",
+        choices=DTYPES[1:],
+        help="hf: of the weights; default: that of the model which was trained. Made from a checkpoint",
+    )
     add_trust(parser)
 
 
@@ -47,9 +53,11 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the run, the checkpoint or the folder cannot be used.
     """
-    if options.to != "hf" and (options.step is not None or options.adapter):
-        option = "--adapter" if options.adapter else "--step"
+    of_model = {"--adapter": options.adapter or None, "--step": options.step, "--dtype": options.dtype}
+    for option in [name for name, value in of_model.items() if value is not None and options.to != "hf"]:
         raise UserError(f"{option} goes with --to hf; --to {options.to} translates the whole run.")
+    if options.adapter and options.dtype:
+        raise UserError("--dtype goes without --adapter; an adapter keeps the dtype in which it was trained.")
     from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, load_config
     from sota_grpo.run.entry import quiet_console
 
@@ -62,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
     out = run_dir / "export" / options.to if options.out is None else Path(options.out).expanduser()
     if options.to == "hf":
-        steps = write_hf(run_dir, out, step=options.step, adapter=options.adapter, trust=options.trust_run)
+        chosen = {"step": options.step, "adapter": options.adapter, "dtype": options.dtype}
+        steps = write_hf(run_dir, out, **chosen, trust=options.trust_run)
         print(f"{out}: the {'adapter' if options.adapter else 'model'} after {steps} steps, and its card README.md.")
     elif options.to == "verl":
         write_verl(run_dir, out, trust=options.trust_run)

@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 
 from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines.inference_server import (
+    SOCKET_BYTES,
     Dialect,
     HttpClient,
     Order,
@@ -43,6 +44,7 @@ from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, 
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.engines.weight_upload import WEIGHT_FILE, ReceiveWeights, WeightUpload
 from sota_grpo.errors import UserError
+from sota_grpo.files import folder_for_sockets
 from sota_grpo.policy.lora import MergedWeights
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
@@ -85,9 +87,10 @@ class WeightFolder:
                 _SHARED_MEMORY,
                 free / 2**30,
                 num_bytes / 2**30,
-                tempfile.gettempdir(),
+                folder_for_sockets(room=SOCKET_BYTES),
             )
-        self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=_SHARED_MEMORY if roomy else None))
+        folder = _SHARED_MEMORY if roomy else folder_for_sockets(room=SOCKET_BYTES)
+        self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=folder))
         # also when the process ends while the thread that owns this is busy
         self._delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 

@@ -76,7 +76,7 @@ def clipped_surrogate(
     [-1.2, -0.5, 1.5, 0.8]
     """
     lower, upper = _log_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
-    return -advantage * log_ratio.clamp(lower, upper).exp()
+    return -advantage * _bounded(log_ratio, lower, upper).exp()
 
 
 def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Tensor:
@@ -298,7 +298,7 @@ def gmpo_surrogate(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip_low:
     [-2.6997, -2.6997]
     """
     lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high)
-    return -advantage * _row_mean(log_ratio.clamp(lower, upper), mask).exp()
+    return -advantage * _row_mean(_bounded(log_ratio, lower, upper), mask).exp()
 
 
 def outlying_tokens(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -432,6 +432,11 @@ def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
     own = values.where(mask, 0.0)
     mean = own.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return (mean + (own - own.detach())).where(mask, 0.0)
+
+
+def _bounded(values: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """``clamp`` with the gradient 1 at a bound; torch 2.14's has 0.5 or 0 there."""
+    return upper.where(values > upper, lower.where(values < lower, values))
 
 
 def _nat_bounds(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:

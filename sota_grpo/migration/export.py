@@ -41,7 +41,7 @@ from sota_grpo.migration.trl import VERSION as TRL_VERSION
 from sota_grpo.migration.trl import trl_script
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import verl_options, verl_script
-from sota_grpo.policy.load import TINY, load_tokenizer, resolve_model_path, save_hf
+from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
@@ -61,11 +61,20 @@ compute_score = verl_reward(Path(__file__).with_name("config.yaml"))
 '''
 
 
-def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool = False, trust: bool = False) -> int:
+def write_hf(
+    run_dir: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    adapter: bool = False,
+    dtype: DType | None = None,
+    trust: bool = False,
+) -> int:
     """The trained model, merged or as a PEFT adapter, with its card. Returns the steps after which it is taken.
 
-    The model that a finished run exported is copied; else it is made from a checkpoint. ``trust`` consents to what the
-    run's config asks this machine to run (:func:`sota_grpo.assembly.compose.needs_consent`).
+    The model that a finished run exported is copied; else, or in a ``dtype`` of its own, it is made from a checkpoint.
+    ``trust`` consents to what the run's config asks this machine to run
+    (:func:`sota_grpo.assembly.compose.needs_consent`).
 
     Raises:
         UserError: no run, no such checkpoint, an adapter of a run without LoRA, or a folder that is in use.
@@ -73,7 +82,8 @@ def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool
     config = load_config(run_dir, trust=trust, unused=(*UNUSED_WITHOUT_LOSS, *UNUSED_WITHOUT_SAMPLES))
     if adapter and not config.train_model.lora.enabled:
         raise UserError(f"{run_dir} trained all weights, so there is no adapter; leave --adapter out.")
-    exported = exported_steps(run_dir, config) if step is None and not adapter else None
+    copies = step is None and dtype is None and not adapter
+    exported = exported_steps(run_dir, config) if copies else None
     steps, checkpoint = (exported, None) if exported is not None else find_checkpoint(run_dir, step)
     merges = checkpoint is not None and config.train_model.lora.enabled and not adapter
     if merges and Path(model_name(config)).expanduser().is_dir():
@@ -90,7 +100,7 @@ def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool
                 tokenizer.save_pretrained(folder)
             else:
                 folder.rmdir()  # save_hf makes it
-                save_hf(model, tokenizer, folder)
+                save_hf(model, tokenizer, folder, dtype=dtype)
         card = model_card(config, steps, read_evaluations(run_dir), is_adapter=adapter)
         (folder / "README.md").write_text(card, encoding="utf-8")
     return steps

@@ -134,6 +134,7 @@ def load_model(
     if weights:
         _require_stored(config, name)
     silence_dropout(config)
+    stored = config.dtype
     options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -146,6 +147,7 @@ def load_model(
             _fill(model)
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
+    model.stored_dtype = stored  # read by save_hf
     return model.to(device).train()
 
 
@@ -297,6 +299,8 @@ def save_hf(
     tokenizer: PreTrainedTokenizerBase,
     directory: str | os.PathLike[str],
     progress: Callable[[], object] = lambda: None,
+    *,
+    dtype: DType | None = None,
 ) -> Path:
     """Write weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
 
@@ -310,11 +314,15 @@ def save_hf(
         tokenizer: the tokenizer the model was trained with.
         directory: the folder; an earlier export there is replaced.
         progress: called for every weight.
+        dtype: of the weights as written; None: that of the files that :func:`load_model` read, or the model's own if
+            that is narrower.
 
     Raises:
         OSError: the file system refused; an earlier export is still there.
         ValueError: ``directory`` holds something that is not an export (no ``config.json``), so is not replaced.
     """
+    inner = base_model(model)
+    written = getattr(torch, dtype) if dtype else _export_dtype(inner)
     target, weights = Path(directory), engine_weights(model, progress=progress)
     first = next(weights, None)
     if first is None:  # another rank's
@@ -323,7 +331,7 @@ def save_hf(
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
             raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
         with atomic_folder(target) as partial:
-            _write_weights(base_model(model), partial, chain([first], weights))
+            _write_weights(inner, partial, chain([first], weights), written)
             tokenizer.save_pretrained(partial)
     finally:
         for _ in weights:  # whatever failed: the other ranks are taking part
@@ -331,10 +339,24 @@ def save_hf(
     return target
 
 
-def _write_weights(model: PreTrainedModel, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _export_dtype(model: PreTrainedModel) -> torch.dtype:
+    stored: torch.dtype | None = getattr(model, "stored_dtype", None)
+    return stored if stored is not None and stored.itemsize < model.dtype.itemsize else model.dtype
+
+
+def _write_weights(
+    model: PreTrainedModel, folder: Path, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
+    def as_written(own: torch.dtype) -> torch.dtype:
+        return dtype if own == model.dtype else own  # what a model keeps in float32 on purpose stays so
+
+    weights = ((name, weight.to(as_written(weight.dtype))) for name, weight in weights)
     if getattr(model, "_weight_conversions", None) != []:  # transformers' own; None: it was not loaded by it
         model.save_pretrained(folder, state_dict=dict(weights))
-        return
-    model.save_pretrained(folder, state_dict={})  # its configuration
-    layout = engine_layout(model)
-    write_model(folder, layout, (weight.cpu() for name, weight in weights if name in layout))
+    else:
+        model.save_pretrained(folder, state_dict={})  # its configuration
+        layout = {name: replace(kept, dtype=as_written(kept.dtype)) for name, kept in engine_layout(model).items()}
+        write_model(folder, layout, (weight.cpu() for name, weight in weights if name in layout))
+    before, now = (f'"dtype": "{one}"'.replace("torch.", "") for one in (model.dtype, dtype))
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace(before, now))

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from sota_grpo.errors import collect_seldom
+from sota_grpo.files import folder_for_sockets
 from sota_grpo.orphans import die_with_parent, guard
 from sota_grpo.workers.base import Host, Launcher, OpenCalls, WorkerSpec, child_environment, descendants, outcome
 from sota_grpo.workers.processes import Message
@@ -45,6 +46,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
 }
 _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_SOCKET_BYTES = len("/ray/session_2026-11-26_14-32-10_123456_4194304/sockets/plasma_store")
 _NO_IDLE_WORKERS = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
 
 
@@ -413,6 +415,8 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
             raise RuntimeError("A local Ray dies with the thread that starts it: make the RayLauncher on the main one.")
         options |= {"num_cpus": max(num_cpus, 1), "object_store_memory": object_store_bytes}
         options |= {"include_dashboard": False, "_system_config": _NO_IDLE_WORKERS, "_node_ip_address": "127.0.0.1"}
+        if "RAY_TMPDIR" not in os.environ:
+            options["_temp_dir"] = f"{folder_for_sockets(room=_SOCKET_BYTES)}/ray"
     on_sigterm = signal.getsignal(signal.SIGTERM)
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
     try:

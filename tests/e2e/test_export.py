@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sota_grpo.cli import main
@@ -72,6 +73,13 @@ def test_an_earlier_step_is_made_from_its_checkpoint(run_dir: Path, tmp_path: Pa
     torch.testing.assert_close(logits(tmp_path / "second"), logits(run_dir / "hf"), rtol=0, atol=0)
     assert not torch.equal(logits(tmp_path / "first"), logits(tmp_path / "second"))
     assert "| 2 |" not in (tmp_path / "first" / "README.md").read_text()  # what came later is not its result
+
+
+def test_another_dtype_is_made_from_the_last_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+    export(run_dir, "--to", "hf", "--dtype", "bfloat16", "--out", tmp_path / "half")
+    half, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "half", run_dir / "hf"))
+    assert half.keys() == whole.keys()
+    assert all(torch.equal(half[name], weight.bfloat16()) for name, weight in whole.items())
 
 
 def test_the_adapter_computes_what_the_merged_model_does(run_dir: Path, tmp_path: Path) -> None:
@@ -139,6 +147,8 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
         (["RUN", "--to", "hf", "--step", "9"], "has no checkpoint after 9 steps; there are those after 1, 2."),
         (["RUN", "--to", "verl", "--step", "1"], "--step goes with --to hf"),
         (["RUN", "--to", "trl", "--adapter"], "--adapter goes with --to hf"),
+        (["RUN", "--to", "trl", "--dtype", "bfloat16"], "--dtype goes with --to hf"),
+        (["RUN", "--to", "hf", "--adapter", "--dtype", "bfloat16"], "--dtype goes without --adapter"),
     ],
 )
 def test_a_mistake_is_one_sentence(

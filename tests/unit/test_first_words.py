@@ -62,6 +62,19 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path
     assert not (tmp_path / "run").exists()  # Hydra made it
 
 
+@pytest.mark.parametrize("command", ["grpo.py", "grpo-async.py", "sota-grpo train"])
+def test_a_launcher_of_ranks_is_told_of_the_option(command: str, tmp_path: Path, typed) -> None:
+    """What ``torchrun --nproc_per_node=2`` gives its second process; with one process it is left alone."""
+    given = [*command.split(), "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = typed(*given, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert done.code == 2, done.stderr
+    assert "without the launcher, with train_model.num_devices=2." in done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+    alone = typed(*given, "reward.path=no.py", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    assert "there is no reward file" in alone.stderr
+
+
 @pytest.mark.parametrize("command", ["grpo.py --config-name=smollm_ifeval", "sota-grpo eval smollm2"])
 def test_a_missing_package_of_smollm2_is_told_first(command: str, tmp_path: Path, typed) -> None:
     """An empty package stands before the real one, and the cache holds nothing that was converted earlier."""

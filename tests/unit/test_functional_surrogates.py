@@ -102,6 +102,22 @@ def test_on_policy_gradient_is_that_of_reinforce(batch, name, level) -> None:
     torch.testing.assert_close(expected, -(weight * advantage))
 
 
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("clipped", [math.log1p(0.28), math.log1p(-0.2), math.log(1.5)]), ("gmpo", [0.28, -0.2])]
+)
+@pytest.mark.parametrize("beyond", [0.0, 1e-6])
+def test_a_token_exactly_at_a_bound_keeps_its_gradient(name, bounds, beyond) -> None:
+    """Above for A > 0, below and, for the dual clip, above for A < 0; whatever torch's own ``clamp`` does there."""
+    side, advantage = (torch.tensor(signs)[: len(bounds), None] for signs in ([1.0, -1.0, 1.0], [1.0, -1.0, -1.0]))
+    at = (torch.tensor(bounds)[:, None] + beyond * side).requires_grad_()
+    terms = {"log_ratio": at, "advantage": advantage, "mask": torch.ones_like(at, dtype=torch.bool)}
+    terms |= {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
+    (gradient,) = torch.autograd.grad(of_terms(SURROGATES[name].loss, terms).sum(), at)
+    assert of_terms(SURROGATES[name].clipped, terms).tolist() == [[beyond > 0]] * len(bounds)
+    expected = 0 * at if beyond else -advantage * at.exp()
+    torch.testing.assert_close(gradient, expected.detach(), rtol=1e-6, atol=0)
+
+
 def test_an_overflowing_ratio_is_clipped_without_nan() -> None:
     log_ratio = torch.tensor([500.0, 500.0, 500.0, -500.0], requires_grad=True)
     advantage = torch.tensor([1.0, 0.0, -1.0, -1.0])

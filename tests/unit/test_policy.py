@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo import keys
@@ -289,6 +290,33 @@ def test_an_export_that_is_written_weight_by_weight_is_what_transformers_writes(
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert (tmp_path / "ours" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("own", [False, True], ids=["weight by weight", "transformers' own"])
+@pytest.mark.parametrize(
+    ("stored", "trained", "asked", "written"),
+    [
+        ("bfloat16", "float32", None, "bfloat16"),
+        ("bfloat16", "float32", "float32", "float32"),
+        ("bfloat16", "float32", "float16", "float16"),
+        ("float32", "bfloat16", None, "bfloat16"),
+        ("float16", "bfloat16", None, "bfloat16"),
+    ],
+)
+def test_an_export_has_the_dtype_of_the_model_that_was_trained(
+    stored: str, trained: str, asked: Any, written: str, own: bool, adapter: bool, tmp_path: Path
+) -> None:
+    load_model("tiny").to(getattr(torch, stored)).save_pretrained(tmp_path / "base")
+    model = load_model(str(tmp_path / "base"), dtype=trained)
+    model._weight_conversions = None if own else []
+    policy = trained_adapter(model) if adapter else model
+    save_hf(policy, load_tokenizer("tiny"), tmp_path / "hf", dtype=asked)
+    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == getattr(torch, written)
+    learned = dict(engine_weights(policy))
+    for name, weight in load_file(tmp_path / "hf" / "model.safetensors").items():
+        torch.testing.assert_close(weight, learned[name].to(getattr(torch, written)), rtol=0, atol=0)
+    assert model.dtype == getattr(torch, trained)
 
 
 def only_its_configuration(save: Any, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -49,3 +51,20 @@ def test_weights_for_a_server_on_the_disk_are_told(
     free_bytes.free = 1 << 30
     WeightFolder(shapes, torch.bfloat16).close()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("length", [8, 30, 60, 90, 150])
+def test_sockets_lie_where_their_paths_are_short_enough(
+    length: int, free_bytes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch system's TMPDIR may be long, and the path of a Unix socket has 107 bytes at most."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (length - 1))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix, dir: f"{dir}/{prefix}12345678")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    ray = Mock()
+    ray.cluster_resources.return_value = {}
+    ray_cluster._connect(ray, None, 1, 1)
+    rays, servers = ray.init.call_args.kwargs["_temp_dir"], WeightFolder({"w": torch.Size([9999, 9999])}, None).path
+    assert len(f"{rays}/session_2026-11-26_14-32-10_123456_4194304/sockets/plasma_store") <= 107
+    assert len(f"{servers}/01234567-89ab-cdef-0123-456789abcdef") <= 107
+    assert (rays, servers.parent) == (f"{tempfile.tempdir}/ray", Path(tempfile.tempdir)) or length > 30

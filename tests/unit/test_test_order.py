@@ -1,8 +1,11 @@
-"""The options that bound the slow tests' time: another seed begins with other files, and what has begun is finished."""
+"""How tests are run: their order and time, what they draw, and a second try for those of processes."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -38,13 +41,84 @@ def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
     assert [path.name for path, _ in ordered(None, files, "test_c.py")[::2]] == [f"test_{name}.py" for name in "cabdef"]
 
 
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Pytest on the files of ``folder``, with the options of these tests."""
+    line = [sys.executable, "-m", "pytest", "-vv", "-p", "tests.conftest", *arguments]
+    given = {name: value for name, value in os.environ.items() if name not in ("TEST_SEED", "PYTHONHASHSEED")}
+    given |= {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(line, cwd=folder, env=given, capture_output=True, text=True)
+
+
 def test_what_has_not_begun_when_the_time_is_over_is_named(tmp_path: Path) -> None:
     tests = [f"test_{name}.py::test_{number}" for name in "bca" for number in (2, 1)]  # as seed 1 has it
     for name in "abc":
         (tmp_path / f"test_{name}.py").write_text("def test_2(): pass\ndef test_1(): pass\n")
     for minutes, outcome in ((5, "PASSED"), (0, "SKIPPED (not reached within 0 minutes)")):
-        line = [sys.executable, "-m", "pytest", "-vv", "-p", "tests.conftest", f"--minutes={minutes}", "--files-by=1"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = run(tmp_path, f"--minutes={minutes}", "--files-by=1")
         outcomes = [line.partition(" [")[0].rstrip() for line in done.stdout.splitlines() if line.startswith("test_")]
         assert outcomes == [f"{test} {outcome}" for test in tests]
+
+
+def test_draws_follow_from_the_tests_own_name_and_no_file(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "import json, random\nfrom hypothesis import given, settings, strategies as st\n"
+        "HERE, SEEN = random.random(), []\n"
+        "@given(st.integers())\ndef test_h(x): SEEN.append(x)\n"
+        "def test_database(): assert settings().database is None\n"
+        "def test_r(): open('drawn', 'w').write(json.dumps([HERE, random.random(), SEEN]))\n"
+    )
+
+    def drawn(**environment: str) -> list:
+        done = run(tmp_path, **environment)
+        assert done.returncode == 0, done.stdout
+        return json.loads((tmp_path / "drawn").read_text())
+
+    first = drawn()
+    names = ("test_a.py", "test_a.py::test_r")
+    assert first[:2] == [random.Random(hashlib.sha256(f"0 {name}".encode()).digest()).random() for name in names]
+    (tmp_path / "test_0.py").write_text("import random\ndef test_0(): random.random()\n")
+    assert drawn() == first  # Hypothesis's too
+    other = drawn(TEST_SEED="0.1")  # of the same files, other tests' draws
+    assert other[0] == first[0]
+    assert other[1] != first[1]
+    assert other[2] != first[2]
+
+
+def test_other_draws_are_tried_until_one_fails_and_can_be_had_again(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "import random\n"
+        "def test_often(): assert random.random() < 0.9\n"
+        "def test_once():\n    with open('once', 'x'): pass\n"
+    )
+    done = run(tmp_path, "--redraw-s=60", "-n", "1", TEST_SEED="5")
+    assert "1 failed, 1 passed" in done.stdout
+    (command,) = [line for line in done.stdout.splitlines() if line.startswith("TEST_SEED=5.")]
+    assert command.endswith(" python -m pytest test_a.py::test_often")
+    (failure,) = {line for line in done.stdout.splitlines() if line.startswith("E ") and "assert 0." in line}
+    again = run(tmp_path, "test_a.py::test_often", TEST_SEED=command.split()[0].partition("=")[2])
+    assert failure in again.stdout.splitlines()
+
+
+def test_a_failed_test_of_processes_has_a_second_try_that_is_told(tmp_path: Path) -> None:
+    begin = "import subprocess, pytest\nfrom pathlib import Path\n"
+    (tmp_path / "test_a.py").write_text(
+        f"{begin}def test_flaky():\n    tried = Path('tried').exists()\n    Path('tried').touch()\n    assert tried\n"
+    )
+    (tmp_path / "test_b.py").write_text("def test_of_no_process(): assert 1 == 2\n")
+    (tmp_path / "test_c.py").write_text(
+        f"{begin}def test_broken():\n    if Path('seen').exists():\n        pytest.skip('it shows nothing')\n"
+        "    Path('seen').touch()\n    assert 3 == 4\n"
+    )
+    done = run(tmp_path, "--processes-again", "-n", "2", "--dist", "loadfile")
+    *_, flaky, broken, counts = done.stdout.splitlines()
+    assert sorted([flaky, broken]) == [
+        "test_a.py::test_flaky (call): failed, then passed in a fresh process",
+        "test_c.py::test_broken (call): failed, then failed in a fresh process",
+    ]
+    assert "2 failed" in counts
+    assert "1 flaky" in counts
+    assert "    assert tried" in done.stdout
+    assert "1 passed in" in done.stdout
+    assert done.returncode == 1
+    (tmp_path / "tried").unlink()
+    assert run(tmp_path, "--processes-again", "test_a.py").returncode == 0

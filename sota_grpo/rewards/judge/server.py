@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import ServerProcess, start_server
+from sota_grpo.engines.inference_server import SOCKET_BYTES, ServerProcess, start_server
 from sota_grpo.engines.vllm_server import RequireKey, VLLMDialect, engine_arguments, flag
 from sota_grpo.errors import UserError
+from sota_grpo.files import folder_for_sockets
 from sota_grpo.rewards.judge import CHAT
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class JudgeServer:
             ServerDied: it ended while it started; the sentence has the cause.
             ServerLate: it was not ready in time.
         """
-        scratch = Path(tempfile.mkdtemp(prefix="sota-grpo-judge-"))
+        scratch = Path(tempfile.mkdtemp(prefix="sota-grpo-judge-", dir=folder_for_sockets(room=SOCKET_BYTES)))
         on_cpu = not torch.cuda.is_available()
         self._process, url, key = start_server(self._dialect, self._options, scratch, on_cpu=on_cpu)
         return url, key
