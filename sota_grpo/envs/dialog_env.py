@@ -31,7 +31,7 @@ from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.envs.task_env import DRAWN, TaskEnv
 from sota_grpo.rewards.functions import PICKLED, pickled
-from sota_grpo.rl.collate import done_entries, finish_rows, prompt_rows, response_ids
+from sota_grpo.rl.collate import done_entries, finish_rows, known_log_probs, prompt_rows, response_ids
 from sota_grpo.rl.records import Example, GroupRequest, Sample, SampledText, Score, sample_seed
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts
@@ -366,7 +366,12 @@ class DialogRows:
             gathered.has_log_probs, log_probs = False, torch.zeros(len(ids))
         if not isinstance(version, torch.Tensor):
             gathered.has_versions, version = False, torch.zeros(())
-        return Sample(ids, log_probs.cpu(), version.cpu().long().expand(len(ids)), bool(step[keys.TRUNCATED].any()))
+        return Sample(
+            ids,
+            known_log_probs(log_probs.cpu()),
+            version.cpu().long().expand(len(ids)),
+            bool(step[keys.TRUNCATED].any()),
+        )
 
     def _finished(self, group: dict[int, _Gathered]) -> list[TensorDictBase]:
         siblings = [one for _, one in sorted(group.items())]

@@ -207,7 +207,8 @@ class GRPOLoss(LossModule):
     log-probs where the batch has them, else those it was sampled with; ``w`` the batch's ``loss_weight``, or, where it
     has none, weights derived from its own mask; ``c`` the correction weight from the proximal to the behaviour policy.
     KL and entropy use the same ``w``; where the batch has an ``objective_mask``, the surrogate alone is 0 off it. What
-    stands in masked slots, NaN included, changes neither value nor gradient.
+    stands in masked slots, NaN included, changes neither value nor gradient; a token whose log-prob under the behaviour
+    policy is not finite is masked, too.
 
     ``actor_network`` is a transformers causal LM, which is wrapped in a
     :class:`~sota_grpo.policy.causal.CausalPolicy`; a module whose call on the right-padded batch returns
@@ -436,7 +437,8 @@ class GRPOLoss(LossModule):
         is_wrapper = any(hasattr(self.actor_network, name) for name in wrapper_methods)
         read = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
         read = {name: _widen(value, read["log_prob"].shape) for name, value in read.items() if value is not None}
-        mask = read.pop("mask")
+        # TorchRL writes NaN where the engine gave no log-prob for a token; such a token cannot be trained on
+        mask = read.pop("mask") & read["behaviour"].isfinite()
         if self.kl_mask_threshold is not None:
             drift = 0.5 * (read["log_prob"].detach() - read["behaviour"]).square()
             mask = mask & (drift <= self.kl_mask_threshold)
@@ -486,11 +488,10 @@ class GRPOLoss(LossModule):
         own = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
         dist = actor.get_dist(visible, logits_key="logits") if own is None else own(visible)
         action = visible.get(self.tensor_keys.action, as_padded_tensor=True, padding_side=side, padding_value=-100)
-        # TorchRL writes NaN where the engine gave no log-prob for a token; such a token cannot be trained on
         return {
             **stored,
             "log_prob": dist.log_prob(action),
-            "mask": dist.mask.bool() & stored["behaviour"].isfinite(),
+            "mask": dist.mask.bool(),
             "entropy": dist.entropy() if self.entropy_bonus else None,  # costs a [N, T, V] softmax
         }
 

@@ -28,12 +28,13 @@ from sota_grpo.functional.advantages import (
     soft_overlong_penalty,
     zero_advantage_mask,
 )
-from sota_grpo.rl.collate import micro_batches, pad_rows
+from sota_grpo.rl.collate import complete_rows, micro_batches, pad_rows
 from sota_grpo.rl.records import Example, Score, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
 #: Rows in; out come other rows for a reference, and what puts its values of those, one ``[T_i]`` each, behind these.
 Ask = Callable[[RowTable], tuple[Sequence[Row], Callable[[Sequence[Tensor]], list[Tensor]]]]
+Reference = Callable[[TensorDictBase], Tensor | TensorDictBase]
 _INFO = json.JSONEncoder(default=str)
 Rows = TypeVar("Rows", RowTable, TensorDictBase)
 
@@ -52,8 +53,16 @@ class RowTransform(Transform):
             in_place(self._write)(tensordict)
         return tensordict
 
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.forward(next_tensordict)  # by ``ReplayBuffer.append_transform(.., invert=True)``, where rows arrive
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.copy().set("next", next_tensordict)
+        if keys.ASSISTANT_MASK in self.in_keys and not RowTable.of(row_list(rows)[:1]).has(keys.ASSISTANT_MASK):
+            complete_rows(rows)  # TorchRL's wrapper has just written it
         in_place(self._write)(rows)
         return next_tensordict.update(rows.get("next"))
 
@@ -124,11 +133,13 @@ class ReferenceKL(RowTransform):
     """Log-probs of the sampled tokens under the reference, and, if asked, the KL as part of the reward.
 
     Writes ``("next", "ref_log_probs", "full")`` (``[T_i]`` per row, 0 off the assistant mask). With a coefficient the
-    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, k1 of the assistant tokens, ``logp`` of the behaviour policy;
-    what was subtracted stays beside it as the reward term ``kl``.
+    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, k1 of the assistant tokens, ``logp`` of the behaviour policy
+    (tokens for which it is NaN, not known, add 0); what was subtracted stays beside it as the reward term ``kl``.
 
     Args:
-        reference: right-padded rows in (:func:`sota_grpo.rl.collate.pad_rows`), log-probs ``[N, T]`` out; no gradient.
+        reference: right-padded rows in (:func:`sota_grpo.rl.collate.pad_rows`), log-probs ``[N, T]`` out, no gradient;
+            or rows that have them under ``("log_probs", "full")``, as TorchRL's LLM wrappers give back. A transformers
+            model is taken over by a :class:`~sota_grpo.policy.reference.FrozenReference`.
         in_reward_coeff: None leaves the reward alone.
         pad_token_id: padding of the tokens.
         token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
@@ -155,7 +166,7 @@ class ReferenceKL(RowTransform):
 
     def __init__(
         self,
-        reference: Callable[[TensorDictBase], Tensor],
+        reference: Reference,
         *,
         in_reward_coeff: float | None = None,
         pad_token_id: int,
@@ -169,6 +180,10 @@ class ReferenceKL(RowTransform):
             reads += [keys.LOG_PROBS, keys.REWARD]
             writes += [keys.REWARD, keys.KL_TERM, keys.GRADED_REWARD]
         super().__init__(in_keys=reads, out_keys=writes)
+        if hasattr(reference, "get_output_embeddings"):
+            from sota_grpo.policy.reference import FrozenReference  # brings transformers
+
+            reference = FrozenReference(reference)
         self.reference, self.in_reward_coeff, self.ask = reference, in_reward_coeff, ask
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
@@ -181,7 +196,7 @@ class ReferenceKL(RowTransform):
 
 @torch.no_grad()
 def reference_log_probs(
-    reference: Callable[[TensorDictBase], Tensor],
+    reference: Reference,
     rows: Sequence[Row],
     *,
     pad_token_id: int,
@@ -196,6 +211,8 @@ def reference_log_probs(
     rows = list(rows)
     for micro_batch in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
         log_probs = reference(pad_rows(micro_batch, pad_token_id=pad_token_id))
+        if isinstance(log_probs, TensorDictBase):
+            log_probs = log_probs.get(keys.LOG_PROBS)
         for row, values in zip(micro_batch, log_probs, strict=True):
             mask = row[keys.ASSISTANT_MASK]
             own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
@@ -217,7 +234,7 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
     if in_reward_coeff is None:
         return
     gaps = [
-        torch.where(row[keys.ASSISTANT_MASK], row[keys.LOG_PROBS] - ref, 0.0).sum()
+        torch.where(row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite(), row[keys.LOG_PROBS] - ref, 0.0).sum()
         for row, ref in zip(rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS), log_probs, strict=True)
     ]
     reward = rows.get(keys.REWARD)
