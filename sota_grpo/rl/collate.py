@@ -235,7 +235,7 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     ``collate`` read ``log_probs.full`` and ``masks.all_assistant_mask``. Give it as the collector's ``postproc``.
 
     ``TransformersWrapper`` of torchrl 0.14.1 writes 0 for the first token of every response, which is not its log-prob
-    (:func:`known_log_probs`), and drops padding tokens that were sampled: log-probs recomputed by the learner are exact.
+    (:func:`known_log_probs`), and drops padding tokens that were sampled. The learner's own are exact.
 
     Args:
         rows: of any batch shape, lazily stacked where they are ragged: the collector's ``[N]``, or ``[N, 1]`` of

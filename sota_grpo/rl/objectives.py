@@ -149,6 +149,9 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     ``loss_*`` are to be summed and differentiated; they add over micro-batches. ``sums`` holds the detached float64
     sums of which the diagnostics beside it are the means over this batch: add the ``sums`` of all micro-batches (and
     ranks), then :func:`diagnostic_means` gives the values of the whole step.
+
+    ``mean(reduce=True)`` and ``sum(reduce=True)``, which TorchRL's recipes differentiate, are the loss: the ``loss_*``,
+    each reduced over its own elements, added. TorchRL's own take the diagnostics in, too.
     """
 
     loss_objective: Tensor
@@ -165,13 +168,23 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     correction_fraction: Tensor | None = None
     off_policy_fraction: Tensor | None = None
     reverse_kl: Tensor | None = None
+    kl_to_inference: Tensor | None = None
+
+    def mean(self, *args: Any, reduce: bool | None = None, **options: Any) -> Any:
+        return self._loss(Tensor.mean) if reduce else super().mean(*args, reduce=reduce, **options)
+
+    def sum(self, *args: Any, reduce: bool | None = None, **options: Any) -> Any:
+        return self._loss(Tensor.sum) if reduce else super().sum(*args, reduce=reduce, **options)
+
+    def _loss(self, reduction: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.stack([reduction(value) for name, value in self.items() if name.startswith("loss_")]).sum()
 
 
 def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, Tensor]:
     """The diagnostics of a step from the added ``sums`` of its micro-batches, each a mean over the trained tokens.
 
     ``clip_fraction``: tokens whose gradient the clip took. ``kl_approx``: ``logp_behaviour - logp``. ``mismatch_kl``:
-    k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``entropy``: nats. ``correction_fraction``: tokens
+    k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``kl_to_inference``, ``entropy``: nats. ``correction_fraction``: tokens
     whose correction weight exceeded the cap or fell below the floor. ``off_policy_fraction``: tokens of bad responses
     that ``off_policy_threshold`` left out of the objective; none of them counts as clipped. ``reverse_kl``:
     ``logp_behaviour - logp_teacher``, k1 of KL(behaviour policy, teacher): its mean is that KL however far the policy
@@ -539,6 +552,8 @@ class GRPOLoss(LossModule):
         }
         if tokens.ref is not None:
             measured["kl_to_ref"] = KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.ref)
+        if self.kl_to_inference_coeff:
+            measured["kl_to_inference"] = KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.behaviour)
         if tokens.ref is not None and self.distill_coeff:
             measured["reverse_kl"] = tokens.behaviour - tokens.ref
         if tokens.entropy is not None:

@@ -166,3 +166,28 @@ def test_replay_buffer_rows_train(model) -> None:
     grad = gradient(model, GRPOLoss(ModelActor(model), entropy_bonus=False)(batch).loss_objective)
     assert grad.isfinite().all()
     assert grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "none"])
+def test_reducing_the_output_gives_the_loss(model, reduction: str, aggregation: str) -> None:
+    """What TorchRL's recipes differentiate, ``loss.mean(reduce=True)``, with diagnostics and three terms beside it."""
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    options = {"aggregation": aggregation, "kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.2}
+    out = GRPOLoss(wrapper(model), **options)(batch)
+    terms = [value for name, value in out.items() if name.startswith("loss_")]
+    assert len(terms) == 4
+    expected = sum(getattr(term, reduction)() for term in terms)
+    found = getattr(out, reduction)(reduce=True)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    whole = gradient(model, getattr(GRPOLoss(wrapper(model), **options)(batch), reduction)(reduce=True))
+    torch.testing.assert_close(whole, gradient(model, expected), rtol=1e-4, atol=1e-6)
+
+
+def test_the_divergence_from_the_inference_policy_is_reported_where_it_is_in_the_loss(model) -> None:
+    """In nats per token, as TorchRL's recipe logs it; 0 of the policy to itself."""
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    out = GRPOLoss(wrapper(model), entropy_bonus=False, kl_to_inference_coeff=0.2)(batch)
+    assert out.kl_to_inference.item() * 0.2 == pytest.approx(out.loss_kl_to_inference.item(), rel=1e-5)
+    assert out.kl_to_inference.item() > 1e-3
+    assert GRPOLoss(wrapper(model), entropy_bonus=False)(batch).kl_to_inference is None
