@@ -21,9 +21,11 @@ from transformers import Qwen2ForCausalLM
 
 from sota_grpo import keys
 from sota_grpo.envs import complete_rows
+from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from tests.contract.test_torchrl_env import MAX_TOKENS, NUM_ENVS, REPEATS, log_probs_of, make_env, make_policy, model
@@ -202,3 +204,23 @@ def test_a_reference_may_be_a_model_or_a_wrapper(rows: TensorDictBase, model: Qw
     found = ReferenceKL(reference, pad_token_id=0, token_budget=4096)(rows)
     for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
         torch.testing.assert_close(row[keys.REF_LOG_PROBS], other[keys.REF_LOG_PROBS], rtol=0, atol=1e-4)
+
+
+def test_a_score_takes_the_place_of_the_reward_that_an_environment_wrote(rows: TensorDictBase) -> None:
+    """TorchRL's environments write a ``success``, too; our own score is not written twice."""
+    for row in rows.unbind(0):
+        row.get("next").pop("reward_error")
+        row.set(keys.SUCCESS, torch.tensor([False]))
+    texts = [{"text": {"response": "4"}} for _ in range(NUM_ENVS)]
+    for row, text in zip(rows.unbind(0), texts):
+        row.update(text)
+    calls = []
+
+    def score(response: str, example: Example) -> Score:
+        calls.append(response)
+        return Score({"own": 2.0}, success=True)
+
+    transform = ScoreResponse(score, {"own": 1.0})
+    assert transform(transform(rows))[keys.REWARD].flatten().tolist() == [2.0] * NUM_ENVS
+    assert rows[keys.SUCCESS].all()
+    assert calls == ["4"] * NUM_ENVS
