@@ -167,6 +167,7 @@ class DialogEnv(TaskEnv):
         self._episodes[index] += 1
         episode = self._episodes[index]
         if episode not in self._blocks:
+            self.stream.name_apart()
             self._blocks[episode] = self.stream.draw(len(self._dialogs) // self.repeats)
         group, sample = divmod(index, self.repeats)
         group_id, example = self._blocks[episode][group]

@@ -67,6 +67,17 @@ class PromptStream:
         self.next_group_id = 0
         self._first_group_id = 0  # of the draws under this seed
 
+    def name_apart(self) -> None:
+        """Before the first draw: count groups from a number that follows from the seed and the examples.
+
+        Rows of several environments may then meet in one buffer. A run has one stream, and counts from 0.
+        """
+        if self.next_group_id == self._first_group_id:
+            parts = [(name, len(part), part[0].query) for name, part in self.parts.items()]
+            told = repr((self.seed, self.next_group_id, parts)).encode()
+            number = int.from_bytes(hashlib.blake2b(told, digest_size=4).digest()) >> 1
+            self.next_group_id = self._first_group_id = number << 32
+
     def draw(self, num_groups: int) -> list[tuple[int, Example]]:
         """The next ``num_groups`` prompts, each with a group id that no other draw has."""
         group_ids = range(self.next_group_id, self.next_group_id + num_groups)
@@ -184,9 +195,9 @@ class TaskEnv(EnvBase):
 
     ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
     ``group_id``, ``sample_id`` and ``tokens.prompt`` for ``num_envs / repeats`` prompts, the ``repeats`` siblings of
-    each next to each other. Step reads ``tokens.response`` (or ``tokens.full``) and writes the reward, its terms,
-    ``success``, ``reward_error``, ``done``, ``terminated`` and ``truncated``; a term
-    that does not apply is NaN. Text is decoded for grading only, never tokenised again.
+    each next to each other; other seeds and other examples have other group ids. Step reads ``tokens.response`` (or
+    ``tokens.full``) and writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and
+    ``truncated``; a term that does not apply is NaN. Text is decoded for grading only, never tokenised again.
 
     Here TorchRL's wrappers do not say why a response ended, so it counts as truncated when it does not end in the
     tokenizer's EOS; where padding *is* EOS the wrappers strip it, and no response counts as truncated.
@@ -337,6 +348,7 @@ class TaskEnv(EnvBase):
             raise ValueError(
                 f"{int(chosen.sum())} of {chosen.numel()} rows were asked to reset; a single-turn env resets them all."
             )
+        self.stream.name_apart()
         rows = []
         for group_id, example in self.stream.draw(self.batch_size[0] // self.repeats):
             if self.group_size(example) != self.repeats:

@@ -184,9 +184,10 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
     """The diagnostics of a step from the added ``sums`` of its micro-batches, each a mean over the trained tokens.
 
     ``clip_fraction``: tokens whose gradient the clip took. ``kl_approx``: ``logp_behaviour - logp``. ``mismatch_kl``:
-    k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``kl_to_inference``, ``entropy``: nats. ``correction_fraction``: tokens
-    whose correction weight exceeded the cap or fell below the floor. ``off_policy_fraction``: tokens of bad responses
-    that ``off_policy_threshold`` left out of the objective; none of them counts as clipped. ``reverse_kl``:
+    k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``kl_to_inference``, ``entropy``: nats.
+    ``correction_fraction``: tokens whose correction weight exceeded the cap or fell below the floor.
+    ``off_policy_fraction``: tokens of bad responses that ``off_policy_threshold`` left out of the objective; none of
+    them counts as clipped. ``reverse_kl``:
     ``logp_behaviour - logp_teacher``, k1 of KL(behaviour policy, teacher): its mean is that KL however far the policy
     has moved since, and falls below 0 by chance alone. ``ESS``: ``(sum w)^2 / (n sum w^2)``, ``w = exp(logp -
     logp_behaviour)``, 1 when all weights are equal. Without a trained token each is NaN: there was nothing to measure.

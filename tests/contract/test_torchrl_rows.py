@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
@@ -20,6 +20,7 @@ from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import Qwen2ForCausalLM
 
 from sota_grpo import keys
+from sota_grpo.engines import EngineOptions
 from sota_grpo.envs import complete_rows
 from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.policy.reference import FrozenReference
@@ -28,28 +29,30 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
-from tests.contract.test_torchrl_env import MAX_TOKENS, NUM_ENVS, REPEATS, log_probs_of, make_env, make_policy, model
+from tests.contract.test_torchrl_env import MAX_TOKENS, NUM_ENVS, REPEATS, log_probs_of, make_env, make_policy
+from tests.engine_rigs import tiny_model
+from tests.unit.test_envs import char_tokenizer
 
-__all__ = ["model"]
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2ForCausalLM:
+    """With heads of a size that vLLM takes."""
+    model = tiny_model(vocab_size=len(char_tokenizer()), eos_token_id=1, pad_token_id=0, max_position_embeddings=512)
+    model.generation_config.suppress_tokens = [0]  # the wrapper strips padding from inside a response too
+    return model
 
 
 def vllm_policy(model: Qwen2ForCausalLM, folder: Path) -> Any:
     from torchrl.modules.llm import vLLMWrapper
-    from vllm import LLM
 
-    from tests.unit.test_envs import char_tokenizer
+    from sota_grpo.engines.vllm_engine import VLLMEngine
 
     model.save_pretrained(folder)
-    engine = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=512)
-    sampling = {"max_tokens": MAX_TOKENS, "logprobs": 1, "detokenize": False}
+    engine = VLLMEngine(EngineOptions(str(folder), eos_token_ids=[1]))
     return vLLMWrapper(
-        engine,
-        tokenizer=char_tokenizer(),
-        input_mode="tokens",
-        generate=True,
-        generate_kwargs=sampling,
-        pad_output=False,
-    )
+        engine._llm, tokenizer=char_tokenizer(), input_mode="tokens", generate=True, pad_output=False,
+        generate_kwargs={"max_tokens": MAX_TOKENS, "logprobs": 1, "detokenize": False},
+    )  # fmt: skip
 
 
 VLLM = [
@@ -224,3 +227,58 @@ def test_a_score_takes_the_place_of_the_reward_that_an_environment_wrote(rows: T
     assert transform(transform(rows))[keys.REWARD].flatten().tolist() == [2.0] * NUM_ENVS
     assert rows[keys.SUCCESS].all()
     assert calls == ["4"] * NUM_ENVS
+
+
+def graded_rows(rows: TensorDictBase) -> TensorDictBase:
+    """With rewards that differ."""
+    for index, row in enumerate(rows.unbind(0)):
+        row.set(keys.REWARD, torch.tensor([float(index % 4)]))
+    return rows
+
+
+@pytest.mark.parametrize("key", ["group_id", "query"])
+def test_siblings_that_arrive_one_by_one_wait_for_each_other(rows: TensorDictBase, key: str) -> None:
+    """In any order, by number or by text, and each row has the advantage that it has among its whole group."""
+    known = GroupAdvantage(group_size=REPEATS)(graded_rows(rows.clone()))
+    expected = {(row["query"], row["sample_id"].item()): row["advantage"].item() for row in known.unbind(0)}
+    advantage = GroupAdvantage(group_size=REPEATS, in_keys=(keys.REWARD, key))
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=NUM_ENVS, transform=advantage)
+    sizes = []
+    for index in torch.randperm(NUM_ENVS).tolist():
+        buffer.extend(graded_rows(rows.clone())[index : index + 1])
+        sizes.append(len(buffer))
+    assert sizes[: REPEATS - 1] == [0] * (REPEATS - 1)
+    assert set(sizes) <= {0, REPEATS, NUM_ENVS}
+    found = {(row["query"], row["sample_id"].item()): row["advantage"].item() for row in buffer[:].unbind(0)}
+    assert found == pytest.approx(expected)
+    assert any(found.values())
+
+
+def test_siblings_that_do_not_wait_are_refused(rows: TensorDictBase) -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=2, transform=GroupAdvantage())
+    with pytest.raises(ValueError, match=r"none of the 1 responses has a sibling in this batch.*give group_size"):
+        buffer.extend(rows[:1])
+    buffer.extend(rows)
+    assert len(buffer) == NUM_ENVS
+
+
+def test_groups_of_other_environments_are_others(model: Qwen2ForCausalLM) -> None:
+    """Where they are named alike all the same, no baseline is taken over two questions."""
+    policy, envs = make_policy(model), [make_env(), make_env()]
+    for seed, env in enumerate(envs):
+        env.set_seed(seed)
+    rows = lazy_stack([row for env in envs for row in env.rollout(1, policy).reshape(-1).unbind(0)])
+    assert (GroupAdvantage(group_size=REPEATS)(rows.clone()))["advantage"].shape == (2 * NUM_ENVS, 1, 1)
+    for row in rows.unbind(0):
+        row.set("group_id", torch.tensor(0))
+    with pytest.raises(ValueError, match=r"the responses of group 0 answer several questions \('"):
+        GroupAdvantage()(rows)
+
+
+def test_rows_without_a_group_are_refused_by_the_name_of_the_key(rows: TensorDictBase) -> None:
+    """As TorchRL's own environments give them, whose siblings have ``query`` alike."""
+    for row in rows.unbind(0):
+        del row["group_id"]
+    with pytest.raises(KeyError, match="the rows have no group_id; give in_keys="):
+        GroupAdvantage()(rows)
+    assert GroupAdvantage(in_keys=(keys.REWARD, "query"))(rows)["advantage"].shape == (NUM_ENVS, 1, 1)
