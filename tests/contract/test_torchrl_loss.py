@@ -109,6 +109,26 @@ def test_ragged_rows_through_a_wrapper_equal_the_plain_policy(model, pad_output,
     )
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", ["action", "mask"])
+def test_a_key_that_the_actor_does_not_read_is_refused(model, wrapped: bool, name: str) -> None:
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    loss = GRPOLoss(wrapper(model) if wrapped else model, entropy_bonus=False)
+    loss(batch)
+    loss.set_keys(**{name: ("mine", "all")})
+    for row in batch.unbind(0):
+        row["mine", "all"] = row[keys.FULL_TOKENS] if name == "action" else row[keys.ASSISTANT_MASK]
+    with pytest.raises(ValueError, match=rf"{name}=\('mine', 'all'\), but actor_network reads tokens.full"):
+        loss(batch)
+
+
+def test_a_batch_of_several_dimensions_is_refused(model) -> None:
+    """As ``env.rollout`` and a collector that does not flatten give it."""
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    with pytest.raises(ValueError, match=r"the shape \[6, 1\]; give one of rows, batch.reshape\(-1\)"):
+        GRPOLoss(model)(batch.reshape(-1, 1))
+
+
 def test_an_actor_may_have_nothing_but_the_distribution(model) -> None:
     """A module of one's own, which TorchRL's loss takes too: ``get_dist`` of a wrapper that masks as it likes."""
 
