@@ -205,7 +205,8 @@ class TaskEnv(EnvBase):
     Args:
         task: examples, chat and score.
         tokenizer: with ``apply_chat_template``; without a chat template the turns are joined by blank lines.
-        num_envs: dialogs at once, a multiple of ``repeats``.
+        num_envs: dialogs at once, a multiple of ``repeats``; or, in one turn, a divisor: siblings then come in
+            successive resets, and ``GroupAdvantage(group_size=repeats)`` waits for them in a buffer.
         repeats: group size, of tasks that have none of their own (:meth:`group_size`).
         shuffle, seed: of the :class:`PromptStream` over ``task.train``.
         make_stream: makes the stream of prompts, of examples, seed and shuffle; for example
@@ -219,7 +220,7 @@ class TaskEnv(EnvBase):
         device: of the tensors.
 
     Raises:
-        ValueError: ``num_envs`` is not a multiple of ``repeats``.
+        ValueError: ``num_envs`` is neither a multiple of ``repeats`` nor a divisor of it.
         UserError: a prompt is longer than ``max_prompt_tokens``.
 
     Example::
@@ -249,7 +250,8 @@ class TaskEnv(EnvBase):
         task_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
     ):
-        if repeats < 1 or num_envs < 1 or num_envs % repeats:
+        few = repeats > num_envs > 0 == repeats % num_envs and not multi_turn
+        if repeats < 1 or num_envs < 1 or (num_envs % repeats and not few):
             fix = max(1, num_envs // max(1, repeats)) * max(1, repeats)
             raise ValueError(
                 f"num_envs={num_envs} is not divisible by the group size repeats={repeats}; use num_envs={fix}."
@@ -262,6 +264,7 @@ class TaskEnv(EnvBase):
         self.template_kwargs = dict(template_kwargs or {})
         self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
         self.multi_turn = multi_turn
+        self._siblings: list[TensorDictBase] = []  # of the last prompt, for the next resets
         self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         of_tasks = {name: {**self.template_kwargs, **own} for name, own in (task_kwargs or {}).items()}
@@ -349,14 +352,15 @@ class TaskEnv(EnvBase):
                 f"{int(chosen.sum())} of {chosen.numel()} rows were asked to reset; a single-turn env resets them all."
             )
         self.stream.name_apart()
-        rows = []
-        for group_id, example in self.stream.draw(self.batch_size[0] // self.repeats):
+        rows, num_envs = list(self._siblings), self.batch_size[0]
+        for group_id, example in self.stream.draw(-(-(num_envs - len(rows)) // self.repeats)):
             if self.group_size(example) != self.repeats:
                 raise ValueError(
                     f"a prompt of this task has {self.group_size(example)} responses, and a reset gives "
                     f"{self.batch_size[0]} rows, {self.repeats} of each prompt; use RolloutCollector, or one size."
                 )
             rows += prompt_rows(group_id, example, self.prompt_ids(example), self.repeats)
+        rows, self._siblings = rows[:num_envs], rows[num_envs:]
         for row in rows:
             prompt = row.get(keys.PROMPT_TOKENS)
             row.set(keys.ATTENTION_MASK, torch.ones_like(prompt, dtype=torch.bool))  # replaces the last response's
@@ -406,6 +410,7 @@ class TaskEnv(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
+            self._siblings = []
             self.stream.reseed(seed)
 
     def fake_tensordict(self) -> TensorDictBase:

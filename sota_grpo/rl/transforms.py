@@ -190,7 +190,7 @@ class ReferenceKL(RowTransform):
         if hasattr(reference, "get_output_embeddings"):
             from sota_grpo.policy.reference import FrozenReference  # brings transformers
 
-            reference = FrozenReference(reference)
+            reference = FrozenReference(reference)  # type: ignore[arg-type]
         self.reference, self.in_reward_coeff, self.ask = reference, in_reward_coeff, ask
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 

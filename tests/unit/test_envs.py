@@ -115,6 +115,19 @@ def test_a_stream_goes_on_with_the_groups_that_it_named() -> None:
         assert [row[key] for row in first.unbind(0)] == [row[key] for row in second.unbind(0)]
 
 
+def test_siblings_come_in_successive_resets_where_there_are_fewer_environments() -> None:
+    env, whole = make_env(num_envs=1), make_env()
+    told = ("group_id", "sample_id", "query")
+    expected = [[str(row[key]) for key in told] for row in whole.reset().unbind(0)]
+    alone = [env.reset()[0] for _ in expected]
+    assert [[str(row[key]) for key in told] for row in alone] == expected
+    env.reset()
+    env.set_seed(5)
+    assert [env.reset()["sample_id"].item() for _ in range(4)] == [0, 1, 2, 0]
+    with pytest.raises(ValueError, match="num_envs=2 is not divisible by the group size repeats=3"):
+        make_env(num_envs=2)
+
+
 def test_rollout_grades_every_answer() -> None:
     env = make_env()
     right = answering(env, lambda index, row: row["answer"] if index % 2 else "#### none")
@@ -277,8 +290,6 @@ def test_named_environments_take_torchrls_keywords_and_grade(
     ("name", "option", "error", "sentence"),
     [
         ("GSM8KEnv", {"input_mode": "history"}, ValueError, "input_mode='history' is not.*use input_mode='tokens'"),
-        ("GSM8KEnv", {"ray_backend": True}, ValueError, "ray_backend=True is not supported"),
-        ("GSM8KEnv", {"dataloader_actor_name": "a"}, ValueError, "dataloader_actor_name='a' is not supported"),
         ("GSM8KEnv", {"collate_fn": list}, ValueError, "collate_fn=.* is not supported"),
         ("GSM8KEnv", {"tokenizer": None}, ValueError, "tokenizer=None"),
         ("GSM8KEnv", {"num_env": 2}, TypeError, "num_env"),
