@@ -88,7 +88,12 @@ class DatasetEnv(DialogEnv):
     ):
         for name, value, only, reason in (
             ("collate_fn", collate_fn, None, "the columns of the dataset are read as they are"),
-            ("input_mode", input_mode, "tokens", "ids that were sampled are never tokenised again (the wrapper's, too)"),
+            (
+                "input_mode",
+                input_mode,
+                "tokens",
+                "ids that were sampled are never tokenised again (the wrapper's, too)",
+            ),
         ):
             if value != only:
                 raise ValueError(f"{name}={value!r} is not supported, because {reason}; use {name}={only!r}.")

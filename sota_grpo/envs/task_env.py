@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_AT = 64  # prompts of a task that tell it from another
 _NAMED = 10  # prompts that are left out are named up to so many
 
 
@@ -53,7 +54,7 @@ class PromptStream:
     >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
     [(0, '0 + 1?'), (1, '1 + 1?'), (2, '2 + 1?'), (3, '0 + 1?')]
     >>> stream.state_dict()
-    {'seed': 0, 'num_examples': 3, 'epoch': 1, 'position': 1, 'next_group_id': 4}
+    {'seed': 0, 'num_examples': 3, 'prompts': 31706315251783947, 'epoch': 1, 'position': 1, 'next_group_id': 4}
     >>> stream.example_of(2).query
     '2 + 1?'
     """
@@ -73,8 +74,7 @@ class PromptStream:
         Rows of several environments may then meet in one buffer. A run has one stream, and counts from 0.
         """
         if self.next_group_id == self._first_group_id:
-            parts = [(name, len(part), part[0].query) for name, part in self.parts.items()]
-            told = repr((self.seed, self.next_group_id, parts)).encode()
+            told = repr((self.seed, self.next_group_id, len(self.examples), self._prompts)).encode()
             number = int.from_bytes(hashlib.blake2b(told, digest_size=4).digest()) >> 1
             self.next_group_id = self._first_group_id = number << 32
 
@@ -123,11 +123,13 @@ class PromptStream:
         """Go on where ``state_dict`` was taken.
 
         Raises:
-            ValueError: the state is of a stream over another number of examples, with another seed, another mixture or
+            ValueError: the state is of a stream over other examples, with another seed, another mixture or
                 another curriculum: its position would mean other prompts here.
         """
         own = {"mixture": None, "curriculum": None, "num_examples": 0, "seed": 0} | self._identity()
         for name, value in own.items():
+            if name == "prompts" and name not in state_dict:
+                continue  # of a run before they were saved
             if state_dict.get(name) != value:
                 what = "the curriculum" if name == "curriculum" else "the dataset and the seed"
                 raise ValueError(
@@ -156,9 +158,18 @@ class PromptStream:
     def _example(self, task: str, index: int) -> Example:
         return self.examples.example(task, index) if isinstance(self.examples, MixedExamples) else self.examples[index]
 
+    @cached_property
+    def _prompts(self) -> int:
+        """A number that other prompts do not have: of some from each task, evenly over all of it."""
+        digest = hashlib.blake2b(digest_size=7)
+        for name, part in self.parts.items():
+            chosen = range(0, len(part), -(-len(part) // _LOOKED_AT))
+            digest.update(repr((name, [part[index].query for index in chosen])).encode())
+        return int.from_bytes(digest.digest())
+
     def _identity(self) -> dict[str, Any]:
         """What a state must have alike; of a mixture the number of examples of each task and its weight, too."""
-        own = {"seed": self.seed, "num_examples": len(self.examples)}
+        own = {"seed": self.seed, "num_examples": len(self.examples), "prompts": self._prompts}
         if not isinstance(self.examples, MixedExamples):
             return own
         weights = self.examples.weights

@@ -451,12 +451,14 @@ class GRPOLoss(LossModule):
             raise ValueError(f"the batch has the shape {list(batch.batch_size)}; give one of rows, batch.reshape(-1).")
         wrapper_methods = ("get_dist", f"_get_{self.masking_strategy}_dist")
         is_wrapper = any(hasattr(self.actor_network, name) for name in wrapper_methods)
-        own_keys = (keys.FULL_TOKENS, keys.ASSISTANT_MASK) if is_wrapper else getattr(self.actor_network, "in_keys", None)
+        own_keys = (
+            (keys.FULL_TOKENS, keys.ASSISTANT_MASK) if is_wrapper else getattr(self.actor_network, "in_keys", None)
+        )
         for name in ("action", "mask"):
             if own_keys and (key := getattr(self.tensor_keys, name)) not in own_keys:
                 raise ValueError(
-                    f"set_keys gave {name}={key!r}, but actor_network reads {', '.join(map(_dotted, own_keys))}; rename "
-                    "the entry of the batch."
+                    f"set_keys gave {name}={key!r}, but actor_network reads {', '.join(map(_dotted, own_keys))}; "
+                    "rename the entry of the batch."
                 )
         read = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
         read = {name: _widen(value, read["log_prob"].shape) for name, value in read.items() if value is not None}
