@@ -80,7 +80,6 @@ class RolloutCollector(BaseCollector):
 
     def collect(self, num_groups: int) -> list[TensorDictBase]:
         """The graded rows of so many prompts, siblings together; the stream of prompts learns from them."""
-        self.env.stream.name_apart()
         prompts = [
             Prompt(group_id, example, self.env.group_size(example), sample_seed(self._seed, group_id))
             for group_id, example in self.env.stream.draw(num_groups)
