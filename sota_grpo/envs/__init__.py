@@ -38,7 +38,8 @@ class DatasetEnv(DialogEnv):
     and :class:`DialogEnv` for those of several turns.
 
     The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
-    ``batch_size_dl`` has no effect, because the rows are held in memory. Of a file all problems are drawn, but for
+    ``batch_size_dl``, ``ray_backend`` and ``dataloader_actor_name`` have no effect, because every environment holds the
+    rows in its memory. Of a file all problems are drawn, but for
     ``num_heldout`` of them where that is given.
 
     Args:
@@ -48,7 +49,7 @@ class DatasetEnv(DialogEnv):
         seed: of the order; None draws one.
         tokenizer: must be given.
         apply_template: True insists that the tokenizer has a chat template; it is applied whenever there is one.
-        collate_fn, input_mode, ray_backend, dataloader_actor_name: nothing but the default is supported.
+        collate_fn, input_mode: nothing but the default is supported: TorchRL's wrapper is to be in tokens mode, too.
         shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens: see :class:`TaskEnv`.
         max_steps, tools, environment: see :class:`DialogEnv`.
         options: of the task.
@@ -87,9 +88,12 @@ class DatasetEnv(DialogEnv):
     ):
         for name, value, only, reason in (
             ("collate_fn", collate_fn, None, "the columns of the dataset are read as they are"),
-            ("input_mode", input_mode, "tokens", "ids that were sampled are never tokenised again"),
-            ("ray_backend", ray_backend, False, "every environment holds its rows itself"),
-            ("dataloader_actor_name", dataloader_actor_name, None, "there is no Ray actor"),
+            (
+                "input_mode",
+                input_mode,
+                "tokens",
+                "ids that were sampled are never tokenised again (the wrapper's, too)",
+            ),
         ):
             if value != only:
                 raise ValueError(f"{name}={value!r} is not supported, because {reason}; use {name}={only!r}.")

@@ -31,7 +31,7 @@ from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.envs.task_env import DRAWN, TaskEnv
 from sota_grpo.rewards.functions import PICKLED, pickled
-from sota_grpo.rl.collate import done_entries, finish_rows, prompt_rows, response_ids
+from sota_grpo.rl.collate import done_entries, finish_rows, known_log_probs, prompt_rows, response_ids
 from sota_grpo.rl.records import Example, GroupRequest, Sample, SampledText, Score, sample_seed
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts
@@ -167,6 +167,7 @@ class DialogEnv(TaskEnv):
         self._episodes[index] += 1
         episode = self._episodes[index]
         if episode not in self._blocks:
+            self.stream.name_apart()
             self._blocks[episode] = self.stream.draw(len(self._dialogs) // self.repeats)
         group, sample = divmod(index, self.repeats)
         group_id, example = self._blocks[episode][group]
@@ -366,7 +367,12 @@ class DialogRows:
             gathered.has_log_probs, log_probs = False, torch.zeros(len(ids))
         if not isinstance(version, torch.Tensor):
             gathered.has_versions, version = False, torch.zeros(())
-        return Sample(ids, log_probs.cpu(), version.cpu().long().expand(len(ids)), bool(step[keys.TRUNCATED].any()))
+        return Sample(
+            ids,
+            known_log_probs(log_probs.cpu()),
+            version.cpu().long().expand(len(ids)),
+            bool(step[keys.TRUNCATED].any()),
+        )
 
     def _finished(self, group: dict[int, _Gathered]) -> list[TensorDictBase]:
         siblings = [one for _, one in sorted(group.items())]

@@ -76,6 +76,9 @@ class TurnTokens:
         self._reply_ids = functools.lru_cache(maxsize=1024)(self._tokenised)
         self._role_of = functools.cache(self._supported)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._tokenizer, self._template_kwargs)  # without what is remembered
+
     def text(self, token_ids: torch.Tensor) -> str:
         """One turn of the policy ``[R]`` as its grader reads it: special tokens left out."""
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_AT = 64  # prompts of a task that tell it from another
 _NAMED = 10  # prompts that are left out are named up to so many
 
 
@@ -53,7 +54,7 @@ class PromptStream:
     >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
     [(0, '0 + 1?'), (1, '1 + 1?'), (2, '2 + 1?'), (3, '0 + 1?')]
     >>> stream.state_dict()
-    {'seed': 0, 'num_examples': 3, 'epoch': 1, 'position': 1, 'next_group_id': 4}
+    {'seed': 0, 'num_examples': 3, 'prompts': 31706315251783947, 'epoch': 1, 'position': 1, 'next_group_id': 4}
     >>> stream.example_of(2).query
     '2 + 1?'
     """
@@ -66,6 +67,16 @@ class PromptStream:
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.next_group_id = 0
         self._first_group_id = 0  # of the draws under this seed
+
+    def name_apart(self) -> None:
+        """Before the first draw: count groups from a number that follows from the seed and the examples.
+
+        Rows of several environments may then meet in one buffer. A run has one stream, and counts from 0.
+        """
+        if self.next_group_id == self._first_group_id:
+            told = repr((self.seed, self.next_group_id, len(self.examples), self._prompts)).encode()
+            number = int.from_bytes(hashlib.blake2b(told, digest_size=4).digest()) >> 1
+            self.next_group_id = self._first_group_id = number << 32
 
     def draw(self, num_groups: int) -> list[tuple[int, Example]]:
         """The next ``num_groups`` prompts, each with a group id that no other draw has."""
@@ -112,11 +123,13 @@ class PromptStream:
         """Go on where ``state_dict`` was taken.
 
         Raises:
-            ValueError: the state is of a stream over another number of examples, with another seed, another mixture or
+            ValueError: the state is of a stream over other examples, with another seed, another mixture or
                 another curriculum: its position would mean other prompts here.
         """
         own = {"mixture": None, "curriculum": None, "num_examples": 0, "seed": 0} | self._identity()
         for name, value in own.items():
+            if name == "prompts" and name not in state_dict:
+                continue  # of a run before they were saved
             if state_dict.get(name) != value:
                 what = "the curriculum" if name == "curriculum" else "the dataset and the seed"
                 raise ValueError(
@@ -145,9 +158,18 @@ class PromptStream:
     def _example(self, task: str, index: int) -> Example:
         return self.examples.example(task, index) if isinstance(self.examples, MixedExamples) else self.examples[index]
 
+    @cached_property
+    def _prompts(self) -> int:
+        """A number that other prompts do not have: of some from each task, evenly over all of it."""
+        digest = hashlib.blake2b(digest_size=7)
+        for name, part in self.parts.items():
+            chosen = range(0, len(part), -(-len(part) // _LOOKED_AT))
+            digest.update(repr((name, [part[index].query for index in chosen])).encode())
+        return int.from_bytes(digest.digest())
+
     def _identity(self) -> dict[str, Any]:
         """What a state must have alike; of a mixture the number of examples of each task and its weight, too."""
-        own = {"seed": self.seed, "num_examples": len(self.examples)}
+        own = {"seed": self.seed, "num_examples": len(self.examples), "prompts": self._prompts}
         if not isinstance(self.examples, MixedExamples):
             return own
         weights = self.examples.weights
@@ -184,9 +206,9 @@ class TaskEnv(EnvBase):
 
     ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
     ``group_id``, ``sample_id`` and ``tokens.prompt`` for ``num_envs / repeats`` prompts, the ``repeats`` siblings of
-    each next to each other. Step reads ``tokens.response`` (or ``tokens.full``) and writes the reward, its terms,
-    ``success``, ``reward_error``, ``done``, ``terminated`` and ``truncated``; a term
-    that does not apply is NaN. Text is decoded for grading only, never tokenised again.
+    each next to each other; other seeds and other examples have other group ids. Step reads ``tokens.response`` (or
+    ``tokens.full``) and writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and
+    ``truncated``; a term that does not apply is NaN. Text is decoded for grading only, never tokenised again.
 
     Here TorchRL's wrappers do not say why a response ended, so it counts as truncated when it does not end in the
     tokenizer's EOS; where padding *is* EOS the wrappers strip it, and no response counts as truncated.
@@ -194,7 +216,8 @@ class TaskEnv(EnvBase):
     Args:
         task: examples, chat and score.
         tokenizer: with ``apply_chat_template``; without a chat template the turns are joined by blank lines.
-        num_envs: dialogs at once, a multiple of ``repeats``.
+        num_envs: dialogs at once, a multiple of ``repeats``; or, in one turn, a divisor: siblings then come in
+            successive resets, and ``GroupAdvantage(group_size=repeats)`` waits for them in a buffer.
         repeats: group size, of tasks that have none of their own (:meth:`group_size`).
         shuffle, seed: of the :class:`PromptStream` over ``task.train``.
         make_stream: makes the stream of prompts, of examples, seed and shuffle; for example
@@ -208,7 +231,7 @@ class TaskEnv(EnvBase):
         device: of the tensors.
 
     Raises:
-        ValueError: ``num_envs`` is not a multiple of ``repeats``.
+        ValueError: ``num_envs`` is neither a multiple of ``repeats`` nor a divisor of it.
         UserError: a prompt is longer than ``max_prompt_tokens``.
 
     Example::
@@ -238,7 +261,8 @@ class TaskEnv(EnvBase):
         task_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
     ):
-        if repeats < 1 or num_envs < 1 or num_envs % repeats:
+        few = repeats > num_envs > 0 == repeats % num_envs and not multi_turn
+        if repeats < 1 or num_envs < 1 or (num_envs % repeats and not few):
             fix = max(1, num_envs // max(1, repeats)) * max(1, repeats)
             raise ValueError(
                 f"num_envs={num_envs} is not divisible by the group size repeats={repeats}; use num_envs={fix}."
@@ -251,6 +275,7 @@ class TaskEnv(EnvBase):
         self.template_kwargs = dict(template_kwargs or {})
         self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
         self.multi_turn = multi_turn
+        self._siblings: list[TensorDictBase] = []  # of the last prompt, for the next resets
         self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         of_tasks = {name: {**self.template_kwargs, **own} for name, own in (task_kwargs or {}).items()}
@@ -337,14 +362,16 @@ class TaskEnv(EnvBase):
             raise ValueError(
                 f"{int(chosen.sum())} of {chosen.numel()} rows were asked to reset; a single-turn env resets them all."
             )
-        rows = []
-        for group_id, example in self.stream.draw(self.batch_size[0] // self.repeats):
+        self.stream.name_apart()
+        rows, num_envs = list(self._siblings), self.batch_size[0]
+        for group_id, example in self.stream.draw(-(-(num_envs - len(rows)) // self.repeats)):
             if self.group_size(example) != self.repeats:
                 raise ValueError(
                     f"a prompt of this task has {self.group_size(example)} responses, and a reset gives "
                     f"{self.batch_size[0]} rows, {self.repeats} of each prompt; use RolloutCollector, or one size."
                 )
             rows += prompt_rows(group_id, example, self.prompt_ids(example), self.repeats)
+        rows, self._siblings = rows[:num_envs], rows[num_envs:]
         for row in rows:
             prompt = row.get(keys.PROMPT_TOKENS)
             row.set(keys.ATTENTION_MASK, torch.ones_like(prompt, dtype=torch.bool))  # replaces the last response's
@@ -394,6 +421,7 @@ class TaskEnv(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
+            self._siblings = []
             self.stream.reseed(seed)
 
     def fake_tensordict(self) -> TensorDictBase:
@@ -454,7 +482,7 @@ class ScoreResponse(RowTransform):
     [[2.0]]
     """
 
-    written_key = keys.SUCCESS
+    written_key = keys.REWARD_ERROR  # which nobody else writes: a reward and a success may be of the env itself
 
     def __init__(self, score: Scorer, term_weights: Mapping[str, float]) -> None:
         written = [keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO]

@@ -234,8 +234,8 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     TorchRL's wrappers give ``log_probs.response`` and no assistant mask in tokens mode; :class:`GRPOLoss` and
     ``collate`` read ``log_probs.full`` and ``masks.all_assistant_mask``. Give it as the collector's ``postproc``.
 
-    The log-probs are copied as they are, and ``TransformersWrapper`` of torchrl 0.14.1 writes 0 for the first token of
-    every response and drops padding tokens that were sampled: train on proximal log-probs recomputed by the learner.
+    ``TransformersWrapper`` of torchrl 0.14.1 writes 0 for the first token of every response, which is not its log-prob
+    (:func:`known_log_probs`), and drops padding tokens that were sampled. The learner's own are exact.
 
     Args:
         rows: of any batch shape, lazily stacked where they are ragged: the collector's ``[N]``, or ``[N, 1]`` of
@@ -259,8 +259,21 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     rows.set(keys.ASSISTANT_MASK, assistant)
     sampled = rows.get(("log_probs", "response"), None)
     if sampled is not None:
-        rows.set(keys.LOG_PROBS, torch.cat([sampled.new_zeros(prompt.shape), sampled], -1))
+        rows.set(keys.LOG_PROBS, torch.cat([sampled.new_zeros(prompt.shape), known_log_probs(sampled)], -1))
     return rows
+
+
+def known_log_probs(sampled: Tensor) -> Tensor:
+    """Log-probs ``[.., R]`` of responses as TorchRL's wrappers write them, NaN for a first one that is exactly 0.
+
+    ``TransformersWrapper`` of torchrl 0.14.1 writes that 0 whatever the token's probability. :class:`GRPOLoss`, like
+    TorchRL's own, and ``ReferenceKL`` leave out a token whose log-prob is NaN; if it was certain, no gradient is lost.
+
+    >>> known_log_probs(torch.tensor([0.0, -0.5, 0.0])).tolist()
+    [nan, -0.5, 0.0]
+    """
+    is_first = torch.arange(sampled.shape[-1], device=sampled.device) == 0
+    return sampled.masked_fill(is_first & (sampled == 0), torch.nan)
 
 
 def set_loss_weights(

@@ -149,6 +149,9 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     ``loss_*`` are to be summed and differentiated; they add over micro-batches. ``sums`` holds the detached float64
     sums of which the diagnostics beside it are the means over this batch: add the ``sums`` of all micro-batches (and
     ranks), then :func:`diagnostic_means` gives the values of the whole step.
+
+    ``mean(reduce=True)`` and ``sum(reduce=True)``, which TorchRL's recipes differentiate, are the loss: the ``loss_*``,
+    each reduced over its own elements, added. TorchRL's own take the diagnostics in, too.
     """
 
     loss_objective: Tensor
@@ -165,15 +168,26 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     correction_fraction: Tensor | None = None
     off_policy_fraction: Tensor | None = None
     reverse_kl: Tensor | None = None
+    kl_to_inference: Tensor | None = None
+
+    def mean(self, *args: Any, reduce: bool | None = None, **options: Any) -> Any:
+        return self._loss(Tensor.mean) if reduce else super().mean(*args, reduce=reduce, **options)
+
+    def sum(self, *args: Any, reduce: bool | None = None, **options: Any) -> Any:
+        return self._loss(Tensor.sum) if reduce else super().sum(*args, reduce=reduce, **options)
+
+    def _loss(self, reduction: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.stack([reduction(value) for name, value in self.items() if name.startswith("loss_")]).sum()
 
 
 def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, Tensor]:
     """The diagnostics of a step from the added ``sums`` of its micro-batches, each a mean over the trained tokens.
 
     ``clip_fraction``: tokens whose gradient the clip took. ``kl_approx``: ``logp_behaviour - logp``. ``mismatch_kl``:
-    k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``entropy``: nats. ``correction_fraction``: tokens
-    whose correction weight exceeded the cap or fell below the floor. ``off_policy_fraction``: tokens of bad responses
-    that ``off_policy_threshold`` left out of the objective; none of them counts as clipped. ``reverse_kl``:
+    k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``kl_to_inference``, ``entropy``: nats.
+    ``correction_fraction``: tokens whose correction weight exceeded the cap or fell below the floor.
+    ``off_policy_fraction``: tokens of bad responses that ``off_policy_threshold`` left out of the objective; none of
+    them counts as clipped. ``reverse_kl``:
     ``logp_behaviour - logp_teacher``, k1 of KL(behaviour policy, teacher): its mean is that KL however far the policy
     has moved since, and falls below 0 by chance alone. ``ESS``: ``(sum w)^2 / (n sum w^2)``, ``w = exp(logp -
     logp_behaviour)``, 1 when all weights are equal. Without a trained token each is NaN: there was nothing to measure.
@@ -207,7 +221,8 @@ class GRPOLoss(LossModule):
     log-probs where the batch has them, else those it was sampled with; ``w`` the batch's ``loss_weight``, or, where it
     has none, weights derived from its own mask; ``c`` the correction weight from the proximal to the behaviour policy.
     KL and entropy use the same ``w``; where the batch has an ``objective_mask``, the surrogate alone is 0 off it. What
-    stands in masked slots, NaN included, changes neither value nor gradient.
+    stands in masked slots, NaN included, changes neither value nor gradient; a token whose log-prob under the behaviour
+    policy is not finite is masked, too.
 
     ``actor_network`` is a transformers causal LM, which is wrapped in a
     :class:`~sota_grpo.policy.causal.CausalPolicy`; a module whose call on the right-padded batch returns
@@ -432,11 +447,23 @@ class GRPOLoss(LossModule):
         which it pads on the left, and we with it, or, with ``pad_output=True``, the padded batch. Where the batch has
         no loss weights they are derived from the mask; tokens of weight 0 leave it.
         """
+        if batch.batch_dims > 1:
+            raise ValueError(f"the batch has the shape {list(batch.batch_size)}; give one of rows, batch.reshape(-1).")
         wrapper_methods = ("get_dist", f"_get_{self.masking_strategy}_dist")
         is_wrapper = any(hasattr(self.actor_network, name) for name in wrapper_methods)
+        own_keys = (
+            (keys.FULL_TOKENS, keys.ASSISTANT_MASK) if is_wrapper else getattr(self.actor_network, "in_keys", None)
+        )
+        for name in ("action", "mask"):
+            if own_keys and (key := getattr(self.tensor_keys, name)) not in own_keys:
+                raise ValueError(
+                    f"set_keys gave {name}={key!r}, but actor_network reads {', '.join(map(_dotted, own_keys))}; "
+                    "rename the entry of the batch."
+                )
         read = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
         read = {name: _widen(value, read["log_prob"].shape) for name, value in read.items() if value is not None}
-        mask = read.pop("mask")
+        # TorchRL writes NaN where the engine gave no log-prob for a token; such a token cannot be trained on
+        mask = read.pop("mask") & read["behaviour"].isfinite()
         if self.kl_mask_threshold is not None:
             drift = 0.5 * (read["log_prob"].detach() - read["behaviour"]).square()
             mask = mask & (drift <= self.kl_mask_threshold)
@@ -486,11 +513,10 @@ class GRPOLoss(LossModule):
         own = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
         dist = actor.get_dist(visible, logits_key="logits") if own is None else own(visible)
         action = visible.get(self.tensor_keys.action, as_padded_tensor=True, padding_side=side, padding_value=-100)
-        # TorchRL writes NaN where the engine gave no log-prob for a token; such a token cannot be trained on
         return {
             **stored,
             "log_prob": dist.log_prob(action),
-            "mask": dist.mask.bool() & stored["behaviour"].isfinite(),
+            "mask": dist.mask.bool(),
             "entropy": dist.entropy() if self.entropy_bonus else None,  # costs a [N, T, V] softmax
         }
 
@@ -538,6 +564,8 @@ class GRPOLoss(LossModule):
         }
         if tokens.ref is not None:
             measured["kl_to_ref"] = KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.ref)
+        if self.kl_to_inference_coeff:
+            measured["kl_to_inference"] = KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.behaviour)
         if tokens.ref is not None and self.distill_coeff:
             measured["reverse_kl"] = tokens.behaviour - tokens.ref
         if tokens.entropy is not None:

@@ -29,6 +29,7 @@ from tensordict import (
     TensorDict,
     TensorDictBase,
     is_non_tensor,
+    is_tensor_collection,
     lazy_stack,
 )
 from torch import Tensor
@@ -467,8 +468,9 @@ def plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
 def _is_dense(rows: TensorDictBase) -> bool:
     """Whether every entry is one tensor, or one list, over the single rows of a batch of one dimension."""
     lazy = isinstance(rows, LazyStackedTensorDict) and not is_non_tensor(rows)
-    children = () if lazy else (value for value in rows.values() if isinstance(value, TensorDictBase))
-    return not lazy and rows.batch_dims == 1 and all(is_non_tensor(child) or _is_dense(child) for child in children)
+    children = () if lazy else (value for value in rows.values() if is_tensor_collection(value))
+    dense = (is_non_tensor(child) or _is_dense(_plain(child)) for child in children)
+    return not lazy and rows.batch_dims == 1 and all(dense)
 
 
 def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any]]:
@@ -476,10 +478,15 @@ def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple
     for name, value in rows.items():
         if is_non_tensor(value):
             yield (*path, name) if path else name, value.tolist()
-        elif isinstance(value, TensorDictBase):
-            yield from _entries(value, (*path, name))
+        elif is_tensor_collection(value):
+            yield from _entries(_plain(value), (*path, name))
         elif isinstance(value, Tensor):
             yield (*path, name) if path else name, value
+
+
+def _plain(rows: Any) -> TensorDictBase:
+    """The TensorDict itself, where it stands in a class of tensors such as those that TorchRL's LLM wrappers write."""
+    return rows if isinstance(rows, TensorDictBase) else rows._tensordict
 
 
 def _tensordict(row: Row) -> TensorDictBase:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
 from sota_grpo.functional.advantages import (
+    GROUP_TERMS,
     Baseline,
     Scale,
     decoupled_rewards,
@@ -28,14 +29,22 @@ from sota_grpo.functional.advantages import (
     soft_overlong_penalty,
     zero_advantage_mask,
 )
-from sota_grpo.rl.collate import micro_batches, pad_rows
+from sota_grpo.rl.collate import complete_rows, micro_batches, pad_rows
 from sota_grpo.rl.records import Example, Score, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
 #: Rows in; out come other rows for a reference, and what puts its values of those, one ``[T_i]`` each, behind these.
 Ask = Callable[[RowTable], tuple[Sequence[Row], Callable[[Sequence[Tensor]], list[Tensor]]]]
+Reference = Callable[[TensorDictBase], Tensor | TensorDictBase]
 _INFO = json.JSONEncoder(default=str)
 Rows = TypeVar("Rows", RowTable, TensorDictBase)
+
+
+def _first(rows: RowTable | TensorDictBase) -> RowTable:
+    """A row that shows which entries there are; of a table all."""
+    if isinstance(rows, RowTable):
+        return rows
+    return RowTable.of([rows] if not rows.batch_dims else row_list(rows)[:1])
 
 
 class RowTransform(Transform):
@@ -47,13 +56,20 @@ class RowTransform(Transform):
         raise NotImplementedError
 
     def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
-        first = tensordict if isinstance(tensordict, RowTable) else RowTable.of(row_list(tensordict)[:1])
-        if not first.has(self.written_key):
+        if not _first(tensordict).has(self.written_key):
             in_place(self._write)(tensordict)
         return tensordict
 
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.forward(next_tensordict)  # by ``ReplayBuffer.append_transform(.., invert=True)``, where rows arrive
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.copy().set("next", next_tensordict)
+        if keys.ASSISTANT_MASK in self.in_keys and not _first(rows).has(keys.ASSISTANT_MASK):
+            complete_rows(rows)  # TorchRL's wrapper has just written it
         in_place(self._write)(rows)
         return next_tensordict.update(rows.get("next"))
 
@@ -124,11 +140,13 @@ class ReferenceKL(RowTransform):
     """Log-probs of the sampled tokens under the reference, and, if asked, the KL as part of the reward.
 
     Writes ``("next", "ref_log_probs", "full")`` (``[T_i]`` per row, 0 off the assistant mask). With a coefficient the
-    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, k1 of the assistant tokens, ``logp`` of the behaviour policy;
-    what was subtracted stays beside it as the reward term ``kl``.
+    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, k1 of the assistant tokens, ``logp`` of the behaviour policy
+    (tokens for which it is NaN, not known, add 0); what was subtracted stays beside it as the reward term ``kl``.
 
     Args:
-        reference: right-padded rows in (:func:`sota_grpo.rl.collate.pad_rows`), log-probs ``[N, T]`` out; no gradient.
+        reference: right-padded rows in (:func:`sota_grpo.rl.collate.pad_rows`), log-probs ``[N, T]`` out, no gradient;
+            or rows that have them under ``("log_probs", "full")``, as TorchRL's LLM wrappers give back. A transformers
+            model is taken over by a :class:`~sota_grpo.policy.reference.FrozenReference`.
         in_reward_coeff: None leaves the reward alone.
         pad_token_id: padding of the tokens.
         token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
@@ -155,7 +173,7 @@ class ReferenceKL(RowTransform):
 
     def __init__(
         self,
-        reference: Callable[[TensorDictBase], Tensor],
+        reference: Reference,
         *,
         in_reward_coeff: float | None = None,
         pad_token_id: int,
@@ -169,6 +187,10 @@ class ReferenceKL(RowTransform):
             reads += [keys.LOG_PROBS, keys.REWARD]
             writes += [keys.REWARD, keys.KL_TERM, keys.GRADED_REWARD]
         super().__init__(in_keys=reads, out_keys=writes)
+        if hasattr(reference, "get_output_embeddings"):
+            from sota_grpo.policy.reference import FrozenReference  # brings transformers
+
+            reference = FrozenReference(reference)  # type: ignore[arg-type]
         self.reference, self.in_reward_coeff, self.ask = reference, in_reward_coeff, ask
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
@@ -181,7 +203,7 @@ class ReferenceKL(RowTransform):
 
 @torch.no_grad()
 def reference_log_probs(
-    reference: Callable[[TensorDictBase], Tensor],
+    reference: Reference,
     rows: Sequence[Row],
     *,
     pad_token_id: int,
@@ -196,6 +218,8 @@ def reference_log_probs(
     rows = list(rows)
     for micro_batch in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
         log_probs = reference(pad_rows(micro_batch, pad_token_id=pad_token_id))
+        if isinstance(log_probs, TensorDictBase):
+            log_probs = log_probs.get(keys.LOG_PROBS)
         for row, values in zip(micro_batch, log_probs, strict=True):
             mask = row[keys.ASSISTANT_MASK]
             own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
@@ -217,7 +241,7 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
     if in_reward_coeff is None:
         return
     gaps = [
-        torch.where(row[keys.ASSISTANT_MASK], row[keys.LOG_PROBS] - ref, 0.0).sum()
+        torch.where(row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite(), row[keys.LOG_PROBS] - ref, 0.0).sum()
         for row, ref in zip(rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS), log_probs, strict=True)
     ]
     reward = rows.get(keys.REWARD)
@@ -290,12 +314,19 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple
     return terms, of_terms
 
 
+def _values(rows: RowTable, key: Any) -> list[Any]:
+    """An entry of all rows as numbers or texts."""
+    values = rows.get(key)
+    return values.flatten().tolist() if isinstance(values, Tensor) else [_text(value) for value in values]
+
+
 class GroupAdvantage(RowTransform):
     """Advantage of every response over its siblings: ``A_i = (r_i - b_i) / s_i``, exactly 0 in a constant group.
 
     Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, and under ``length_weighted`` the assistant mask;
     writes ``advantage`` ``[N, 1, 1]``. Give it whole groups: as a collector's ``postproc``, or as a ``ReplayBuffer``
-    transform, where ``extend`` computes.
+    transform, where ``extend`` computes. There, with a ``group_size``, siblings may come one by one: they wait here,
+    and are written when the last has come to this process.
 
     Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its scale.
 
@@ -306,12 +337,16 @@ class GroupAdvantage(RowTransform):
         baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`.
         decouple_terms: compare every term within the group before they are added (GDPO).
         term_weights: weight of each term, by name; others (penalties) weigh 1. None: the rows have them.
-        group_size: refuse a batch in which a group has another number of responses; None accepts any.
-        in_keys: reward and group id.
+        group_size: of every group; another number of siblings waits for more in a buffer, and is refused elsewhere.
+            None accepts any.
+        in_keys: reward, and what siblings have alike: a number or a text, such as ``query`` in rows of TorchRL's
+            environments.
         out_keys: advantage.
 
     Raises:
-        ValueError: on a group that is not ``group_size`` long, and as ``group_advantages``.
+        KeyError: the rows lack a key.
+        ValueError: on a group that is not ``group_size`` long or answers several questions, on responses that are
+            compared with siblings and have none in the batch, and as ``group_advantages``.
         RuntimeError: inside an env, which sees one step and not the groups.
 
     Source: Shao et al. 2024 (arXiv:2402.03300, section 4.1.2).
@@ -337,22 +372,15 @@ class GroupAdvantage(RowTransform):
         super().__init__(in_keys=list(in_keys), out_keys=list(out_keys))
         self.baseline, self.scale, self.eps, self.group_size = baseline, scale, eps, group_size
         self.decouple_terms, self.term_weights = decouple_terms, term_weights
+        self._waiting: dict[Any, list[TensorDictBase]] = {}  # siblings whose group is not whole
 
     @property
     def written_key(self) -> NestedKey:  # type: ignore[override]
         return self.out_keys[0]
 
     def _write(self, rows: RowTable) -> None:
-        reward, group_ids = (rows.get(key) for key in self.in_keys)
-        reward, group_ids = reward.reshape(-1), group_ids.reshape(-1)
-        if self.group_size is not None:
-            ids, counts = group_ids.unique(return_counts=True)
-            odd = (counts != self.group_size).nonzero().flatten()
-            if odd.numel():
-                raise ValueError(
-                    f"group {ids[odd[0]].item()} has {counts[odd[0]].item()} responses in this batch instead of "
-                    f"{self.group_size}; its baseline would be wrong, so pass whole groups."
-                )
+        reward = self._read(rows).get(self.in_keys[0]).reshape(-1)
+        group_ids = self._group_ids(rows).to(reward.device)
         if self.decouple_terms:
             terms = _weighed_terms(rows, self.term_weights)
             reward = decoupled_rewards(*terms, group_ids, eps=self.eps).to(reward.dtype)
@@ -367,8 +395,60 @@ class GroupAdvantage(RowTransform):
             values = torch.where(zero_advantage_mask(graded.reshape(-1), group_ids), unscaled, values)
         rows.set(self.out_keys[0], values.reshape(-1, 1, 1))
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.forward(tensordict)
+    def _read(self, rows: RowTable) -> RowTable:
+        for key in self.in_keys:
+            if not rows.has(key):
+                raise KeyError(
+                    f"the rows have no {key}; give in_keys=(reward, what siblings have alike), as in the rows."
+                )
+        return rows
+
+    def _group_ids(self, rows: RowTable) -> Tensor:
+        """The group of each row, numbered in the order of their first, int64 ``[N]``."""
+        names = _values(rows, self.in_keys[1])
+        members: dict[Any, list[int]] = {}
+        for row, name in enumerate(names):
+            members.setdefault(name, []).append(row)
+        queries = _values(rows, keys.QUERY) if rows.has(keys.QUERY) else names
+        for name, own in members.items():
+            if self.group_size not in (None, len(own)):
+                raise ValueError(
+                    f"group {name} has {len(own)} responses in this batch instead of {self.group_size}; its baseline "
+                    "would be wrong, so pass whole groups."
+                )
+            if len(asked := {queries[row] for row in own}) > 1:
+                first, second, *_ = asked
+                raise ValueError(
+                    f"the responses of group {name} answer several questions ({first!r:.60}, {second!r:.60}); their "
+                    "baseline would be wrong, so give the groups of each environment names of their own."
+                )
+        numbers = {name: number for number, name in enumerate(members)}
+        return torch.tensor([numbers[name] for name in names])
+
+    def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
+        compares = self.group_size is None and {self.baseline, self.scale}.intersection(GROUP_TERMS)
+        if compares and not isinstance(tensordict, RowTable) and not _first(tensordict).has(self.written_key):
+            names = _values(self._read(RowTable.of(tensordict)), self.in_keys[1])
+            if names and len(set(names)) == len(names):
+                raise ValueError(
+                    f"none of the {len(names)} responses has a sibling in this batch, so each advantage would be 0; "
+                    "pass whole groups, or, in a replay buffer, give group_size: siblings then wait for each other."
+                )
+        return super().forward(tensordict)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        """What a buffer is given to write: the rows of whole groups with their advantage, None without any."""
+        if self.group_size is None or _first(tensordict).has(self.written_key):
+            return self.forward(tensordict)
+        if not tensordict.batch_dims:
+            raise ValueError("a group is written at once; give its rows to the buffer's extend instead of add.")
+        rows, whole = tensordict.reshape(-1), []
+        for name, row in zip(_values(self._read(RowTable.of(rows)), self.in_keys[1]), rows.unbind(0)):
+            siblings = self._waiting.setdefault(name, [])
+            siblings.append(row)
+            if len(siblings) == self.group_size:
+                whole += self._waiting.pop(name)
+        return self.forward(lazy_stack(whole)) if whole else None
 
     def transform_output_spec(self, output_spec: Any) -> Any:
         raise RuntimeError(

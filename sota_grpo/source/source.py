@@ -170,6 +170,12 @@ class Rollouts:
             samples, prompt_ids = output.samples, output.prompt_ids or self.env.prompt_ids(prompt.example)
             drawn = drawn_entries(prompt.group_id, prompt.example, prompt_ids)
             rows = group_table(drawn, samples, self.env.tokenizer)
+            if not bool(rows.flat(keys.LOG_PROBS).isfinite().all()):
+                # the loss leaves out tokens whose log-prob is not known, which an engine of ours has to know
+                raise ValueError(
+                    f"the engine gave a log-prob that is not finite for a token of group {prompt.group_id}; check its "
+                    "weights and its sampling options."
+                )
             texts = zip(rows.get(keys.RESPONSE_TEXT), samples)
             said = [SampledText(text, last_turn(one).int().numpy().tobytes(), one.record) for text, one in texts]
             scores = self.env.grader.scores([(text, prompt.example) for text in said])

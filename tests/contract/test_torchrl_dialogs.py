@@ -118,12 +118,14 @@ def make_env(**changes: Any) -> DialogEnv:
     return DialogEnv(task if has_tools else think_again(task), TOKENIZER, **options | changes)
 
 
-def trained(env: DialogEnv, num_groups: int) -> dict[int, list[TensorDictBase]]:
+def trained(env: DialogEnv, last_group: int) -> dict[int, list[TensorDictBase]]:
     """The rows of training, by group: of the engine's dialogs with the environment's partner."""
     rules = env._rules
     inner = engine(env)
     dialogs = DialogEngine(inner, {None: replace(rules, max_model_len=inner.max_model_len)})
-    drawn = PromptStream(env.task.train, seed=env.stream.seed).draw(num_groups)
+    stream = PromptStream(env.task.train, seed=env.stream.seed)
+    stream.name_apart()
+    drawn = stream.draw(last_group + 1 - stream.next_group_id)
     prompts = [Prompt(group, example, REPEATS, sample_seed(env.stream.seed, group)) for group, example in drawn]
     groups = Rollouts(env, dialogs).stream(prompts, SAMPLING)
     return {graded.prompt.group_id: row_list(graded.rows.stack()) for graded in groups}
@@ -166,7 +168,7 @@ def test_rows_are_those_of_training(env: DialogEnv, loop: str) -> None:
             found.setdefault(int(row[keys.GROUP_ID]), []).append(row)
         if len(found) >= 6:
             break
-    expected = trained(env, max(found) + 1)
+    expected = trained(env, max(found))
     lengths = set()
     for group, rows in found.items():
         for row, own in zip(rows, expected[group], strict=True):
@@ -213,13 +215,13 @@ def act(row: TensorDictBase, said: list[list[int]]) -> TensorDictBase:
 def test_rows_that_are_reset_alone_keep_to_their_own_sample_of_the_next_prompts() -> None:
     env = make_env()
     steps = env.rollout(24, Policy(env), break_when_any_done=False)
-    order = [env.stream.example_of(group).query for group in range(env.stream.next_group_id)]
+    begin = int(steps[keys.GROUP_ID].min())
     for index, row in enumerate(steps.unbind(0)):
         groups = [group for group, _ in itertools.groupby(int(step[keys.GROUP_ID]) for step in row.unbind(0))]
-        assert groups == [2 * episode + index // REPEATS for episode in range(len(groups))]
+        assert groups == [begin + 2 * episode + index // REPEATS for episode in range(len(groups))]
         for step in row.unbind(0):
             assert int(step[keys.SAMPLE_ID]) == index % REPEATS
-            assert step["query"] == order[int(step[keys.GROUP_ID])]
+            assert step["query"] == env.stream.example_of(int(step[keys.GROUP_ID])).query
     first = int(env.reset()[keys.GROUP_ID].min())
     assert first > int(steps[keys.GROUP_ID].max()), "a full reset begins together, with prompts that nobody has had"
 
@@ -259,7 +261,7 @@ def test_steps_that_do_not_follow_are_refused() -> None:
     said = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]]
     first = env.step(act(env.reset(), said))
     last = env.step(act(first["next"].copy(), said))
-    with pytest.raises(ValueError, match="turn 1 of group 0, sample 0, does not follow"):
+    with pytest.raises(ValueError, match=r"turn 1 of group \d+, sample 0, does not follow"):
         DialogRows(TOKENIZER).add(last)
     rows = DialogRows(TOKENIZER)
     assert rows.add(first) == []

@@ -109,6 +109,26 @@ def test_ragged_rows_through_a_wrapper_equal_the_plain_policy(model, pad_output,
     )
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", ["action", "mask"])
+def test_a_key_that_the_actor_does_not_read_is_refused(model, wrapped: bool, name: str) -> None:
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    loss = GRPOLoss(wrapper(model) if wrapped else model, entropy_bonus=False)
+    loss(batch)
+    loss.set_keys(**{name: ("mine", "all")})
+    for row in batch.unbind(0):
+        row["mine", "all"] = row[keys.FULL_TOKENS] if name == "action" else row[keys.ASSISTANT_MASK]
+    with pytest.raises(ValueError, match=rf"{name}=\('mine', 'all'\), but actor_network reads tokens.full"):
+        loss(batch)
+
+
+def test_a_batch_of_several_dimensions_is_refused(model) -> None:
+    """As ``env.rollout`` and a collector that does not flatten give it."""
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    with pytest.raises(ValueError, match=r"the shape \[6, 1\]; give one of rows, batch.reshape\(-1\)"):
+        GRPOLoss(model)(batch.reshape(-1, 1))
+
+
 def test_an_actor_may_have_nothing_but_the_distribution(model) -> None:
     """A module of one's own, which TorchRL's loss takes too: ``get_dist`` of a wrapper that masks as it likes."""
 
@@ -166,3 +186,28 @@ def test_replay_buffer_rows_train(model) -> None:
     grad = gradient(model, GRPOLoss(ModelActor(model), entropy_bonus=False)(batch).loss_objective)
     assert grad.isfinite().all()
     assert grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "none"])
+def test_reducing_the_output_gives_the_loss(model, reduction: str, aggregation: str) -> None:
+    """What TorchRL's recipes differentiate, ``loss.mean(reduce=True)``, with diagnostics and three terms beside it."""
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    options = {"aggregation": aggregation, "kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.2}
+    out = GRPOLoss(wrapper(model), **options)(batch)
+    terms = [value for name, value in out.items() if name.startswith("loss_")]
+    assert len(terms) == 4
+    expected = sum(getattr(term, reduction)() for term in terms)
+    found = getattr(out, reduction)(reduce=True)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    whole = gradient(model, getattr(GRPOLoss(wrapper(model), **options)(batch), reduction)(reduce=True))
+    torch.testing.assert_close(whole, gradient(model, expected), rtol=1e-4, atol=1e-6)
+
+
+def test_the_divergence_from_the_inference_policy_is_reported_where_it_is_in_the_loss(model) -> None:
+    """In nats per token, as TorchRL's recipe logs it; 0 of the policy to itself."""
+    batch = lazy_stack(rows_of(model, RAGGED), 0)
+    out = GRPOLoss(wrapper(model), entropy_bonus=False, kl_to_inference_coeff=0.2)(batch)
+    assert out.kl_to_inference.item() * 0.2 == pytest.approx(out.loss_kl_to_inference.item(), rel=1e-5)
+    assert out.kl_to_inference.item() > 1e-3
+    assert GRPOLoss(wrapper(model), entropy_bonus=False)(batch).kl_to_inference is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import threading
 import time
@@ -16,7 +17,9 @@ import torch
 from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
+from sota_grpo.envs import ArithmeticEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules
+from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.rollout import RolloutWorker
@@ -496,3 +499,13 @@ def test_the_rest_of_the_protocol_is_the_engines() -> None:
     assert (engine.name, engine.max_model_len, engine.version) == ("scripted", CONTEXT, 0)
     engine.update_weights([("w", torch.ones(3))], 4)
     assert (engine.version, inner.checksum) == (4, 3.0)
+
+
+def test_an_environment_of_several_turns_travels() -> None:
+    """To the processes of TorchRL's collectors: what it draws there is what it draws here."""
+    env = ArithmeticEnv(tokenizer=load_tokenizer("tiny"), num_envs=2, repeats=2, max_steps=2, num_train=10, seed=3)
+    env.reset()
+    there = pickle.loads(pickle.dumps(env))
+    first, second = env.reset(), there.reset()
+    assert [row["query"] for row in first.unbind(0)] == [row["query"] for row in second.unbind(0)]
+    assert first["group_id"].tolist() == second["group_id"].tolist()

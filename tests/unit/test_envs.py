@@ -77,12 +77,14 @@ def test_specs_hold_without_a_reward_and_under_transforms() -> None:
 def test_reset_draws_groups_of_siblings() -> None:
     env = make_env()
     first, second = env.reset(), env.reset()
-    assert first["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
-    assert second["group_id"].tolist() == [2, 2, 2, 3, 3, 3]
+    begin = first["group_id"].min()
+    assert (first["group_id"] - begin).tolist() == [0, 0, 0, 1, 1, 1]
+    assert (second["group_id"] - begin).tolist() == [2, 2, 2, 3, 3, 3]
     assert first["sample_id"].tolist() == [0, 1, 2, 0, 1, 2]
     drawn = dict(PromptStream(env.task.train, seed=SEED).draw(2))
     for row in first.unbind(0):
-        example = drawn[row["group_id"].item()]
+        example = drawn[row["group_id"].item() - begin.item()]
+        assert env.stream.example_of(row["group_id"].item()) == example
         assert (row["query"], row["answer"], json.loads(row["extra"])) == (
             example.query,
             example.answer,
@@ -90,6 +92,40 @@ def test_reset_draws_groups_of_siblings() -> None:
         )
         prompt = env.tokenizer.decode(row[keys.PROMPT_TOKENS].tolist())
         assert prompt == f"user: {example.query}\nassistant: "
+
+
+def test_environments_name_no_group_alike() -> None:
+    """Of other seeds, of other examples, and once they were given other seeds; the same twice is the same again."""
+    others = TaskEnv(ArithmeticTask(seed=SEED + 1, num_train=12, num_heldout=4), char_tokenizer(), seed=SEED)
+    envs = [make_env(), make_env(seed=SEED + 1), others]
+    drawn = [set(env.reset()["group_id"].tolist()) for env in envs]
+    for env in (make_env(), make_env()):
+        env.set_seed(7 + len(drawn))
+        drawn.append(set(env.reset()["group_id"].tolist()))
+    assert len(set.union(*drawn)) == sum(map(len, drawn)) == 9
+    assert set(make_env().reset()["group_id"].tolist()) == drawn[0]
+
+
+def test_a_stream_goes_on_with_the_groups_that_it_named() -> None:
+    env, resumed = make_env(), make_env()
+    env.reset()
+    resumed.stream.load_state_dict(env.stream.state_dict())
+    first, second = env.reset(), resumed.reset()
+    for key in ("group_id", "query"):
+        assert [row[key] for row in first.unbind(0)] == [row[key] for row in second.unbind(0)]
+
+
+def test_siblings_come_in_successive_resets_where_there_are_fewer_environments() -> None:
+    env, whole = make_env(num_envs=1), make_env()
+    told = ("group_id", "sample_id", "query")
+    expected = [[str(row[key]) for key in told] for row in whole.reset().unbind(0)]
+    alone = [env.reset()[0] for _ in expected]
+    assert [[str(row[key]) for key in told] for row in alone] == expected
+    env.reset()
+    env.set_seed(5)
+    assert [env.reset()["sample_id"].item() for _ in range(4)] == [0, 1, 2, 0]
+    with pytest.raises(ValueError, match="num_envs=2 is not divisible by the group size repeats=3"):
+        make_env(num_envs=2)
 
 
 def test_rollout_grades_every_answer() -> None:
@@ -254,8 +290,6 @@ def test_named_environments_take_torchrls_keywords_and_grade(
     ("name", "option", "error", "sentence"),
     [
         ("GSM8KEnv", {"input_mode": "history"}, ValueError, "input_mode='history' is not.*use input_mode='tokens'"),
-        ("GSM8KEnv", {"ray_backend": True}, ValueError, "ray_backend=True is not supported"),
-        ("GSM8KEnv", {"dataloader_actor_name": "a"}, ValueError, "dataloader_actor_name='a' is not supported"),
         ("GSM8KEnv", {"collate_fn": list}, ValueError, "collate_fn=.* is not supported"),
         ("GSM8KEnv", {"tokenizer": None}, ValueError, "tokenizer=None"),
         ("GSM8KEnv", {"num_env": 2}, TypeError, "num_env"),

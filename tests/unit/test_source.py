@@ -524,6 +524,15 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, thr
     rig.source.close()
 
 
+def test_a_log_prob_that_an_engine_does_not_know_ends_the_run() -> None:
+    env = small_env()
+    engine = ScriptedEngine(eos_token_id=env.tokenizer.eos_token_id, log_prob=float("nan"), max_model_len=2048)
+    source = RolloutSource(Rollouts(env, engine), SAMPLING, synchronous=True, num_groups=2)
+    with pytest.raises(ValueError, match="log-prob that is not finite for a token of group 0"):
+        source.next_batch(0)
+    source.close()
+
+
 def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups() -> None:
     """Groups 0, 1, ... are sent to the reference as they are graded, replaced ones not; rows may be other objects."""
     graded: list[str] = []
