@@ -128,7 +128,7 @@ class Learner(ForwardPasses):
         """:meth:`update`, given this rank's share of it."""
         began = time.perf_counter()
         rows, clean = plain_rows(share.rows), None
-        own = self._own(rows, share.scoring, self.log_probs)
+        own = self.within_memory(lambda: self._own(rows, self.fitting_scores(rows, share.scoring), self.log_probs))
         if self.settings.recompute:
             for row, values in zip(rows, self._whole(own, share.places, share.lengths), strict=True):
                 row[keys.PROXIMAL_LOG_PROBS] = values
@@ -199,7 +199,7 @@ class Learner(ForwardPasses):
 
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
-        losses, metrics = self._run(rows, passes)
+        losses, metrics = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes)))
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         self.scaler.unscale_(self.optimizer)
         clipped = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)
