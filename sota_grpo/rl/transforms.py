@@ -194,12 +194,13 @@ def reference_log_probs(
     """
     own_log_probs: dict[int, Tensor] = {}
     rows = list(rows)
-    for micro_batch in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
-        log_probs = reference(pad_rows(micro_batch, pad_token_id=pad_token_id))
-        for row, values in zip(micro_batch, log_probs, strict=True):
+    micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
+    computed = [reference(pad_rows(micro, pad_token_id=pad_token_id)) for micro in micros]  # fetched at the end
+    for micro, log_probs in zip(micros, computed):
+        fetched = log_probs.detach().to(micro[0][keys.ASSISTANT_MASK].device, torch.float32)
+        for row, values in zip(micro, fetched, strict=True):
             mask = row[keys.ASSISTANT_MASK]
-            own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
-            own_log_probs[id(row)] = torch.where(mask, own, 0.0)
+            own_log_probs[id(row)] = torch.where(mask, values[: mask.shape[0]], 0.0)
     return [own_log_probs[id(row)] for row in rows]
 
 
