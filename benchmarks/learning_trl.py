@@ -33,6 +33,7 @@ from sota_grpo.assembly.build import Parts, build
 from sota_grpo.assembly.learning import trainer_precision
 from sota_grpo.assembly.sampling import end_token_ids, generation_config_of
 from sota_grpo.config import Config, model_name, register
+from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
@@ -116,7 +117,7 @@ def micro_batch_rows(config: Config) -> int:
     >>> micro_batch_rows(composed(preset="grpo_cpu")), micro_batch_rows(composed(preset="smollm_ifeval"))
     (128, 4)
     """
-    step, most = config.train.optim_batch_size, config.train.micro_batch_tokens
+    step, most = config.train.optim_batch_size, micro_batch_tokens(config)
     fits = [
         rows for rows in range(1, step + 1) if step % rows == 0 and 2 * rows * config.inference_model.max_tokens <= most
     ]

@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
 from sota_grpo.assembly.devices import Plan, device_name, make_plan, num_engines, resolve_device
+from sota_grpo.assembly.estimate import with_micro_batches
 from sota_grpo.assembly.judging import judge_metrics
 from sota_grpo.assembly.learning import (
     kl_in_reward,
@@ -154,10 +155,11 @@ def build(
         env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
         task, grader = env.task, own_grader(env.grader)
         torch.manual_seed(config.seed)
+        own = with_micro_batches(config, plan, env.longest_prompt)
         if plan.workers:
-            roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
+            roles = _roles_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
-            roles = _roles_here(config, plan, env, tokenizer, run_dir, opened)
+            roles = _roles_here(own, plan, env, tokenizer, run_dir, opened)
         rollouts, sampling = make_rollouts(config, env, roles.engine, instances, roles.attend), make_sampling(config)
         source = RolloutSource(
             rollouts,
@@ -270,7 +272,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
     if reference is not None:
         opened.callback(reference.close)
     transforms = make_transforms(
-        config, reference, tokenizer.pad_token_id, env.task.term_weights, make_hints(config, env)
+        config, reference, tokenizer.pad_token_id, env.task.term_weights, device_type, make_hints(config, env)
     )
     model = learner.policy.model
     return Roles(
@@ -327,7 +329,8 @@ def _roles_in_workers(
     if isinstance(engine.fleet, ElasticFleet):
         newcomers = Newcomers(engine.fleet, engine, weights, config.check.mode)
     attend = [partner.attend for partner in (learner, newcomers) if isinstance(partner, (RemoteLearner, Newcomers))]
-    transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, ask)
+    of_rows = tokenizer.pad_token_id, env.task.term_weights
+    transforms = make_transforms(config, reference, *of_rows, plan.device_type, ask)
     in_turn = {"synchronous": True, "sleep_engine": True, "transforms": transforms}
     return Roles(
         engine=engine,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from sota_grpo.assembly.devices import Plan, make_plan, num_engines, reference_has_own_weights, wants_workers
-from sota_grpo.assembly.learning import reference_dtype, trainer_precision, wants_fused_layers
+from sota_grpo.assembly.learning import (
+    MOST_TOKENS,
+    forward_tokens,
+    make_settings,
+    reference_dtype,
+    trainer_precision,
+    wants_fused_layers,
+)
 from sota_grpo.assembly.memory import (
     Learning,
     MicroBatch,
@@ -29,7 +37,14 @@ from sota_grpo.assembly.memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows
-from sota_grpo.config import Config, has_reference, model_name, most_kept, responses_per_step
+from sota_grpo.config import (
+    Config,
+    has_reference,
+    model_name,
+    most_kept,
+    responses_per_step,
+)
+from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import group_sizes, longest_response
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.engines import ENGINES, is_server
@@ -50,6 +65,9 @@ CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces
 GRADER_BYTES = 60 * 2**20  # of a reward worker
 SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
 LOAD = "loading"  # where it can be more than what follows
+FILLED = 0.9  # of what is free while training, by micro-batches of train.micro_batch_tokens=auto
+_BY_MICRO_BATCHES = (SCORE, TRAIN, AT_WORK, GATE)  # moments that depend on their size
+_OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "lost in the heap", "reference: pass")
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,14 @@ class DeviceMemory:
     @property
     def fits(self) -> bool:
         return self.problem is None and self.peak <= self.capacity
+
+    @property
+    def learning(self) -> tuple[int, int]:
+        """Bytes of learner and reference when they fill most of what others leave them, and what these leave."""
+        moments = [self.moments[moment] for moment in _BY_MICRO_BATCHES if moment in self.moments]
+        sizes = [(sum(parts.get(part, 0) for part in _OF_LEARNER), sum(parts.values())) for parts in moments]
+        left = [(own, self.capacity - (whole - own)) for own, whole in sizes if own]
+        return max(left, key=lambda pair: pair[0] - FILLED * pair[1], default=(0, self.capacity))
 
 
 @dataclass(frozen=True)
@@ -246,9 +272,57 @@ class RunMemory:
 
         Ragged samples fill a micro-batch better, up to ``train.micro_batch_tokens``: the heaviest is taken to be full.
         """
+        return self._step_in(shares, self.micro_batch_tokens)
+
+    def _step_in(self, shares: int, budget: int) -> list[MicroBatch]:
         train, largest = self.config.train, max(group_sizes(self.config).values())
         rows = train.optim_batch_size * largest // self.config.env.repeats  # if all groups are as large as the largest
-        return self._cut(rows // shares, largest, train.micro_batch_tokens)
+        return self._cut(rows // shares, largest, budget)
+
+    @cached_property
+    def micro_batch_tokens(self) -> int:
+        """``train.micro_batch_tokens``; of ``auto`` on a GPU the most with which learner and reference fill at most
+        :data:`FILLED` of what is free while they compute, on every device.
+
+        At most :data:`~sota_grpo.assembly.learning.MOST_TOKENS`, or one share of a step; not below the longest sample,
+        since that is computed whole in any case. A group above it is cut (:mod:`sota_grpo.functional.micro_batches`).
+        """
+        if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
+            return micro_batch_tokens(self.config)
+        least = sum(self.largest_sample)
+        most = max(least, min(MOST_TOKENS, sum(one.tokens for one in self._step_in(self.row_shares, 2**62))))
+        if self._leaves_room(most) or not self._leaves_room(least):
+            return most if self._leaves_room(most) else least
+        finest = max(1, min(least, (most - least) // 256))
+        sizes = range(least, most, finest)
+        return sizes[bisect_left(sizes, True, key=lambda tokens: not self._leaves_room(tokens)) - 1]
+
+    def with_micro_batches(self, tokens: int) -> Self:
+        """The same with so many tokens in a micro-batch, of which no placement depends."""
+        other = self.with_options({"train.micro_batch_tokens": tokens})
+        vars(other)["plan"] = self.plan
+        return other
+
+    def _leaves_room(self, tokens: int) -> bool:
+        return all(own <= FILLED * left for own, left in (d.learning for d in self.with_micro_batches(tokens).devices))
+
+    @property
+    def micro_batches_sentence(self) -> str:
+        """What ``auto`` is here, what it fills, and what is cut."""
+        planned = self.with_micro_batches(self.micro_batch_tokens)
+        own, left = max((d.learning for d in planned.devices), key=lambda pair: pair[0] - FILLED * pair[1])
+        (prompt, response), size = self.largest_sample, max(group_sizes(self.config).values())
+        fills = "fills at most" if own <= FILLED * left else "is the longest sample, and would fill"
+        text = f"train.micro_batch_tokens=auto is {self.micro_batch_tokens:,}, which {fills} {own / GIB:.1f}"
+        text += f" of the {left / GIB:.1f} GiB that are free while training"
+        if (longest := prompt + size * response) > self.micro_batch_tokens:
+            text += f"; a group of {size} such samples ({longest:,} tokens) is cut"
+        return f"{text}."
+
+    @property
+    def forward_tokens(self) -> int:
+        """Of a micro-batch without a gradient."""
+        return forward_tokens(self.micro_batch_tokens, self.plan.device_type)
 
     def _cut(self, rows: int, group: int, budget: int) -> list[MicroBatch]:
         rows, shared = max(1, rows), self.config.model.attn_implementation is None
@@ -262,10 +336,14 @@ class RunMemory:
         """
         how = self.how
         step = learner_memory(self.model, how, self.micro_batches(self.row_shares))
+        if make_settings(self.config, self.plan.device_type).recompute or how.dropout:
+            scored = forward_bytes(self.model, how, self._step_in(self.row_shares, self.forward_tokens)[0])
+            scoring = {part: step[part] for part in ("weights", "optimizer")} | {"activations": scored}
+            step = max(step, scoring, key=lambda parts: sum(parts.values()))
         moments = {TRAIN if self._take_turns else AT_WORK: step}
         if self.config.check.mode != "off":
             how = replace(how, product_bytes=how.weight_bytes) if how.on_cpu else how
-            budgets = compared_budgets(self.config.train.micro_batch_tokens, sum(self.largest_sample))
+            budgets = compared_budgets(self.micro_batch_tokens, sum(self.largest_sample))
             cuts = [self._cut(NUM_COMPARED // self.row_shares, NUM_SAMPLES, budget) for budget in budgets]
             moments[GATE] = gate_memory(self.model, how, *cuts)
         return moments
@@ -278,7 +356,7 @@ class RunMemory:
         model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
         how = replace(self.how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, self.how.product_bytes))
         own = model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
-        return own, forward_bytes(model, how, self.micro_batches(1)[0])
+        return own, forward_bytes(model, how, self._step_in(1, self.forward_tokens)[0])
 
     @property
     def num_engines(self) -> int:

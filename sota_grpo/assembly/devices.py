@@ -13,6 +13,7 @@ from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.sampling import engine_rows
 from sota_grpo.config import Config, has_reference, model_name
 from sota_grpo.config.elastic import engine_range
+from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import longest_response, mean_responses_per_step
 from sota_grpo.config.shared import shares_devices
 from sota_grpo.engines import resolve_engine_name
@@ -332,7 +333,7 @@ def _idle_notes(config: Config, plan: Plan) -> list[str]:
         fix = "train.dialog_turns_per_batch" if rows == responses else width
         notes.append(f"{each} at most {rows} responses at once; a GPU is idle below {FEW_ROWS}: raise {fix}.")
     of_share = config.train.optim_batch_size // max(1, shares)
-    if shares > 1 and of_share * longest_response(config) <= config.train.micro_batch_tokens:
+    if shares > 1 and of_share * longest_response(config) <= micro_batch_tokens(config):
         notes.append(
             f"Each of {shares} learner ranks has {of_share} responses of an optimizer step, one micro-batch at most: "
             "raise train.optim_batch_size, or lower train_model.num_devices."

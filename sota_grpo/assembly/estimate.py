@@ -8,6 +8,7 @@ scaled by the weights that it reads.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -22,10 +23,11 @@ import torch
 from torch.utils.benchmark import Timer
 
 from sota_grpo.assembly.device_memory import GIB, THRESHOLD, TRAIN, Disk, Machine, RunMemory, disk_of
-from sota_grpo.assembly.devices import describe
+from sota_grpo.assembly.devices import Plan, describe
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.sampling import engine_dtype, kwargs_of_tasks, start_instances, task_of
 from sota_grpo.config import Config, has_reference, model_name, num_steps
+from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import (
     groups_per_step,
     has_dialogs,
@@ -34,7 +36,7 @@ from sota_grpo.config.mixture import (
     mean_responses_per_step,
     task_configs,
 )
-from sota_grpo.config.spelling import overrides_of
+from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
@@ -48,6 +50,8 @@ from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
+
+logger = logging.getLogger(__name__)
 
 ASSUMED_GIB = 80  # of a GPU that is not here
 ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
@@ -134,6 +138,7 @@ class Estimate(RunMemory):
             "responses_per_step": mean_responses_per_step(self.config),
             "steps": num_steps(self.config),
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
+            "micro_batch_tokens": self.micro_batch_tokens,
             "micro_batches_per_step": len(self.micro_batches(self.row_shares)),
             "host_memory": self.host,
             "disk": asdict(disk) | {"total": disk.total},
@@ -158,9 +163,7 @@ def estimate(
             prompt is longer than the context.
     """
     validate(config)
-    trusts, other = config.model.trust_remote_code, config.ref_model.name
-    model, model_place = find_architecture(model_name(config), trust_remote_code=trusts)
-    teacher = find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
+    (model, model_place), teacher = _architectures(config)
     machine, machine_place = _find_machine(config, memory_gib)
     run = RunMemory(config, model, prompt_tokens or 0, machine)
     longest, prompt_place, num_problems = _prompts(config, prompt_tokens, run.context)
@@ -171,6 +174,13 @@ def estimate(
     change = smallest_change(run)
     trains_less = change is not None and "train_model.lora.enabled" in change
     return replace(run, change=change, other_change=smallest_change(run, with_lora=False) if trains_less else None)
+
+
+def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architecture | None]:
+    """The shapes of policy (and how it is known) and of a reference that is another model."""
+    trusts, other = config.model.trust_remote_code, config.ref_model.name
+    model = find_architecture(model_name(config), trust_remote_code=trusts)
+    return model, find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
 
 
 def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, str]:
@@ -191,6 +201,31 @@ def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, st
     size = memory_gib or ASSUMED_GIB
     source = "as --memory-gb says" if memory_gib else "assumed; --memory-gb says otherwise"
     return Machine("cuda", int(size * GIB), None, 0), f"GPUs of {size:g} GiB, none of them here ({source})"
+
+
+def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
+    """The config of a run with its micro-batches: of ``train.micro_batch_tokens=auto`` on CUDA those of this estimate.
+
+    Args:
+        plan: of the run.
+        prompt_tokens: of the longest prompt.
+    """
+    tokens = micro_batch_tokens(config)
+    machine, _ = _find_machine(config, None)
+    is_open = config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda"
+    if is_open and machine.is_here:
+        model, teacher = _architectures(config)
+        run = RunMemory(config, model[0], prompt_tokens, machine, teacher=teacher)
+        vars(run)["plan"] = plan
+        tokens = run.micro_batch_tokens
+        logger.info(run.micro_batches_sentence)
+    elif is_open:
+        logger.info(
+            "train.micro_batch_tokens=auto is %s: the learner's GPUs are not on this machine, so their memory is not "
+            "known; sota-grpo estimate --memory-gb says how many tokens fill it.",
+            f"{tokens:,}",
+        )
+    return with_options(config, {"train.micro_batch_tokens": tokens})
 
 
 def machine_bytes() -> int:
@@ -270,7 +305,7 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
     """What can be changed: how much each asks of the user, and its settings, the mildest first."""
     train, inference = run.config.train_model, run.config.inference_model
     kind = OPTIMIZERS[run.config.optimizer.name]
-    longest, sizes = sum(run.largest_sample), [run.config.train.micro_batch_tokens]
+    longest, sizes = sum(run.largest_sample), [run.micro_batch_tokens]
     while sizes[-1] > longest:  # halved down to one that holds the longest sample: below that nothing changes
         sizes.append(sizes[-1] // 2)
     yield 1, [{"train.micro_batch_tokens": size} for size in sizes[1:]]

@@ -138,6 +138,7 @@ def _facts(estimated: Estimate) -> Iterator[tuple[str, str]]:
     count = facts["micro_batches_per_step"]
     run = f"{steps:,} steps of {size:,} responses, {facts['optimizer_steps']:,} optimizer steps of"
     micro_batches = f"{count:,} micro-batch" + ("" if count == 1 else "es")
+    micro_batches += f" of up to {facts['micro_batch_tokens']:,} tokens"
     of_step = round(config.train.optim_batch_size * mean_group_size(config) / config.env.repeats)
     yield "the run", f"{run} {of_step:,} in {micro_batches} at full length"
     if estimated.host:

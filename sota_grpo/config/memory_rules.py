@@ -9,6 +9,24 @@ from sota_grpo.config.elastic import device_count
 from sota_grpo.engines import ENGINES
 from sota_grpo.policy.optimizers import OPTIMIZERS
 
+MICRO_BATCH_TOKENS = 16384  # of train.micro_batch_tokens=auto on a CPU
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """``train.micro_batch_tokens``; of ``auto`` that of a CPU, since a run on CUDA has put a number there before.
+
+    >>> micro_batch_tokens(Config())
+    16384
+    """
+    tokens = config.train.micro_batch_tokens
+    return tokens if isinstance(tokens, int) else MICRO_BATCH_TOKENS
+
+
+def micro_batches_have_a_number_of_tokens(config: Config) -> Iterator[str]:
+    tokens = config.train.micro_batch_tokens
+    if isinstance(tokens, str) and tokens != "auto":
+        yield f"train.micro_batch_tokens={tokens} is no number of tokens; use auto or a number such as 16384."
+
 
 def learner_ranks(config: Config) -> int:
     """Devices of the learner, an FSDP2 rank on each."""

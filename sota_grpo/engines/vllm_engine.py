@@ -26,6 +26,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
 
+logger = logging.getLogger(__name__)
+
 PROVIDER = "sota_grpo_cpu"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
 
@@ -113,6 +115,8 @@ class VLLMEngine(SteppingEngine):
             self._llm: Any = _start(options, on_cpu=self._on_cpu)
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
+        if not self._on_cpu:
+            tell_of_the_runner(bool(self._engine.vllm_config.use_v2_model_runner))
         self._engine.set_weight_version("0")
         self._adapters = Adapters() if options.adapter_rank else None
         dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
@@ -227,6 +231,17 @@ class VLLMEngine(SteppingEngine):
             self._engine = self._llm = None
             if self._adapters is not None:
                 self._adapters.close()
+
+
+def tell_of_the_runner(is_second: bool) -> None:
+    """Log which of vLLM's model runners samples here."""
+    if is_second:
+        logger.info("vLLM samples with its model runner V2.")
+    else:
+        logger.warning(
+            "vLLM samples with its model runner V1, which draws with each row's own seed in a Python loop; leave "
+            "VLLM_USE_V2_MODEL_RUNNER unset."
+        )
 
 
 def _start(options: EngineOptions, *, on_cpu: bool) -> Any:

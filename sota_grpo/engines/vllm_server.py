@@ -116,6 +116,9 @@ class VLLMDialect(Dialect):
         self._label(client, label, deadlines)
 
 
+_CAPTURED_ROWS, _CAPTURED_STEP = 512, 16  # of vLLM 0.32's CUDA graphs before Blackwell: wider batches are eager
+
+
 def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     """What vLLM is given beside the model's path, in this process or as a server, from options that are resolved.
 
@@ -144,7 +147,13 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
         arguments |= {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
     else:
         arguments["enable_sleep_mode"] = True
-    return arguments | {name: value for name, value in options.engine_kwargs.items() if name not in arguments}
+    chosen = {name: value for name, value in options.engine_kwargs.items() if name not in arguments}
+    if options.max_rows > _CAPTURED_ROWS and not arguments["enforce_eager"]:
+        wide = {"max_cudagraph_capture_size": options.max_rows - options.max_rows % _CAPTURED_STEP}
+        compilation = chosen.get("compilation_config") or {}
+        if isinstance(compilation, Mapping):
+            chosen["compilation_config"] = wide | dict(compilation)
+    return arguments | chosen
 
 
 _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "tokens_only", "runner", "convert")
@@ -190,7 +199,7 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
     Raises:
         UserError: an argument that is set here, that would make what is sampled wrong, or that vLLM has not.
     """
-    ours = engine_arguments(replace(options, engine_kwargs={}, tensor_parallel_size=2), on_cpu=on_cpu)
+    ours = engine_arguments(replace(options, engine_kwargs={}, tensor_parallel_size=2, max_rows=1), on_cpu=on_cpu)
     for name in options.engine_kwargs:
         said = f"inference_model.engine_kwargs has {name}"
         if name in ours or name in _OURS:

@@ -277,6 +277,7 @@ class TaskEnv(EnvBase):
         self.multi_turn = multi_turn
         self._siblings: list[TensorDictBase] = []  # of the last prompt, for the next resets
         self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
+        self.longest_prompt = 0  # tokens, once :meth:`check_prompts` has looked
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         of_tasks = {name: {**self.template_kwargs, **own} for name, own in (task_kwargs or {}).items()}
         self._chats = {
@@ -350,6 +351,7 @@ class TaskEnv(EnvBase):
         if left_out:
             self.stream = self.make_stream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
             _tell_of([example for example, _ in left_out], left_out[0][1])
+        self.longest_prompt = longest
         return longest
 
     def decode(self, token_ids: torch.Tensor) -> str:

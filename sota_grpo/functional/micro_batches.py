@@ -18,13 +18,13 @@ of that aggregation is a divisor that no sampled response can change.
 What is cut and moved are prompt groups (:class:`PromptGroup`): rows whose common prompt is computed once where they
 stay together. Three prompts and a budget of 11 packed tokens::
 
-    rows 0-3   prompt 3, responses 4 4 2 2   15 tokens, more than the budget: cut into 11 and 7
+    rows 0-3   prompt 3, responses 4 4 2 2   15 tokens, more than the budget: cut into 9 and 9
     rows 4-5   prompt 2, responses 2 1        5 tokens
     row  6     prompt 1, response  2          3 tokens
 
-    micro-batches      [0 1]      11 tokens, full
-                       [2 3 6]    10 tokens
-                       [4 5]       5 tokens
+    micro-batches      [0 2]       9 tokens
+                       [1 3]       9 tokens
+                       [4 5 6]     8 tokens
 """
 
 from __future__ import annotations
@@ -155,9 +155,11 @@ def fill(
     padded tokens is ``slots_per_token=1``.
 
     First fit, decreasing (Johnson 1973): the heaviest piece first, each to the first micro-batch with room. A group
-    above the budget is cut in the same way, longest responses first, so that all of its parts but one are full; each
-    part computes the prompt again. A row above the budget is a micro-batch of its own. The result depends on the
-    groups alone; equal ones keep their order.
+    within the budget is never cut. One above it is cut into as few parts as first fit needs, each of which computes the
+    prompt again, and so evenly that they differ by one response at most: the heaviest micro-batch, and with it the
+    memory, is then the smallest. Only where full parts and one rest, which others fill up, make fewer micro-batches in
+    all, groups are cut so. A row above the budget is a micro-batch of its own. The result depends on the groups alone;
+    equal ones keep their order.
 
     Args:
         groups: each row once.
@@ -167,17 +169,38 @@ def fill(
     >>> first, second = PromptGroup((0, 1, 2, 3), 3, (4, 4, 2, 2)), PromptGroup((4, 5), 2, (2, 1))
     >>> groups = [first, second, PromptGroup((6,), 1, (2,))]
     >>> [[piece.rows for piece in batch] for batch in fill(groups, token_budget=11)]
-    [[(0, 1)], [(2, 3), (6,)], [(4, 5)]]
+    [[(0, 2)], [(1, 3)], [(4, 5), (6,)]]
+    >>> longer = [PromptGroup((0, 1, 2, 3), 1, (2, 2, 2, 2)), PromptGroup((4, 5, 6, 7), 1, (2, 2, 2, 2))]
+    >>> [[piece.rows for piece in batch] for batch in fill(longer, token_budget=7)]  # evenly cut it would be four
+    [[(0, 1, 2)], [(4, 5, 6)], [(3,), (7,)]]
     """
-    pieces = []
+    full, even = [], []
     for group in groups:
         lengths = [(length, 1, group.prompt + length) for length in group.responses]
         cuts = _first_fit(lengths, token_budget, slots_per_token, tokens=group.prompt)
-        pieces += [group.subset(cut.members) for cut in cuts]
-    sizes = [(piece.tokens, len(piece.rows), piece.prompt + max(piece.responses)) for piece in pieces]
+        full += [group.subset(cut.members) for cut in cuts]
+        shares = balanced_shares(group.responses, len(cuts))
+        parts = [group.subset(share) for share in shares]
+        fits = all(_weight(part, slots_per_token) <= token_budget for part in parts)
+        even += parts if len(cuts) > 1 and fits else full[-len(cuts) :]
+    return min((_packed(pieces, token_budget, slots_per_token) for pieces in (even, full)), key=len)
+
+
+def _packed(pieces: Sequence[PromptGroup], token_budget: int, slots_per_token: int) -> list[list[PromptGroup]]:
+    """Pieces in micro-batches, the heaviest first."""
+    sizes = [_size(piece) for piece in pieces]
     batches = _first_fit(sizes, token_budget, slots_per_token)
     batches.sort(key=lambda batch: -batch.weight(slots_per_token))
     return [[pieces[member] for member in batch.members] for batch in batches]
+
+
+def _size(piece: PromptGroup) -> tuple[int, int, int]:
+    """Tokens, rows, and the longest row."""
+    return piece.tokens, len(piece.rows), piece.prompt + max(piece.responses)
+
+
+def _weight(piece: PromptGroup, slots_per_token: int) -> float:
+    return _Batch(0).weight(slots_per_token, *_size(piece))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 
 from sota_grpo.config import Config, most_kept, responses_per_step
 from sota_grpo.config.algorithm_rules import has_no_ratio
+from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import longest_response
 from sota_grpo.config.spelling import quoted
 from sota_grpo.engines import ENGINES, is_server
@@ -271,7 +272,8 @@ def _actor(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
     if size % repeats:
         ours.note("train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step.")
     longest = facts.longest_prompt + longest_response(config)
-    budget = ours["train.micro_batch_tokens"]
+    ours.carry("train.micro_batch_tokens")
+    budget = micro_batch_tokens(config)
     if budget < longest:
         ours.note("train.micro_batch_tokens", f"raised to the longest sequence, {longest}; it counts every prompt.")
     saved = ["model", "optimizer", "extra", *(["hf_model"] if ours["train.export_hf"] else [])]

@@ -216,14 +216,14 @@ def reference_log_probs(
     """
     own_log_probs: dict[int, Tensor] = {}
     rows = list(rows)
-    for micro_batch in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
-        log_probs = reference(pad_rows(micro_batch, pad_token_id=pad_token_id))
-        if isinstance(log_probs, TensorDictBase):
-            log_probs = log_probs.get(keys.LOG_PROBS)
-        for row, values in zip(micro_batch, log_probs, strict=True):
+    micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
+    computed = [reference(pad_rows(micro, pad_token_id=pad_token_id)) for micro in micros]  # fetched at the end
+    for micro, found in zip(micros, computed):
+        log_probs = found.get(keys.LOG_PROBS) if isinstance(found, TensorDictBase) else found
+        fetched = log_probs.detach().to(micro[0][keys.ASSISTANT_MASK].device, torch.float32)
+        for row, values in zip(micro, fetched, strict=True):
             mask = row[keys.ASSISTANT_MASK]
-            own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
-            own_log_probs[id(row)] = torch.where(mask, own, 0.0)
+            own_log_probs[id(row)] = torch.where(mask, values[: mask.shape[0]], 0.0)
     return [own_log_probs[id(row)] for row in rows]
 
 

@@ -22,11 +22,12 @@ from sota_grpo.assembly.passed import Passed
 from sota_grpo.config import Config, num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import use_config_token
+from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError, collect_seldom
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
-from sota_grpo.recording.run_files import EXPORTED, note_failure, read_evaluations
+from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations
 from sota_grpo.recording.run_log import TRAINING_LOG, ExamineLog, RunLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.step_log import Progress, StepLog, StoredSteps
@@ -41,7 +42,16 @@ from sota_grpo.training.runs import CHECKPOINTS, RunDir, open_run
 
 logger = logging.getLogger(__name__)
 
+MEMORY = "train.micro_batch_tokens"
 CONTINUES = "train.resume=auto continues from the last checkpoint"
+
+
+def as_planned(config: Config, directory: RunDir) -> Config:
+    """The config of a resumed run with the micro-batches that ``auto`` was when it was started, whatever fits now."""
+    if isinstance(config.train.micro_batch_tokens, int) or not directory.resumed:
+        return config
+    planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens", "auto")
+    return with_options(config, {MEMORY: planned})
 
 
 class Run:
@@ -54,7 +64,6 @@ class Run:
     """
 
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
-        self.config = config
         self.directory, self.run_dir = directory, directory.path
         self.began = time.perf_counter()
         setup_logging(self.run_dir, config.logging.level)
@@ -66,6 +75,7 @@ class Run:
         self.steps, self.total = 0, num_steps(config)  # done so far, and in all
         self.gc_thresholds = gc.get_threshold()
         self.parts: Parts = build(config, self.run_dir, lambda: self.stop.requested, functions)
+        self.config = with_options(config, {MEMORY: self.parts.learner.settings.micro_batch_tokens})
         self.stored = StoredSteps(
             self.parts.learner,
             self.run_dir,
@@ -306,7 +316,7 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
             return total
         try:
             with _no_log_of_a_refusal(directory.path):
-                job = Run(config, directory, passed.functions)
+                job = Run(as_planned(config, directory), directory, passed.functions)
             with closing(job):
                 return job.train()
         except UserError as error:

@@ -16,6 +16,7 @@ rows only. What its rows weigh is part of the plan, because it depends on the wh
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from sota_grpo import keys
+from sota_grpo.errors import RunFailed
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, rank_shares, row_weights
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
@@ -36,8 +38,11 @@ from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.rl.collate import Prompt, filled, groups_by_prompt, pad_rows, row_prompts
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
+from sota_grpo.text import first_line
 
+logger = logging.getLogger(__name__)
 AnyRow = TypeVar("AnyRow", bound=Row)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class LearnerSettings:
         optim_groups: prompts per optimizer step, in its place where groups differ in size; None: rows are counted.
         epochs: passes over a batch.
         micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
+        forward_tokens: those of a pass that scores rows without a gradient; None: ``micro_batch_tokens``.
         aggregation: ``token``, ``sequence`` or ``constant`` (DESIGN 4.3).
         max_response_tokens: the constant of ``constant``.
         drop_truncated: truncated rows take no part in the loss.
@@ -80,6 +86,7 @@ class LearnerSettings:
     warmup_steps: int = 0
     epochs: int = 1
     micro_batch_tokens: int = 16384
+    forward_tokens: int | None = None
     aggregation: Aggregation = "sequence"
     max_response_tokens: int | None = None
     drop_truncated: bool = False
@@ -89,6 +96,11 @@ class LearnerSettings:
     entropy_coef_max: float = 1.0
     recompute: bool = False
     precision: str = "fp32"
+
+    @property
+    def scoring_tokens(self) -> int:
+        """Packed tokens of a pass without a gradient."""
+        return self.forward_tokens or self.micro_batch_tokens
 
     @property
     def rates(self) -> Rates:
@@ -180,7 +192,9 @@ class Planner:
         elif self.drops_out:
             scored = batches[0]
         budget = settings.micro_batch_tokens
-        scoring = self.micro_batches(scored, prompts, budget) if scored else [[] for _ in range(self.num_ranks)]
+        scoring: list[list[tuple[list[int], bool]]] = [[] for _ in range(self.num_ranks)]
+        if scored:
+            scoring = self.micro_batches(scored, prompts, settings.scoring_tokens)
         steps = [self.passes(rows, batch, prompts, budget) for batch in batches]
         return [_share(table, lengths, [step[rank] for step in steps], scoring[rank]) for rank in range(self.num_ranks)]
 
@@ -343,6 +357,57 @@ class ForwardPasses:
         self.ranks = ranks or Ranks()
         self.share, self.num_shares = self.ranks.share, self.ranks.num_shares  # which of the rows, of how many
         self.device = next(policy.parameters()).device
+        self.halved = False  # the micro-batches, where the device once lacked memory
+
+    def within_memory(self, compute: Callable[[], Result]) -> Result:
+        """``compute()``; where the device lacks memory for the first time, once more in micro-batches of half the size.
+
+        They stay so for the rest of the run. Gradients are dropped; ``compute`` must not have updated anything yet.
+        Several ranks, which would have to agree on it, end at once.
+
+        Raises:
+            RunFailed: memory is lacking again.
+        """
+        tokens = self.settings.micro_batch_tokens
+        half = max(1, tokens // 2)
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            lacking = f"The learner's device lacks memory for micro-batches of {tokens:,} tokens ({first_line(error)})"
+            if self.halved or self.ranks.size > 1:
+                raise RunFailed(
+                    f"{lacking}; use train.micro_batch_tokens={half} or train_model.gradient_checkpointing=true with "
+                    "train.resume=auto, which continues from the last checkpoint."
+                ) from error
+        self.halved = True  # from here on: what was computed lives no longer than its exception
+        scoring_tokens = max(1, self.settings.scoring_tokens // 2)
+        self.settings = replace(self.settings, micro_batch_tokens=half, forward_tokens=scoring_tokens)
+        self.policy.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        logger.warning("%s; the step is computed anew, with train.micro_batch_tokens=%d from now on.", lacking, half)
+        return self.within_memory(compute)
+
+    def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
+        """Passes that may have been planned before the micro-batches were halved, as they would be planned now."""
+        if not self.halved:
+            return passes
+        weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights)}
+        planned = []
+        for learns in (True, False):
+            chosen = [index for one in passes if one.learns == learns for index in one.rows]
+            micros = self._cut(rows, chosen, self.settings.micro_batch_tokens)
+            planned += [Pass(micro, [weights[index] for index in micro], learns) for micro, _ in micros]
+        return planned
+
+    def fitting_scores(
+        self, rows: Sequence[Row], scoring: Sequence[tuple[list[int], bool]]
+    ) -> Sequence[tuple[list[int], bool]]:
+        """:meth:`fitting`, of micro-batches without a gradient."""
+        chosen = [index for micro, _ in scoring for index in micro]
+        return self._cut(rows, chosen, self.settings.scoring_tokens) if self.halved else scoring
+
+    def _cut(self, rows: Sequence[Row], chosen: Sequence[int], token_budget: int) -> list[tuple[list[int], bool]]:
+        return self.planner().micro_batches(chosen, row_prompts(rows), token_budget)[self.share]
 
     def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
         """Right-padded ``[N, T]`` batch on the learner's device, with its layout where the policy packs rows.
@@ -421,10 +486,9 @@ class ForwardPasses:
 
     def _by_row(self, rows: Sequence[Row], measure: Callable[[TensorDictBase], Tensor], *width: int) -> list[Tensor]:
         """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row."""
-        rows, budget = list(rows), self.settings.micro_batch_tokens
-        prompts = row_prompts(rows)
-        micros = self.planner().micro_batches(range(len(rows)), prompts, budget)[self.share]
-        places, lengths = range(len(rows)), [prompt.tokens for prompt in prompts]
+        rows, places = list(rows), range(len(rows))
+        micros = self._cut(rows, places, self.settings.scoring_tokens)
+        lengths = [row[keys.FULL_TOKENS].shape[-1] for row in rows]
         return self._whole(self._own(rows, micros, measure), places, lengths, *width)
 
     def _own(

@@ -129,7 +129,7 @@ class Learner(ForwardPasses):
         """:meth:`update`, given this rank's share of it."""
         began = time.perf_counter()
         rows, clean = plain_rows(share.rows), None
-        own = self._own(rows, share.scoring, self.log_probs)
+        own = self.within_memory(lambda: self._own(rows, self.fitting_scores(rows, share.scoring), self.log_probs))
         if self.settings.recompute:
             for row, values in zip(rows, self._whole(own, share.places, share.lengths), strict=True):
                 row[keys.PROXIMAL_LOG_PROBS] = values
@@ -200,7 +200,7 @@ class Learner(ForwardPasses):
 
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
-        totals = self._run(rows, passes)
+        totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes)))
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         if self.skips_by_itself:
             losses, metrics, norm = self._measured(totals, self._stepped(totals.losses))

@@ -251,6 +251,11 @@ BROKEN = [
         ["mode=async", "inference_model.num_devices=2:5", "inference_model.tensor_parallel_size=2"],
         "inference_model.num_devices=2:4",
     ),
+    (
+        "micro_batches_have_a_number_of_tokens",
+        ["train.micro_batch_tokens=full"],
+        "train.micro_batch_tokens=full is no number of tokens; use auto or a number",
+    ),
     *(
         ("a_range_of_engines_is_two_numbers", ["mode=async", f"inference_model.num_devices={value}"], said)
         for value, said in (

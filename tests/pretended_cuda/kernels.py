@@ -36,7 +36,7 @@ def packed_attention(
     scores = scores.masked_fill(~seen, float("-inf"))
     probs = scores.softmax(-1).to(query.dtype).float()  # the kernel rounds them before the second product
     out = torch.einsum("hqk,khd->qhd", probs, _repeated(value, query)).to(query.dtype)
-    return out, scores.logsumexp(-1) / math.log(2)
+    return out.contiguous(), scores.logsumexp(-1) / math.log(2)
 
 
 def packed_attention_backward(
@@ -70,7 +70,9 @@ def packed_attention_backward(
     by_query = torch.einsum("hqk,khd->qhd", by_scores, _repeated(key, query))
     by_key = _folded(torch.einsum("hqk,qhd->khd", by_scores, query.float()), key)
     by_value = _folded(torch.einsum("hqk,qhd->khd", probs, pull), value)
-    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype)
+    gradients = zip((by_query, by_key, by_value), (query, key, value))
+    of_query, of_key, of_value = (each.to(like.dtype).contiguous() for each, like in gradients)
+    return of_query, of_key, of_value
 
 
 def _require_kernels(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> None:

@@ -18,9 +18,10 @@ from transformers import AutoConfig, Qwen2Config
 
 from sota_grpo import keys
 from sota_grpo.assembly import device_memory
+from sota_grpo.assembly import estimate as estimating
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory
-from sota_grpo.assembly.estimate import Estimate, estimate
+from sota_grpo.assembly.estimate import Estimate, estimate, with_micro_batches
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.cli import estimate as command
 from sota_grpo.config import Config
@@ -29,6 +30,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import architecture_from, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import architecture_of
 from sota_grpo.rl.collate import micro_batches
+from sota_grpo.run.app import as_planned
 from sota_grpo.run.entry import CONFIG_DIR
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -96,6 +98,93 @@ def test_smaller_micro_batches_are_proposed_before_anything_else_and_no_smaller_
     (option, tokens), = fits_with_its_change_only(found).items()  # fmt: skip
     assert option == "train.micro_batch_tokens"
     assert not found.with_options({option: 2 * tokens}).fits
+
+
+def of_the_limit(found: RunMemory) -> float:
+    """What learner and reference fill of what is free while they compute, over the share that they may."""
+    return max(own / (device_memory.FILLED * left) for own, left in (device.learning for device in found.devices))
+
+
+SMALL = ["model.name=Qwen/Qwen3-0.6B", "train_model.gradient_checkpointing=false"]
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("gib", "overrides"),
+    [
+        (80.0, SMALL),
+        (40.0, [*SMALL, "env.repeats=4", "inference_model.max_tokens=300"]),
+        (80.0, ["train_model.gradient_checkpointing=false"]),
+        (24.0, ["train_model.lora.enabled=true", "algorithm=gspo"]),
+        (80.0, [*SMALL, "model.attn_implementation=sdpa"]),
+        (
+            80.0,
+            [
+                *LLAMA,
+                "train_model.num_devices=4",
+                "policy.kl_coef=0",
+                "train.optim_batch_size=512",
+                "train.dialog_turns_per_batch=512",
+            ],
+        ),
+    ],
+)
+def test_auto_fills_nine_tenths_of_what_is_free_while_training(gib: float, overrides: list[str]) -> None:
+    found = planned(*overrides, gib=gib)
+    prompt, response = found.largest_sample
+    auto, group = found.micro_batch_tokens, prompt + found.config.env.repeats * response
+    assert prompt + response < auto < 65_536
+    assert of_the_limit(found.with_micro_batches(auto)) <= 1 < of_the_limit(found.with_micro_batches(auto + group))
+    (training,) = [parts for name, parts in found.devices[-1].moments.items() if name in ("training", "at work")]
+    own = sum(training[part] for part in ("weights", "gradients", "optimizer", "activations", "logits"))
+    assert own <= 0.9 * (gib * GIB - (sum(training.values()) - own))
+    assert f"auto is {auto:,}, which fills at most" in found.micro_batches_sentence
+    assert found.as_dict()["micro_batch_tokens"] == auto
+
+
+@NO_GPU
+def test_auto_ends_at_a_step_at_65536_at_the_longest_sample_and_on_a_cpu() -> None:
+    assert planned(*SMALL, gib=2000.0).micro_batch_tokens == 65_536
+    few = planned(*SMALL, "train.optim_batch_size=16", gib=2000.0)
+    assert few.micro_batch_tokens == 2 * (300 + 8 * 1024)
+    least = planned(gib=20.0)
+    assert least.micro_batch_tokens == 300 + 1024
+    assert "is the longest sample, and would fill" in least.micro_batches_sentence
+    assert "a group of 8 such samples (8,492 tokens) is cut" in least.micro_batches_sentence
+    assert RunMemory(compose("grpo_cpu"), QWEN, 50, CPU).micro_batch_tokens == 16_384
+    assert planned("train.micro_batch_tokens=777", gib=80.0).micro_batch_tokens == 777
+
+
+@NO_GPU
+def test_a_run_plans_the_micro_batches_of_its_estimate_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, found = compose("grpo_gsm8k", SMALL), planned(*SMALL, gib=80.0)
+
+    def tokens(config: Config) -> int | str:
+        return with_micro_batches(config, found.plan, 300).train.micro_batch_tokens
+
+    with caplog.at_level("INFO", logger="sota_grpo"):
+        monkeypatch.setattr(estimating, "_find_machine", lambda *_: (replace(found.machine, count=1), ""))
+        assert tokens(config) == found.micro_batch_tokens
+        assert [record.message for record in caplog.records] == [found.micro_batches_sentence]
+        monkeypatch.undo()
+        assert tokens(config) == 16_384  # elsewhere: its memory is not known
+        assert "not on this machine" in caplog.text
+    assert (
+        with_micro_batches(
+            compose("grpo_gsm8k", ["train.micro_batch_tokens=5"]), found.plan, 300
+        ).train.micro_batch_tokens
+        == 5
+    )
+
+
+def test_a_resumed_run_keeps_the_micro_batches_that_it_was_started_with(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: {micro_batch_tokens: 4321}")
+    fresh, resumed = (SimpleNamespace(path=tmp_path, resumed=resumed) for resumed in (False, True))
+    config, chosen = compose("grpo_cpu"), compose("grpo_cpu", ["train.micro_batch_tokens=99"])
+    kept = [as_planned(*of).train.micro_batch_tokens for of in ((config, fresh), (config, resumed), (chosen, resumed))]
+    assert kept == ["auto", 4321, 99]
 
 
 @NO_GPU

@@ -162,12 +162,24 @@ def test_two_micro_batches_would_never_fit_into_one() -> None:
         assert all(a + b > 4000 for a, b in itertools.combinations(tokens, 2))
 
 
-def test_parts_of_a_heavy_group_are_full_but_for_one() -> None:
-    """Prompt 10, 9 responses of 30, budget 100: three fit behind each prompt."""
-    batches = fill([PromptGroup(tuple(range(9)), 10, (30,) * 9)], token_budget=100)
-    assert [[piece.rows for piece in batch] for batch in batches] == [[(0, 1, 2)], [(3, 4, 5)], [(6, 7, 8)]]
-    batches = fill([PromptGroup(tuple(range(7)), 10, (30,) * 7)], token_budget=100)
-    assert [sum(piece.tokens for piece in batch) for batch in batches] == [100, 100, 40]
+def test_a_group_above_the_budget_is_cut_evenly_into_the_fewest_parts() -> None:
+    """Prompt 1,024 and 8 responses of 1,024 in 8,192: 5,120 twice, not 8,192 and 2,048."""
+    (group,) = groups = [PromptGroup(tuple(range(8)), 1024, (1024,) * 8)]
+    assert [sum(piece.tokens for piece in batch) for batch in fill(groups, token_budget=8192)] == [5120, 5120]
+    assert [sum(piece.tokens for piece in batch) for batch in fill(groups, token_budget=4096)] == [4096, 4096, 3072]
+    assert fill(groups, token_budget=group.tokens) == [[group]]
+    for _ in range(30):
+        (group,) = random_groups(1, size=12)
+        batches = fill([group], token_budget=2000)
+        lengths = [sum(sum(piece.responses) for piece in batch) for batch in batches]
+        assert max(lengths) - min(lengths) <= max(group.responses)
+
+
+def test_even_parts_never_make_more_micro_batches_than_full_ones() -> None:
+    """Four groups of 9,216 tokens in 8,192: full parts leave 4 x 2,048, one micro-batch more; even ones would be 8."""
+    groups = [PromptGroup(tuple(range(8 * i, 8 * i + 8)), 1024, (1024,) * 8) for i in range(4)]
+    batches = fill(groups, token_budget=8192)
+    assert [sum(piece.tokens for piece in batch) for batch in batches] == [8192] * 5
 
 
 def test_slots_bound_the_padding_of_short_rows_beside_a_long_one() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
+from sota_grpo.errors import RunFailed
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.rl.collate import set_loss_weights
@@ -175,6 +178,59 @@ def test_metrics_depend_on_no_micro_batch_size(tmp_path: Path) -> None:
         found.append({name: value for name, value in metrics.items() if not name.startswith("time/")})
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0]["ess"] < 1
+
+
+def out_of_memory_at(calls: set[int], learner: Learner) -> list[int]:
+    """Forward passes of training and scoring fail at these calls of their count, which is returned as it grows."""
+    made: list[int] = []
+
+    def failing(compute: Callable, batch: TensorDict) -> object:
+        made.append(len(made))
+        if made[-1] in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nand details")
+        return compute(batch)
+
+    learner.loss.forward = partial(failing, learner.loss.forward)
+    learner.log_probs = partial(failing, learner.log_probs)
+    return made
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_out_of_memory_once_is_as_if_the_micro_batches_had_been_half_as_large(
+    failing: int, recompute: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two epochs of three optimizer steps of four rows each: later ones were planned with the whole budget."""
+    rows, sizes = siblings(), {"epochs": 2, "eps": 1e-3, "recompute": recompute, "aggregation": "constant"}
+    sizes["max_response_tokens"] = 16
+    whole, half = (make_learner(tmp_path, micro_batch_tokens=budget, **sizes) for budget in (26, 13))
+    before = weights(half)
+    expected = half.update(lazy_stack([row.clone() for row in rows]))
+    whole.policy.load_state_dict(make_learner(tmp_path).policy.state_dict())
+    made, taken = out_of_memory_at({failing}, whole), out_of_memory_at(set(), half)
+    found = whole.update(lazy_stack([row.clone() for row in rows]))
+    scale = largest_gap(before, weights(half))
+    assert largest_gap(weights(whole), weights(half)) < 1e-4 * scale
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert whole.optimizer_steps == half.optimizer_steps
+    assert "micro-batches of 26 tokens (CUDA out of memory. Tried to allocate 20.00 MiB.); the step is" in caplog.text
+    assert "train.micro_batch_tokens=13 from now on" in caplog.text
+    counts = len(made), len(taken)
+    whole.update(lazy_stack([row.clone() for row in rows]))
+    half.update(lazy_stack([row.clone() for row in rows]))
+    assert len(made) - counts[0] == len(taken) - counts[1]  # the next step is planned with half the budget at once
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_out_of_memory_again_or_on_several_ranks_ends_the_run_in_a_sentence(ranks: int, tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, micro_batch_tokens=26)
+    before = weights(learner)
+    out_of_memory_at({0, 1} if ranks == 1 else {0}, learner)
+    learner.ranks = SimpleNamespace(size=ranks)
+    with pytest.raises(RunFailed, match=r"of (13|26) tokens \(CUDA .*=(6|13) or .*gradient_checkpointing=true"):
+        learner.within_memory(lambda: learner.loss.forward(None))
+    assert learner.halved == (ranks == 1)
+    assert largest_gap(before, weights(learner)) == 0
 
 
 def test_update_counts_versions_and_steps(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from sota_grpo.assembly.learning import make_model, reference_options
 from sota_grpo.assembly.sampling import engine_options, make_env, task_of
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions
+from sota_grpo.engines.vllm_engine import tell_of_the_runner
 from sota_grpo.engines.vllm_server import engine_arguments, refuse_arguments
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
@@ -213,3 +214,28 @@ def test_a_start_that_is_refused_leaves_the_log_as_it_was(long_rows: Path, tmp_p
         with pytest.raises(UserError, match="tokens and at most 127 fit"):
             train("grpo_cpu", dataset=str(long_rows), overrides=few, run_dir=tmp_path / "run")
         assert (log.read_text() if log.exists() else None) == before
+
+
+def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
+    """vLLM's own end at 512, in steps of 16; what a user says of compilation stays."""
+
+    def compilation(rows: int, on_cpu: bool = False, **options: object) -> object:
+        resolved = EngineOptions(str(TINY), eos_token_ids=(), max_rows=rows, **options).resolved()
+        return engine_arguments(resolved, on_cpu=on_cpu).get("compilation_config")
+
+    assert [compilation(rows) for rows in (512, 1024, 1000)] == [
+        None,
+        {"max_cudagraph_capture_size": 1024},
+        {"max_cudagraph_capture_size": 992},
+    ]
+    assert compilation(1024, on_cpu=True) is compilation(1024, enforce_eager=True) is None
+    own = {"engine_kwargs": {"compilation_config": {"max_cudagraph_capture_size": 64, "mode": 3}}}
+    assert compilation(1024, **own) == {"max_cudagraph_capture_size": 64, "mode": 3}
+    refuse_arguments(EngineOptions(str(TINY), eos_token_ids=(), max_rows=1024, **own).resolved(), on_cpu=False)
+
+
+def test_the_old_model_runner_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sota_grpo"):
+        tell_of_the_runner(True)
+        tell_of_the_runner(False)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]

@@ -177,6 +177,29 @@ def test_a_reference_that_pads_is_given_as_many_rows_as_its_own_padding_allows(
     assert counts == rows_of_a_pass
 
 
+def test_every_pass_of_the_reference_is_launched_before_one_is_fetched() -> None:
+    """A fetch waits for the device, which would have nothing to do until the next pass is packed."""
+    events: list[str] = []
+
+    class OnDevice:
+        def __init__(self, values: torch.Tensor):
+            self.values = values
+            events.append("launched")
+
+        def detach(self) -> OnDevice:
+            return self
+
+        def to(self, *_: object) -> torch.Tensor:
+            events.append("fetched")
+            return self.values
+
+    rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 6)]
+    ReferenceKL(lambda padded: OnDevice(torch.zeros(padded.shape[0], 64)), pad_token_id=0, token_budget=1)(
+        lazy_stack(rows, 0)
+    )
+    assert events == ["launched"] * 6 + ["fetched"] * 6
+
+
 def test_without_a_coefficient_the_reward_stays_and_twice_is_once() -> None:
     rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 4)]
     before = [row[keys.REWARD].clone() for row in rows]
