@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.roofline_rates import Rates
+from sota_grpo.policy.attention_tables import Tables
 from tests.pretended_cuda.tensor import PretendedTensor, tensors_in, watchers
 
 Value = tuple[int, int]
@@ -264,9 +265,10 @@ def _product(name: str, args: Sequence[Any], result: torch.Tensor) -> tuple[floa
 
 def _attention(args: Sequence[Any], *, backward: bool) -> tuple[float, str]:
     """4 per pair and unit of width forward, 14 backward, where scores are computed for queries and again for keys."""
-    query, starts, tiles = (args[1], args[6], args[7]) if backward else (args[0], args[3], args[4])
-    behind = torch.arange(len(starts.inner)) - starts.inner
-    prompts = ((tiles.inner[:, 1] - tiles.inner[:, 0]) * (tiles.inner[:, 3] - tiles.inner[:, 2])).sum()
-    pairs = int(behind.sum()) + len(behind) + int(prompts)
+    query, flat, *sizes = (args[1], *args[6:11]) if backward else (args[0], *args[3:8])
+    tables = Tables.of(flat.inner, query.shape[0], sizes)
+    behind = torch.arange(len(tables.starts)) - tables.starts
+    first, end, prompt, prompt_end = tables.query_tiles.unbind(1)
+    pairs = int(behind.sum()) + len(behind) + int(((end - first) * (prompt_end - prompt)).sum())
     width = query.shape[1] * query.shape[2]
     return (14.0 if backward else 4.0) * width * pairs, "attention_backward" if backward else "attention"

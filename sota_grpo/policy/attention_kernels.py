@@ -10,13 +10,12 @@ latter runs over the query heads that share the keys, so no key is repeated per 
 keys, so their queries are cut into pieces, whose float32 sums are added in one order. There are no atomic additions:
 equal inputs give equal bits.
 
-Tables (int32) say what each program computes: see :class:`sota_grpo.policy.shared_prompt.Spans`.
+Tables say what each program computes (:mod:`sota_grpo.policy.attention_tables`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sota_grpo.policy.attention_tables import TILE
+from sota_grpo.policy.attention_tables import TILE, Tables
 
 LOWEST = tl.constexpr(-1e30)  # a score that is not seen; finite, so that rows which have seen nothing yet stay numbers
 
@@ -368,17 +367,15 @@ class Scores(NamedTuple):
         return self.window, self.scale * base_2, self.softcap * base_2, {"CAPPED": capped, "WINDOWED": windowed}
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scores: Scores
-) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, tables: Tables, scores: Scores) -> tuple[Tensor, Tensor]:
     """Attention of ``[L, heads, width]`` over ``[L, key heads, width]``, and its log-sums ``[heads, L]`` in base 2.
 
     Args:
         query, key, value: rows may be slices of wider ones; a row's heads are contiguous.
-        tables: of :meth:`sota_grpo.policy.shared_prompt.Spans.tensors`.
+        tables: see :class:`sota_grpo.policy.attention_tables.Tables`.
         scores: see :class:`Scores`.
     """
-    starts, tiles = tables[:2]
+    starts, tiles = tables.starts, tables.query_tiles
     length, heads, width = query.shape
     out, lse = query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
     window, factor, cap, compiled = scores.numbers()
@@ -398,12 +395,11 @@ def backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    tables: Sequence[Tensor],
-    num_slots: int,
+    tables: Tables,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, contiguous; ``grad`` is that of ``out`` and contiguous as it is."""
-    starts, query_tiles, key_tiles, joins = tables
+    starts, query_tiles, key_tiles, joins = tables.starts, tables.query_tiles, tables.key_tiles, tables.joins
     length, heads, width = query.shape
     window, factor, cap, compiled = scores.numbers()
     launch, rows = _launch(query), (query.stride(0), key.stride(0), value.stride(0))
@@ -411,7 +407,7 @@ def backward(
     by_query, by_key, by_value = (
         torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
     )
-    key_sums, value_sums = query.new_empty(2, max(1, num_slots), *key.shape[1:], dtype=torch.float32)
+    key_sums, value_sums = query.new_empty(2, tables.num_slots, *key.shape[1:], dtype=torch.float32)
     padded = _padded(width)
     with _current(query):
         _delta_tile[(triton.cdiv(length, 32), heads)](
@@ -425,11 +421,10 @@ def backward(
             query, key, value, grad, lse, delta, by_key, by_value, key_sums, value_sums, starts, key_tiles, *rows,
             length, window, factor, cap, scores.scale, **_constants(query, key, launch.by_key), **compiled,
         )  # fmt: skip
-        if len(joins):
-            row = key.shape[1] * width
-            _join_pieces[(len(joins) * (TILE // 16), triton.cdiv(row, 128))](
-                by_key, by_value, key_sums, value_sums, joins, row, ROWS=16, COLUMNS=128, TILE=TILE, num_warps=4
-            )
+        row = key.shape[1] * width
+        _join_pieces[(len(joins) * (TILE // 16), triton.cdiv(row, 128))](
+            by_key, by_value, key_sums, value_sums, joins, row, ROWS=16, COLUMNS=128, TILE=TILE, num_warps=4
+        )
     return by_query, by_key, by_value
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -68,13 +69,28 @@ class Tables:
     joins: Tensor
     num_slots: int
 
-    def tensors(self) -> list[Tensor]:
-        return [self.starts, self.query_tiles, self.key_tiles, self.joins]
+    @classmethod
+    def of(cls, flat: Tensor, length: int, sizes: Sequence[int]) -> Tables:
+        """The tables that :attr:`flat` and :attr:`sizes` hold, for so many packed tokens."""
+        num_queries, num_keys, num_joins, num_slots = sizes
+        parts = flat.split([length, 4 * num_queries, 7 * num_keys, 5 * num_joins])
+        return cls(parts[0], parts[1].view(-1, 4), parts[2].view(-1, 7), parts[3].view(-1, 5), num_slots)
 
-    def on(self, tensors: Sequence[Tensor]) -> Tables:
-        """The same with :meth:`tensors` on another device."""
-        starts, query_tiles, key_tiles, joins = tensors
-        return Tables(starts, query_tiles, key_tiles, joins, self.num_slots)
+    @cached_property
+    def flat(self) -> Tensor:
+        """All four in one, so that one copy takes them to a device."""
+        return torch.cat([each.flatten() for each in (self.starts, self.query_tiles, self.key_tiles, self.joins)])
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Rows of the last three, and of the buffer."""
+        return len(self.query_tiles), len(self.key_tiles), len(self.joins), self.num_slots
+
+    def on(self, flat: Tensor) -> Tables:
+        """The same with :attr:`flat` on another device."""
+        moved = Tables.of(flat, len(self.starts), self.sizes)
+        moved.__dict__["flat"] = flat
+        return moved
 
 
 def attention_tables(groups: Sequence[Group], length: int) -> Tables:
@@ -90,8 +106,8 @@ def attention_tables(groups: Sequence[Group], length: int) -> Tables:
     starts, ends = np.zeros(length, np.int32), np.zeros(length, np.int32)
     query_tiles: list[tuple[int, ...]] = []
     key_tiles: list[tuple[int, ...]] = []
-    joins: list[tuple[int, ...]] = []
-    num_slots = 0
+    joins: list[tuple[int, ...]] = [(0, 0, 0, 0, 0)] * 2  # of nothing: a compiler makes another graph for sizes 0 and 1
+    num_slots = 2
     for group in groups:
         starts[group.start : group.end], ends[group.start : group.end] = group.start, group.end
         for run in group.runs:

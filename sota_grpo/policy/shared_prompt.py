@@ -98,14 +98,14 @@ class Layout:
         """What a GPU computes with; see :meth:`on`."""
         own = [self.tokens, self.positions, self.predicting, self.targets, self.slots]
         kept = [] if self.kept is None else self.kept[:4]
-        return [*own, *self.tables.tensors(), *kept]
+        return [*own, self.tables.flat, *kept]
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
         ids, positions, predicting, targets, slots = tensors[:5]
-        kept = None if self.kept is None else self.kept.on(tensors[9:])
+        kept = None if self.kept is None else self.kept.on(tensors[6:])
         moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
-        moved.tables = self.tables.on(tensors[5:9])
+        moved.tables = self.tables.on(tensors[5])
         return moved
 
     def to(self, device: torch.device) -> Layout:
@@ -256,7 +256,7 @@ def shared_attention(
         layout.windows.append(sliding_window)
     rows = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
     scores = _scale(query, scaling), softcap or 0.0, sliding_window or 0
-    out, _ = packed_attention(*rows, *tables.tensors(), tables.num_slots, *scores)
+    out, _ = packed_attention(*rows, tables.flat, *tables.sizes, *scores)
     return out.unsqueeze(0), None
 
 
@@ -387,10 +387,10 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    starts: Tensor,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
-    joins: Tensor,
+    tables: Tensor,
+    num_query_tiles: int,
+    num_key_tiles: int,
+    num_joins: int,
     num_slots: int,
     scale: float,
     softcap: float,
@@ -400,12 +400,13 @@ def packed_attention(
 
     Args:
         query: ``[L, heads, width]``; ``key`` and ``value`` have a divisor of its heads. Last two dimensions contiguous.
-        starts, query_tiles, key_tiles, joins, num_slots: :class:`~sota_grpo.policy.attention_tables.Tables`.
+        tables: int32, and its sizes: :class:`~sota_grpo.policy.attention_tables.Tables`.
         scale, softcap, window: of the scores; 0 is no cap, and no window.
     """
     from sota_grpo.policy.attention_kernels import Scores, forward
 
-    return forward(query, key, value, (starts, query_tiles), Scores(scale, softcap, window))
+    sizes = num_query_tiles, num_key_tiles, num_joins, num_slots
+    return forward(query, key, value, Tables.of(tables, len(query), sizes), Scores(scale, softcap, window))
 
 
 @packed_attention.register_fake
@@ -422,10 +423,10 @@ def _packed_attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    starts: Tensor,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
-    joins: Tensor,
+    tables: Tensor,
+    num_query_tiles: int,
+    num_key_tiles: int,
+    num_joins: int,
     num_slots: int,
     scale: float,
     softcap: float,
@@ -433,8 +434,8 @@ def _packed_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sota_grpo.policy.attention_kernels import Scores, backward
 
-    tables = starts, query_tiles, key_tiles, joins
-    return backward(grad, query, key, value, out, lse, tables, num_slots, Scores(scale, softcap, window))
+    rows = Tables.of(tables, len(query), (num_query_tiles, num_key_tiles, num_joins, num_slots))
+    return backward(grad, query, key, value, out, lse, rows, Scores(scale, softcap, window))
 
 
 @_packed_attention_backward.register_fake
@@ -444,8 +445,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> 
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
-    ctx.numbers = inputs[7:]
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.numbers = inputs[4:]
 
 
 def _pull_attention(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sota_grpo.policy.attention_tables import Tables
+
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 
@@ -17,10 +19,10 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    starts: Tensor,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
-    joins: Tensor,
+    tables: Tensor,
+    num_query_tiles: int,
+    num_key_tiles: int,
+    num_joins: int,
     num_slots: int,
     scale: float,
     softcap: float,
@@ -31,8 +33,9 @@ def packed_attention(
     Raises:
         RuntimeError: what the kernels would compute wrongly, or read outside of.
     """
-    _require_kernels(query, key, value, starts)
-    scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(starts, query_tiles, window)
+    rows = Tables.of(tables, len(query), (num_query_tiles, num_key_tiles, num_joins, num_slots))
+    _require_kernels(query, key, value, rows.starts)
+    scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(rows.starts, rows.query_tiles, window)
     scores = scores.masked_fill(~seen, float("-inf"))
     probs = scores.softmax(-1).to(query.dtype).float()  # the kernel rounds them before the second product
     out = torch.einsum("hqk,khd->qhd", probs, _repeated(value, query)).to(query.dtype)
@@ -46,21 +49,22 @@ def packed_attention_backward(
     value: Tensor,
     out: Tensor,
     log_sums: Tensor,
-    starts: Tensor,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
-    joins: Tensor,
+    tables: Tensor,
+    num_query_tiles: int,
+    num_key_tiles: int,
+    num_joins: int,
     num_slots: int,
     scale: float,
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sota_grpo::packed_attention_backward``; what sees which key is what the table of keys says."""
-    _require_kernels(query, key, value, starts)
+    rows = Tables.of(tables, len(query), (num_query_tiles, num_key_tiles, num_joins, num_slots))
+    _require_kernels(query, key, value, rows.starts)
     if not grad.is_contiguous():
         raise RuntimeError("packed_attention: the gradient must be contiguous")
     scores = _scores(query, key, scale, softcap)
-    seen = _seen_by_keys(starts, key_tiles, window)
+    seen = _seen_by_keys(rows.starts, rows.key_tiles, window)
     pull = grad.float()
     probs = torch.where(seen, (scores - log_sums.unsqueeze(-1) * math.log(2)).exp(), 0.0)
     by_probs = torch.einsum("qhd,khd->hqk", pull, _repeated(value, query))

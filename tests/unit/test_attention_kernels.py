@@ -71,7 +71,7 @@ def test_values_and_gradients(device: str, case: str, heads: tuple[int, int, int
     tables = layout.to(torch.device(device)).tables
     found = []
     for _ in range(2):
-        out, _ = packed_attention(*given, *tables.tensors(), tables.num_slots, width**-0.5, softcap, window)
+        out, _ = packed_attention(*given, tables.flat, *tables.sizes, width**-0.5, softcap, window)
         found.append((out.detach(), *torch.autograd.grad(out, given, pull)))
     assert all(torch.equal(one, again) for one, again in zip(*found))
     exact = [each.detach().cpu().double().transpose(0, 1)[None].requires_grad_() for each in given]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.policy import attention_tables
+from sota_grpo.policy.attention_tables import Tables
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
@@ -90,13 +91,14 @@ def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
 
 
-def packed_in_plain_torch(query, key, value, starts, query_tiles, key_tiles, joins, num_slots, scale, softcap, window):
+def packed_in_plain_torch(query, key, value, flat, num_queries, num_keys, num_joins, num_slots, scale, softcap, window):
     """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
     assert not softcap
-    i = torch.arange(len(query))
+    tables = Tables.of(flat, len(query), (num_queries, num_keys, num_joins, num_slots))
+    starts, i = tables.starts, torch.arange(len(query))
     j = i.unsqueeze(0)
     behind, seen = i.unsqueeze(1) - j, (j <= i.unsqueeze(1)) & (j >= starts.unsqueeze(1))
-    for first, end, prompt, prompt_end in query_tiles.tolist():
+    for first, end, prompt, prompt_end in tables.query_tiles.tolist():
         seen[first:end, prompt:prompt_end] = True
         behind[first:end, prompt:prompt_end] += (prompt_end - starts[first:end]).unsqueeze(1)
     seen &= behind < (window or len(query))
@@ -227,13 +229,11 @@ def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: py
     for first, end, asked, masked, last, slot, _ in tables.key_tiles.tolist():
         by_key[asked:masked, first:end] += own[asked:masked, first:end]
         by_key[masked:last, first:end] += 1
-        assert (slot >= 0) == any(first == join[0] for join in tables.joins.tolist())
+        assert (slot >= 0) == any(first == join[0] and join[4] for join in tables.joins.tolist())
     assert torch.equal(by_query, expected)
     assert torch.equal(by_key, expected)
-    slots = [
-        slot + index for *_, end, slot, stride, pieces in tables.joins.tolist() for index in range(stride * pieces)
-    ]
-    assert sorted(slots) == list(range(tables.num_slots))
+    slots = [slot + index for _, _, slot, stride, pieces in tables.joins.tolist() for index in range(stride * pieces)]
+    assert sorted(slots) == list(range(2, tables.num_slots))
 
 
 def test_rows_that_are_not_right_padded_are_computed_padded() -> None:
