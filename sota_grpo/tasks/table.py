@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sota_grpo.rewards import extract_answer, numbers_equal
-from sota_grpo.rewards.extract import without_thinking
+from sota_grpo.rewards import answers_equal, extract_answer
+from sota_grpo.rewards.extract import is_number
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_named, normalised
 from sota_grpo.tasks.gsm8k import GSM8KTask
@@ -110,8 +110,8 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
 
     - ``openai/gsm8k``: :class:`~sota_grpo.tasks.gsm8k.GSM8KTask`, the same number exactly.
     - MATH (``MATH_SOURCES``): :func:`~sota_grpo.rewards.maths.math_equal`, an equivalent expression.
-    - all others: the answer is the same number as the ground truth or as an entry of it, if it is a list, or the same
-      text, letter case and spacing aside; under ``any`` the whole response may be that text.
+    - all others: :func:`~sota_grpo.rewards.answers_equal`, with the ground truth or with an entry of it, if it is a
+      list. Where the ground truth is no number, ``any`` takes what "the answer is" says, or the whole response.
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)
@@ -121,15 +121,15 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
     place = answer_format_of(source, answer_format)
     if source in GSM8K_SOURCES:
         return GSM8KTask(answer_format=place).score(response, Example("", text_of_answer(ground_truth))).success
-    answer = extract_answer(response, place, mathematics=source in MATH_SOURCES)
     truths = _texts(ground_truth)
     if source in MATH_SOURCES:
         from sota_grpo.rewards.maths import math_equal  # of no use to most tables
 
+        answer = extract_answer(response, place, mathematics=True)
         return answer is not None and any(math_equal(truth, answer) for truth in truths)
-    whole = without_thinking(response) if place == "any" else None
-    texts = {normalised(text) for text in (answer, whole) if text is not None}
-    return any(normalised(truth) in texts or numbers_equal(answer or "", truth) for truth in truths)
+    answers = {words: extract_answer(response, place, words=words) for words in (False, True)}
+    pairs = [(answers[not is_number(truth)], truth) for truth in truths]
+    return any(answer is not None and answers_equal(answer, truth) for answer, truth in pairs)
 
 
 def _texts(ground_truth: Any) -> list[str]:
