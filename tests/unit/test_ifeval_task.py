@@ -169,7 +169,7 @@ def test_a_grader_imports_its_libraries_before_its_first_response() -> None:
         "import sys; from sota_grpo.rewards.grading import RewardWorker; from sota_grpo.tasks import make_scorer;"
         "from sota_grpo.tasks.wrappers import think_again;"  # through what is wrapped around it, too
         "task = think_again(make_scorer('ifeval')); worker = RewardWorker(task.score, task.term_weights);"
-        "print(sorted({'nltk', 'langdetect', 'torch'} & set(sys.modules))); worker.close()"
+        "print(sorted({'nltk', 'langdetect', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['langdetect', 'nltk']"
