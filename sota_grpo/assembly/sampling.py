@@ -62,8 +62,9 @@ def heldout_task(config: Config) -> Task:
     rows = load_rows(config.env.dataset, path=path)
     places = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
     examples = [replace(task.read_row(row, place), place=place) for row, place in zip(rows, places, strict=True)]
-    if not all(example.query.strip() for example in examples):
-        raise DatasetError(f"{path}: a row of {config.env.dataset} has no question; mend or remove it.")
+    for example in examples:
+        if not example.query.strip():
+            raise DatasetError(f"{example.place}: the question is empty; mend or remove the row.")
     task.train = task.heldout = unique_examples(examples)
     return task
 

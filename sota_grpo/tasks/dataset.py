@@ -5,10 +5,12 @@ whose problems are a question and an answer.
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +22,7 @@ from sota_grpo.rl.task import chat
 from sota_grpo.text import first_line, sentence
 
 Row = Mapping[str, Any]
+_ENCODING = "utf-8-sig"  # UTF-8, with the mark before it that spreadsheets write, or without
 _PARQUET_ROWS = 64  # read at once
 _PLAIN_SIZE = 1 << 26  # letters that a parquet file of any size may unpack to
 _MOST_COMPRESSED = 200  # times its size: of 10,000 rows with one prompt of 5,000 letters it is about 50
@@ -54,7 +57,26 @@ def load_rows(
     rows = _read_file(Path(path)) if path is not None else _read_hub(source, config, split)
     if not rows:
         raise DatasetError(f"{path or source} has no rows; give a file with at least one problem.")
-    return rows
+    return [{name: present(value) for name, value in row.items()} for row in rows]
+
+
+def present(value: Any) -> Any:
+    """The value; None where it is missing: NaN, as pandas and some writers of JSON have it, is no answer.
+
+    >>> present("NaN"), present(0.0), present(float("nan"))
+    ('NaN', 0.0, None)
+    """
+    is_missing = isinstance(value, (float, decimal.Decimal, datetime.date)) and value != value  # NaT is a date
+    return None if is_missing or type(value).__name__ == "NAType" else value  # of pandas
+
+
+def optional_text(row: Row, columns: Iterable[str]) -> str:
+    """The first of ``columns`` that one row has, as text; empty where it has none.
+
+    >>> optional_text({"question": None, "prompt": "2+2?"}, ("question", "prompt")), optional_text({}, ["prompt"])
+    ('2+2?', '')
+    """
+    return next((str(row[name]) for name in columns if present(row.get(name)) is not None), "")
 
 
 def load_named(name: str) -> list[tuple[dict[str, Any], str]]:
@@ -106,14 +128,14 @@ def first_text(row: Row, columns: Sequence[str], place: str) -> str:
     '2'
     """
     for column in columns:
-        value = row.get(column)
+        value = present(row.get(column))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         if value is not None:
             return text_of(row, column, place)
-    present = ", ".join(map(repr, row)) or "none"
+    found = ", ".join(map(repr, row)) or "none"
     raise DatasetError(
-        f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {present}."
+        f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {found}."
     )
 
 
@@ -135,7 +157,7 @@ def _read_file(path: Path) -> list[dict[str, Any]]:
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding=_ENCODING) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -152,18 +174,37 @@ def _json(text: str, place: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{place}: not valid JSON ({error.msg} at character {error.pos}).") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets as deep
+        raise DatasetError(f"{place}: not JSON that can be read ({sentence(error)}).") from error
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
-    rows = _json(path.read_text(encoding="utf-8"), str(path))
+    rows = _json(path.read_text(encoding=_ENCODING), str(path))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DatasetError(f"{path} does not hold a list of objects; give one object per row.")
     return rows
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    csv.field_size_limit(_PLAIN_SIZE)  # of a cell; the limit of Python is 131,072 letters
+    rows: list[dict[str, Any]] = []
+    with path.open(encoding=_ENCODING, newline="") as file:
+        reader = csv.reader(file, strict=True)  # so that a quotation mark that is not closed is no cell
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise DatasetError(f"{path}: two columns have one name ({', '.join(map(repr, names))}); rename one.")
+            for cells in filter(None, reader):
+                if len(cells) != len(names):
+                    raise DatasetError(
+                        f"{path}, row {len(rows) + 1} (line {reader.line_num}): has {len(cells)} cells where the header "
+                        f"has {len(names)}; put cells that hold a comma or a line break in quotation marks."
+                    )
+                rows.append(dict(zip(names, cells, strict=True)))
+        except csv.Error as error:
+            place = f"{path}, row {len(rows) + 1} (line {reader.line_num})"
+            raise DatasetError(f"{place}: not valid CSV ({error}).") from error
+    return rows
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
@@ -409,9 +450,11 @@ class QuestionTask(ChatTask):
         """As :meth:`read_row`, of a row that must have a question.
 
         Raises:
-            DatasetError: as :meth:`read_row`, or there is no question.
+            DatasetError: as :meth:`read_row`, or there is no question, or an empty one.
         """
         question = first_text(row, self.question_columns, place)
+        if not question.strip():
+            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
         return replace(self.read_row(row, place), query=question)
 
     @classmethod

@@ -199,17 +199,6 @@ class ReasoningTask(QuestionTask):
         questions = [row[name] for name in self.question_columns if isinstance(row.get(name), str)]
         return Example(query=questions[0] if questions else "", answer=answer)
 
-    def read_problem(self, row: Row, place: str) -> Example:
-        """As :meth:`read_row`, of a row that must have a question.
-
-        >>> ReasoningTask().read_problem({"prompt": "1+1?", "ground_truth": 2}, "demo, row 1")
-        Example(query='1+1?', answer='2', extra={})
-        """
-        example = super().read_problem(row, place)
-        if not example.query.strip():
-            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
-        return example
-
 
 def split_gold(answer: str) -> tuple[str, str]:
     """The worked steps of a gold answer, where it has any, and the answer alone.

@@ -62,6 +62,18 @@ def test_every_table_gives_the_same_rows(make: Callable[[], Any]) -> None:
     assert (config.env.dataset, config.env.dataset_path) == ("table", PASSED)
 
 
+def test_what_pandas_writes_for_a_missing_value_is_none() -> None:
+    import pandas
+
+    table = {"prompt": ["a", None], "ground_truth": [1.0, None], "day": [None, pandas.Timestamp("2026-11-02")]}
+    frame = pandas.DataFrame(table).astype({"ground_truth": "Float64"})
+    _, passed = taken(dataset=frame)
+    assert lines(passed.train_rows) == [
+        {"prompt": "a", "ground_truth": 1.0, "day": None},
+        {"prompt": None, "ground_truth": None, "day": "2026-11-02T00:00:00"},
+    ]
+
+
 def test_columns_keep_their_types_as_far_as_json_has_them() -> None:
     row = {"prompt": "?", "n": numpy.int64(3), "x": numpy.arange(2), "day": datetime.date(2026, 11, 2), "none": None}
     _, passed = taken(dataset=[row])

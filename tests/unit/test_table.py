@@ -206,6 +206,12 @@ VERL = verl_row(1)
             r"row 2: column 'prompt' holds no prompt; .* 'question', 'ground_truth'",
         ),
         ({**GOOD, "prompt": ""}, "row 2: column 'prompt' holds no prompt"),
+        ({**GOOD, "prompt": float("nan")}, "row 2: column 'prompt' holds no prompt"),
+        ({**GOOD, "prompt": " \n"}, "row 2: column 'prompt' holds no prompt"),
+        ({**GOOD, "ground_truth": float("nan")}, "row 2: column 'ground_truth' holds no ground truth"),
+        ({**VERL, "reward_model": {"style": "rule", "ground_truth": float("nan")}}, "row 2: .* no ground truth"),
+        ({**GOOD, "ground_truth": ["2", float("nan")]}, "row 2: the ground truth is list .* reward.path"),
+        ({**GOOD, "chat_template_kwargs": {"enable_thinking": False}}, "row 2: .* set env.chat_template_kwargs"),
         ({**GOOD, "prompt": 3}, "row 2: column 'prompt' is neither text nor a chat"),
         ({**GOOD, "prompt": ["1+1?"]}, "row 2: column 'prompt' is neither text nor a chat"),
         (
