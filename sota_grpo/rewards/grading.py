@@ -155,11 +155,11 @@ def graders_error(error: BaseException) -> str:
     """What a grader raised, as text.
 
     Raises:
-        KeyboardInterrupt: it was the user's, who can reach nothing but the main thread of a process that heeds SIGINT.
+        KeyboardInterrupt: it was the user's, who reaches the main thread only, and no worker: it ignores SIGINT.
     """
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # which a worker process ignores
-            raise error
+    is_main = threading.current_thread() is threading.main_thread()
+    if isinstance(error, KeyboardInterrupt) and is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        raise error
     return f"{type(error).__name__}: {error}"
 
 

@@ -102,12 +102,12 @@ class ConstructionFailed(WorkerDied):
 class WorkerSpec:
     """What a worker is made by: ``factory(**options)``, called once in its own process.
 
-    Its public methods are what :meth:`Worker.call` may name. A method that
-    takes long returns a :class:`concurrent.futures.Future`; one that returns a value must be quick, because the host
-    answers calls one after the other. ``ping()`` returns the seconds for which the worker has had work and made no
-    progress (0 when idle); ``close()`` frees what it holds. A worker whose ``ANSWERED_WHILE_BUSY`` names methods has
-    them called at once, on another thread, so that its other methods may take long on the main thread. A worker that cannot go on fails its futures with
-    :class:`WorkerDied`.
+    Its public methods are what :meth:`Worker.call` may name. A method that takes long returns a
+    :class:`concurrent.futures.Future`; one that returns a value must be quick, because the host answers calls one after
+    the other. ``ping()`` returns the seconds for which the worker has had work and made no progress (0 when idle);
+    ``close()`` frees what it holds. A worker whose ``ANSWERED_WHILE_BUSY`` names methods has those called at once, on
+    another thread, so its other methods may take long on the main thread. A worker that cannot go on fails its futures
+    with :class:`WorkerDied`.
 
     Args:
         factory: ``"package.module:function"``, imported there.

@@ -111,7 +111,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
 def test_the_hub_trains_on_rlvr_and_evaluates_on_ifeval(hub: dict[str, list[dict[str, Any]]]) -> None:
     task = make_task("ifeval", max_samples=30)
     assert [len(task.train), len(task.heldout)] == [30, 7]
-    assert task.heldout[0].query == "Prompt 0, no commas."
+    assert min(example.query for example in task.heldout) == "Prompt 0, no commas."
     hub["allenai/RLVR-IFeval"][5]["messages"][0]["content"] = "prompt 3,  no COMMAS."
     with pytest.raises(
         DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval stand in google/IFEval"

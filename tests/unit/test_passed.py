@@ -87,19 +87,8 @@ def test_a_path_is_the_option_and_nothing_is_copied(tmp_path: Path) -> None:
     assert passed.signature == {}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "count", "heldout"),
-    [((), 40, 4), ((), 5, 1), ((), 9000, 512), (("env.num_heldout=7",), 40, 512)],
-)
-def test_a_tenth_of_the_rows_is_held_out_unless_told_otherwise(overrides: tuple, count: int, heldout: int) -> None:
-    """The override itself is applied when the config is composed, so here the default stays."""
-    config, _ = taken(*overrides, dataset=[{"prompt": str(n), "answer": "1"} for n in range(count)])
-    assert config.env.num_heldout == heldout
-
-
-def test_nothing_is_held_out_of_the_rows_where_others_are_passed_for_it() -> None:
-    config, passed = taken(dataset=ROWS, eval_dataset=ROWS[:3])
-    assert config.env.num_heldout == Config().env.num_heldout
+def test_rows_to_evaluate_on_are_written_too() -> None:
+    _, passed = taken(dataset=ROWS, eval_dataset=ROWS[:3])
     assert lines(passed.eval_rows) == ROWS[:3]
 
 
