@@ -7,6 +7,7 @@ bounded, and every regular expression is linear (its alternatives start with dif
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -14,10 +15,13 @@ from typing import NamedTuple
 
 MAX_ANSWER_CHARS = 256  # an answer longer than this is not a number; also keeps integers small
 
-_MAGNITUDE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_MAGNITUDE = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+"  # 1,080 and 1,00,000
+_SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "dozen": 12, "hundred": 100}
+_SCALES |= {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NUMBER = re.compile(
     r"(?P<minus>(?<![\w.)\]}])-)?\$?(?P<minus2>(?<=\$)-)?"  # -5, -$5, $-5, but the 5 of 10-5 is not negative
-    rf"(?<![\w.])(?P<magnitude>{_MAGNITUDE})(?P<exponent>[eE][+-]?\d+)?(?:/(?P<divisor>\d+)(?![\d/]))?",
+    rf"(?<![\w.])(?P<magnitude>{_MAGNITUDE})(?P<exponent>[eE][+-]?\d+)?(?:/(?P<divisor>\d+)(?![\d/]))?"
+    r"(?P<scale>[kKMB](?!\w)|\s?(?:hundred|thousand|million|billion|trillion|dozen)(?=s?\b))?",  # 1.8k, 18 million
     re.ASCII,
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
@@ -26,6 +30,10 @@ CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
 _UNIT_POWER = re.compile(r"\b([cmk]?m|ft|feet|in|inches|yd|units)\^(?:\d|\{\d\})", re.ASCII)  # its 2 is no number
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,80}) +(\d{1,80})/(\d{1,80})(?![\d/])", re.ASCII)
 _LEADING_MINUS = re.compile(r"\A\s*-\s+(?=[$.\d])", re.ASCII)
+_WORKED = re.compile(r"\A[\s$]*\(?\$?\d[\d\s$.,%+*/×÷x·()=\u2212-]*=")  # 6*3 = 18: the last side is the number
+_GROUPED = re.compile(r"(?<![\d.,/])(\d{1,3})((?:[ \u00a0\u202f]\d{3})+)(?![\d,/])", re.ASCII)  # 1 800
+_VULGAR = re.compile(r"(\d?) ?([¼½¾⅐-⅞])")
+_UNREAD = re.compile(r"[⁰¹²³⁴-⁹!]|\.\d")  # directly behind a number: 18², 5!, 18.0.0 are other numbers
 _REWRITES = (("\u2212", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
 
 
@@ -34,8 +42,9 @@ def parse_number(text: str) -> Fraction | None:
 
     Thousands commas, a dollar sign, a percent sign, units and words around the number, and a trailing period are
     read over; ``18%`` is 18, as a percentage is asked for as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
-    fractions, ``3 1/2`` is a mixed number. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a response may not
-    hedge, and nothing is computed.
+    fractions, ``3 1/2`` and ``3½`` mixed numbers; ``1.8k``, ``18 million`` and ``2 dozen`` are 1800, 18000000 and 24.
+    Of worked numbers, ``6*3 = 18``, the last side counts. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a
+    response may not hedge, and nothing is computed (``5!``, ``18²``).
 
     Args:
         text: an extracted answer, at most 256 characters; a longer one is not a number.
@@ -50,17 +59,20 @@ def parse_number(text: str) -> Fraction | None:
     for old, new in _REWRITES:
         text = text.replace(old, new)
     text = _UNIT_POWER.sub(r"\1", CALCULATION.sub("", text))
+    text = _GROUPED.sub(lambda number: number[1] + re.sub(r"\s", "", number[2]), _WORKED.sub("", text))
+    text = _VULGAR.sub(lambda part: f"{part[1]} {unicodedata.normalize('NFKC', part[2]).replace('⁄', '/')}", text)
     text = _LEADING_MINUS.sub("-", text)
     text = _MIXED_NUMBER.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
     matches = _NUMBER.finditer(text)
     number = next(matches, None)
-    if number is None or next(matches, None) is not None:
+    if number is None or next(matches, None) is not None or _UNREAD.match(text, number.end()):
         return None
     exponent, divisor = number["exponent"] or "", int(number["divisor"] or 1)
     if len(exponent) > _MAX_EXPONENT_CHARS or divisor == 0:
         return None
     value = Fraction(number["magnitude"].replace(",", "") + exponent) / divisor
+    value *= _SCALES[number["scale"].strip().casefold()] if number["scale"] else 1
     return -value if number["minus"] or number["minus2"] else value
 
 
@@ -92,6 +104,7 @@ _SPACED_SIGN = re.compile(r" ?([^\w ]) ?")
 _STYLE = re.compile(r"\\(?:text(?:bf|it)?|math(?:rm|bf|it)|mbox) ?\{([^{}]*)\}")
 _QUOTED = re.compile(r"(\*\*|[*\"'`$])(.+)\1")
 _CHOICE = re.compile(r"[(\[{]?([^\W\d_])[)\]}:.]*")
+_ALGEBRA = re.compile(r"\d(?![mgsLlhkKMBC])[A-Za-z](?![A-Za-z\d])")  # 2x
 _LABELLED = re.compile(r"[(\[]?([A-Z])[)\].:] .+")  # C) Paris
 
 
@@ -128,7 +141,9 @@ def is_number(text: str) -> bool:
     >>> is_number("5 apples"), is_number("x = 5"), is_number("Apollo 11"), is_number("F-16")
     (True, True, False, False)
     """
-    return parse_number(text) is not None and (not _names(text) or _NUMBER_FIRST.match(text) is not None)
+    if parse_number(text) is None or _ALGEBRA.search(text):
+        return False
+    return not _names(text) or _NUMBER_FIRST.match(text) is not None
 
 
 def _plain(text: str) -> str:
@@ -352,9 +367,9 @@ def _said_last(text: str) -> str | None:
 
 
 def _hash(text: str) -> str | None:
-    _, mark, rest = text.rpartition("####")
+    _, mark, rest = text.rstrip("# \n").rpartition("####")
     if mark:
-        return rest.partition("\n")[0]
+        return rest.lstrip().partition("\n")[0].rstrip("#")
     last_line = text.rstrip().rpartition("\n")[2]
     return last_line[2:] if last_line.startswith("A:") else None  # the solutions released with GSM8K end so
 

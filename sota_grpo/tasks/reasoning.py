@@ -113,9 +113,10 @@ class ReasoningTask(QuestionTask):
     """Problems whose answer is a number or a short text, rewarded by form, thinking and answer together.
 
     ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``:
-    :func:`~sota_grpo.rewards.answers_equal` in {0, 1}, :func:`format_term` in [0, 1], :func:`thinking_term` in [-1, 0]. The answer is looked for in the last complete
-    answer tags after the thinking, whatever the rest of the form is like; success is a right answer. With
-    ``format_weight + thinking_weight < 1`` every right answer earns more than every wrong one.
+    :func:`~sota_grpo.rewards.answers_equal` in {0, 1}, :func:`format_term` in [0, 1], :func:`thinking_term` in [-1, 0].
+    The answer is looked for in the last complete answer tags after the thinking, whatever the rest of the form is like;
+    success is a right answer. With ``format_weight + thinking_weight < 1`` every right answer earns more than every
+    wrong one.
 
     Args:
         train, heldout: examples to train on, and to evaluate on.
