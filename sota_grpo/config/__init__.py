@@ -100,13 +100,9 @@ class EnvConfig:
     shuffle: bool = opt(True, "a fresh order of the prompts every epoch, derived from the seed")
     max_samples: int | None = opt(None, "train on the first so many examples only; null: all")
     num_heldout: int | None = opt(
-        None,
-        "examples held out for evaluation where the task has no test split of its own; null: a tenth of the rows, 512 "
-        "at most (of problems that are made up 512); 0, with eval.mode=off: none",
+        None, "examples held out where the task has no test split; null: 512, of a file a tenth at most; 0: none"
     )
-    data_seed: int = opt(
-        0, "which rows of a file are held out, and which of those eval.num_samples measures; not read by training"
-    )
+    data_seed: int = opt(0, "decides which rows of a file are held out, and which of them eval.num_samples measures")
     answer_format: str | None = opt(
         None,
         "where the answer stands in a response; null: where the task asks for it",

@@ -6,12 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from statistics import fmean
 
 from sota_grpo import keys
 from sota_grpo.envs.curriculum import level_name
-from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed, task_of_example, total_reward
+from sota_grpo.rl.records import VERDICTS, Example, Sample, Sampling, Score, sample_seed, task_of_example, total_reward
 from sota_grpo.source.source import Prompt, Rollouts
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,9 @@ class Evaluator:
         seed: seed of the run.
         by_level: give the accuracy of each level of the task, too, as ``eval/task/level_<level>``.
         success_above: the reward above which a response is right, where nothing else says which is; else None.
+
+    Attributes:
+        by_reward: in the last evaluation nothing but ``success_above`` said which responses are right.
     """
 
     rollouts: Rollouts
@@ -169,6 +172,8 @@ class Evaluator:
     seed: int
     by_level: bool = False
     success_above: float | None = None
+    by_reward: bool = field(default=False, init=False)
+    _is_told: bool = field(default=False, init=False)
 
     def measure(self) -> dict[str, float]:
         """``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of greedy
@@ -190,6 +195,16 @@ class Evaluator:
             metrics |= {"eval/avg_at_k": sampled.mean, "eval/avg_at_k_stderr": sampled.stderr}
         return metrics | {"eval/grader_errors": failed, "time/eval_s": time.perf_counter() - began}
 
+    def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
+        """What the last evaluation found, in words: the mean reward first where nothing says what is right."""
+        accuracy, reward, after = 100 * metrics["eval/accuracy"], metrics["eval/reward"], f"after {steps} steps"
+        if reward == metrics["eval/accuracy"]:
+            return f"Held-out accuracy {after}: {accuracy:.1f} %"
+        if self.by_reward:
+            above = f"reward.success_above={self.success_above:g}"
+            return f"Held-out mean reward {after}: {reward:.3g} ({accuracy:.1f} % of the responses above {above})"
+        return f"Held-out accuracy {after}: {accuracy:.1f} %, mean reward {reward:.3g}"
+
     def _rewards(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
         weights = self.rollouts.env.task.term_weights
         reward = mean_reward(problems, weights)
@@ -200,13 +215,16 @@ class Evaluator:
             metrics |= {f"eval/reward/{name}": fmean(values)} if values else {}
         rewards = [total_reward(score.terms, weights) for score in scores]
         lowest, highest, above = min(rewards), max(rewards), self.success_above
-        if above is not None and lowest < highest and (lowest > above or highest <= above):
+        said = {name.rpartition("/")[2] for score in scores for name in score.info}
+        self.by_reward = above is not None and said.isdisjoint(VERDICTS)
+        silent = above is not None and lowest < highest and (lowest > above or highest <= above)
+        if silent and not self._is_told:
             logger.warning(
                 "All %d greedy held-out responses count as %s, though their rewards go from %.3g to %.3g: accuracy "
                 "says nothing here, eval/reward does. reward.success_above=%g should be what a right response exceeds.",
                 *(len(scores), "right" if lowest > above else "wrong", lowest, highest, above),
             )
-            self.success_above = None  # once is enough
+            self._is_told = True
         return metrics
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
