@@ -91,12 +91,16 @@ def _stderr(terms: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response: the text that was graded, its score, its length in tokens, whether it was cut for length."""
+    """A graded response: the text that was graded, its score, its length in tokens, whether it was cut for length.
+
+    ``asked_again``: it follows a user turn that said something about a response before it.
+    """
 
     text: str
     score: Score
     num_tokens: int
     truncated: bool
+    asked_again: bool = False
 
 
 def accuracy(problems: Sequence[Sequence[Response]]) -> Accuracy:
@@ -177,8 +181,8 @@ class Evaluator:
 
     def measure(self) -> dict[str, float]:
         """``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of greedy
-        responses also ``eval/reward`` with its error and terms, and the benchmark's own accuracies (:meth:`benchmark`),
-        ``eval/task/<name>``."""
+        responses also ``eval/reward`` with its error and terms, the benchmark's own accuracies (:meth:`benchmark`),
+        ``eval/task/<name>``, and ``eval/first_turn_accuracy`` where wrong ones were asked about again."""
         began = time.perf_counter()
         problems = self.responses(1, temperature=0.0)
         greedy = accuracy(problems)
@@ -187,6 +191,9 @@ class Evaluator:
         for name, counts in self.benchmark(problems).items():
             share = Accuracy.of_counts(counts)
             metrics |= {f"eval/task/{name}": share.mean, f"eval/task_stderr/{name}": share.stderr}
+        if any(response.asked_again for responses in problems for response in responses):
+            at_once = [fmean(one.score.success and not one.asked_again for one in responses) for responses in problems]
+            metrics["eval/first_turn_accuracy"] = fmean(at_once)
         failed = num_failed(problems)
         if self.avg_at_k:
             problems = self.responses(self.avg_at_k, temperature=1.0)
@@ -271,7 +278,7 @@ class Evaluator:
         for group in self.rollouts.stream(prompts, sampling):
             index = group.prompt.group_id
             graded[index] = [
-                Response(text, score, _length(sample), sample.truncated)
+                Response(text, score, _length(sample), sample.truncated, _asked_again(sample))
                 for text, sample, score in zip(
                     group.rows.get(keys.RESPONSE_TEXT), group.samples, group.scores, strict=True
                 )
@@ -286,6 +293,11 @@ class Evaluator:
                 *(len(errors), len(scores), errors[0]),
             )
         return problems
+
+
+def _asked_again(sample: Sample) -> bool:
+    replies = (sample.record or {}).get("replies", ())
+    return any(turn["role"] == "user" for turns in replies for turn in turns)
 
 
 def _length(sample: Sample) -> int:
