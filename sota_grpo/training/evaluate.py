@@ -224,8 +224,8 @@ class Evaluator:
         lowest, highest, above = min(rewards), max(rewards), self.success_above
         said = {name.rpartition("/")[2] for score in scores for name in score.info}
         self.by_reward = above is not None and said.isdisjoint(VERDICTS)
-        silent = above is not None and lowest < highest and (lowest > above or highest <= above)
-        if silent and not self._is_told:
+        varies = lowest < highest and not self._is_told
+        if above is not None and varies and (lowest > above or highest <= above):
             logger.warning(
                 "All %d greedy held-out responses count as %s, though their rewards go from %.3g to %.3g: accuracy "
                 "says nothing here, eval/reward does. reward.success_above=%g should be what a right response exceeds.",
