@@ -50,7 +50,7 @@ from sota_grpo.assembly.sampling import (
     start_engine,
     task_of,
 )
-from sota_grpo.config import Config, model_name, reference_name
+from sota_grpo.config import Config, model_name, reference_name, reward_names
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server, resolve_engine_name
@@ -219,7 +219,8 @@ def make_rollouts(
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     """The evaluator on the first ``eval.num_samples`` held-out problems."""
     # a success may be no more than a reward above the limit
-    rewards_decide = config.env.mixture is None and (config.reward.path is not None or judges_alone(config))
+    is_replaced = config.reward.path is not None and "builtin" not in reward_names(config)
+    rewards_decide = config.env.mixture is None and (is_replaced or judges_alone(config))
     return Evaluator(
         rollouts,
         task.heldout[: config.eval.num_samples],

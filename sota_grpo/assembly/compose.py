@@ -98,7 +98,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
             require_known(composed)
             config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # what Hydra raises of odd values
-        raise UserError(sentence_of(error)) from None
+        raise UserError(sentence_of(error, kept)) from None
     assert isinstance(config, Config)
     use_config_token(config)
     return config
@@ -132,8 +132,8 @@ def _no_other_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-def sentence_of(error: Exception) -> str:
-    """What Hydra or OmegaConf found wrong with a config or an override, in one sentence."""
+def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
+    """What Hydra or OmegaConf found wrong with a config or one of the ``overrides``, in one sentence."""
     text = " ".join(re.split("Config search path:|See https://hydra.cc", str(error))[0].split())
     primary, preset, unknown = (pattern.search(text) for pattern in (_NO_PRIMARY, _NO_PRESET, _UNKNOWN))
     if primary is not None:
@@ -141,7 +141,8 @@ def sentence_of(error: Exception) -> str:
     if preset is not None and (CONFIG_DIR / preset[1]).is_dir():
         return _no_preset(preset[1], preset[2])
     if unknown is not None:
-        return no_option(unknown[1])
+        values = {name.lstrip("+"): value for name, _, value in (each.partition("=") for each in overrides)}
+        return no_option(unknown[1], values.get(unknown[1]))
     bare = _BARE.search(text)
     if bare is not None and (CONFIG_DIR / f"{bare[1]}.yaml").is_file():
         return f"{bare[1]} is a preset; give it as --config-name {bare[1]}."
@@ -176,9 +177,9 @@ def require_known(composed: Any) -> None:
     from omegaconf import OmegaConf
 
     known = {name for name, _, _ in walk()}
-    for name in flat(OmegaConf.to_container(composed)):  # type: ignore[arg-type]
+    for name, value in flat(OmegaConf.to_container(composed)).items():  # type: ignore[arg-type]
         if name not in known and not any(name.startswith(f"{option}.") for option in known):
-            raise UserError(no_option(name))
+            raise UserError(no_option(name, value))
 
 
 def load_config(
@@ -458,7 +459,7 @@ def _overridden(node: Any, key: str, value: Any) -> Any:
     if not group.is_dir():
         known = any(f"{option}.".startswith(f"{key}.") for option, _, _ in walk())
         if not known and not key.startswith("env.mixture."):
-            raise UserError(no_option(key))
+            raise UserError(no_option(key, value))
         OmegaConf.update(node, key, value, merge=True)
         return node
     preset = group / f"{value}.yaml"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,8 +41,6 @@ _PASSED = pickle.loads(Path(__file__).with_name("objective.pkl").read_bytes())
 def {name}({read}):
     return _PASSED({given})
 '''
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -152,7 +149,7 @@ def take(
 
     Args:
         config: changed in place.
-        overrides: of the caller, who may want another task than ``table``, or another ``env.num_heldout``.
+        overrides: of the caller, who may want another task than ``table``.
         reward, dataset, eval_dataset, tools, environment, objective: see :func:`sota_grpo.train`.
 
     Raises:
@@ -161,15 +158,12 @@ def take(
     passed, named = Passed(), {override.lstrip("+").partition("=")[0] for override in overrides}
     if eval_dataset is not None:
         _require_unset(config.env.eval_path, "env.eval_path", "eval_dataset")
-        config.env.eval_path, passed.eval_rows, _ = _place(eval_dataset, "eval_dataset")
+        config.env.eval_path, passed.eval_rows = _place(eval_dataset, "eval_dataset")
     if dataset is not None:
         _require_unset(config.env.dataset_path, "env.dataset_path", "dataset")
-        config.env.dataset_path, passed.train_rows, count = _place(dataset, "dataset")
+        config.env.dataset_path, passed.train_rows = _place(dataset, "dataset")
         if "env.dataset" not in named:
             config.env.dataset = "table"
-        if count and config.env.eval_path is None and "env.num_heldout" not in named:
-            config.env.num_heldout = min(config.env.num_heldout, max(1, count // 10))
-            logger.info("%d of %d rows are held out for evaluation.", config.env.num_heldout, count)
     if reward is not None:
         _take_functions(config, passed, reward)
     if tools is not None or environment is not None:
@@ -197,14 +191,14 @@ def _was_passed(path: str | None) -> bool:
     return path is not None and Path(path).parent.name == INPUTS
 
 
-def _place(table: Any, argument: str) -> tuple[str, bytes | None, int]:
-    """Where the config finds a table, and of a table that is an object its rows and their number."""
+def _place(table: Any, argument: str) -> tuple[str, bytes | None]:
+    """Where the config finds a table, and of a table that is an object its rows."""
     if isinstance(table, (str, os.PathLike)):
-        return str(table), None, 0
+        return str(table), None
     lines = list(_lines(table, argument))
     if not lines:
         raise UserError(f"{argument} has no rows.")
-    return PASSED, b"".join(lines), len(lines)
+    return PASSED, b"".join(lines)
 
 
 def _lines(table: Any, argument: str) -> Iterable[bytes]:

@@ -32,7 +32,7 @@ from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grad
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_task, parameters, task_class
-from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
+from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, hash_ordered, load_rows, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.tasks.table import TableTask
@@ -62,9 +62,10 @@ def heldout_task(config: Config) -> Task:
     rows = load_rows(config.env.dataset, path=path)
     places = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
     examples = [replace(task.read_row(row, place), place=place) for row, place in zip(rows, places, strict=True)]
-    if not all(example.query.strip() for example in examples):
-        raise DatasetError(f"{path}: a row of {config.env.dataset} has no question; mend or remove it.")
-    task.train = task.heldout = unique_examples(examples)
+    for example in examples:
+        if not example.query.strip():
+            raise DatasetError(f"{example.place}: the question is empty; mend or remove the row.")
+    task.train = task.heldout = hash_ordered(unique_examples(examples), config.env.data_seed)
     return task
 
 
@@ -89,7 +90,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
-    options |= {"seed": config.seed, "num_heldout": env.num_heldout}
+    options |= {"seed": config.seed, "data_seed": env.data_seed, "num_heldout": env.num_heldout}
     options |= {"num_train": env.max_samples, "max_samples": env.max_samples}
     is_replaced = reward.path is not None and "builtin" not in names
     if judges_alone(config) or is_replaced or env.environment is not None:

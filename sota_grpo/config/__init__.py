@@ -99,7 +99,10 @@ class EnvConfig:
     repeats: int = opt(8, "group size: responses per prompt")
     shuffle: bool = opt(True, "a fresh order of the prompts every epoch, derived from the seed")
     max_samples: int | None = opt(None, "train on the first so many examples only; null: all")
-    num_heldout: int = opt(512, "examples held out for evaluation where the task has no test split of its own")
+    num_heldout: int | None = opt(
+        None, "examples held out where the task has no test split; null: 512, of a file a tenth at most; 0: none"
+    )
+    data_seed: int = opt(0, "decides which rows of a file are held out, and which of them eval.num_samples measures")
     answer_format: str | None = opt(
         None,
         "where the answer stands in a response; null: where the task asks for it",

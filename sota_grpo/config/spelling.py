@@ -147,6 +147,19 @@ THEIRS = {
     **{"resume_from_checkpoint": "train.resume", "eval_steps": "eval.every", "eval_strategy": "eval.mode"},
     **{"lora_r": "train_model.lora.r", "lora_alpha": "train_model.lora.alpha", "use_peft": "train_model.lora.enabled"},
     **{"teacher_model_name_or_path": "ref_model.name, with algorithm.distill_coef"},
+    **{"model_init_kwargs": "model.load_kwargs", "optim": "optimizer.name", "num_generations_eval": "eval.avg_at_k"},
+    **{"max_tool_calling_iterations": "env.max_steps, turns of the policy: one more than theirs"},
+    **dict.fromkeys(("use_liger_kernel", "use_liger_loss"), "train_model.log_probs=liger"),
+    **dict.fromkeys(("vllm_server_host", "vllm_server_port"), "engine.url=http://HOST:PORT"),
+    **{"vllm_enable_sleep_mode": "inference_model.num_devices=shared"},
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "ds3_gather_for_generation"),
+        "train_model.num_devices and train_model.fsdp_size (FSDP2)",
+    ),
+    **{"vllm_importance_sampling_cap": "algorithm.correction_cap", "vllm_server_timeout": "inference_model.timeout_s"},
+    **{"vllm_model_impl": "inference_model.engine_kwargs={model_impl: ..}"},
+    "generation_kwargs": "inference_model.temperature, inference_model.top_p, inference_model.top_k and "
+    "inference_model.min_p",
     # verl
     **{"clip_ratio": _CLIP, "clip_ratio_low": "algorithm.clip_low", "clip_ratio_high": "algorithm.clip_high"},
     **{"clip_ratio_c": "algorithm.dual_clip", "adv_estimator": "algorithm=PRESET, or algorithm.baseline"},
@@ -171,15 +184,75 @@ THEIRS = {
     **{"adv_tau": "algorithm.advantage_coef"},
     **{"project_name": "logging.project", "experiment_name": "logging.run_name", "default_local_dir": "hydra.run.dir"},
 }
+_PRESETS = ("cispo", "sapo", "vespo", "luspo", "gmpo", "gspo", "rloo", "opo", "gdpo")
+#: The same where the value decides: a loss_type of TRL's is an aggregation, a preset of that name another algorithm.
+THEIR_VALUES = {
+    **{"loss_type=grpo": "algorithm.aggregation=sequence", "loss_type=dr_grpo": "algorithm.aggregation=constant"},
+    **dict.fromkeys(("loss_type=dapo", "loss_type=bnpo"), "algorithm.aggregation=token"),
+    **{f"{name}={preset}": f"algorithm={preset}" for name in ("loss_type", "loss_mode") for preset in _PRESETS},
+    **{f"adv_estimator={preset}": f"algorithm={preset}" for preset in ("grpo", "rloo", "opo", "gdpo")},
+    "adv_estimator=reinforce_plus_plus": "algorithm=reinforce_pp",
+    "adv_estimator=reinforce_plus_plus_baseline": "algorithm=reinforce_pp_baseline",
+    **{"scale_rewards=group": "algorithm.scale=group_std", "scale_rewards=batch": "algorithm.scale=batch_std"},
+    **{"scale_rewards=none": "algorithm.scale=none", "eval_strategy=no": "eval.mode=off"},
+    **{"loss_agg_mode=token-mean": "algorithm.aggregation=token"},
+    **{"loss_agg_mode=seq-mean-token-mean": "algorithm.aggregation=sequence"},
+    **{"loss_agg_mode=seq-mean-token-sum-norm": "algorithm.aggregation=constant"},
+    **{"optim=adamw_8bit": "optimizer.name=adamw_8bit", "optim=adamw_bnb_8bit": "optimizer.name=adamw_8bit"},
+}
+_UPLOAD = "export the run with sota-grpo export and upload the folder with hf upload"
+_FIXED = "the reference stays the policy at its start, or ref_model.name"
+_OF_COMPLETIONS = ("log_completions_hub_repo", "log_multimodal", "log_unique_prompts")
+_BATCHES = "engine=transformers batches and caches by itself"
+_LOGGED = "the metrics of every step are logged"
+#: Options of TRL's that have no counterpart, and what happens instead.
+NOT_HERE = {
+    **dict.fromkeys(("logging_steps", "logging_first_step", "logging_strategy"), _LOGGED),
+    **dict.fromkeys(
+        ("log_completions", "num_completions_to_print", *_OF_COMPLETIONS), "all completions are in rollouts.jsonl"
+    ),
+    **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _FIXED),
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token", "hub_strategy"), _UPLOAD),
+    "repetition_penalty": "responses are sampled from the policy's own distribution, which it would change",
+    "vllm_structured_outputs_regex": "responses are sampled from the policy's own distribution, which it would change",
+    "per_device_eval_batch_size": "the engine batches an evaluation by itself",
+    "disable_dropout": "every dropout of the model is off",
+    "cast_lm_head_to_fp32": "the head multiplies in the dtype of train.precision, and all that follows is float32",
+    "entropy_coef_min": "the smallest coefficient that algorithm.entropy_target adapts to is 0",
+    "router_aux_loss_coef": "mixtures of experts are not trained",
+    "vllm_group_port": "ports are chosen by themselves",
+    **dict.fromkeys(
+        (
+            "cache_implementation",
+            "pad_to_multiple_of",
+            "use_transformers_paged",
+            "use_transformers_continuous_batching",
+        ),
+        _BATCHES,
+    ),
+    "transformers_continuous_batching_config": _BATCHES,
+    "load_best_model_at_end": "sota-grpo eval measures every checkpoint that train.keep_checkpoints keeps",
+}
 
 
-def no_option(name: str) -> str:
+def no_option(name: str, value: Any = None) -> str:
     """The sentence about an option ``name`` that does not exist.
+
+    Args:
+        value: what it was to be set to, where that is known.
 
     >>> no_option("beta"), no_option("train.lr")
     ('There is no option beta; here it is policy.kl_coef.', 'There is no option train.lr; did you mean optimizer.lr?')
+    >>> no_option("loss_type", "dapo")
+    'There is no option loss_type; here loss_type=dapo is algorithm.aggregation=token.'
+    >>> no_option("logging_steps", 1)
+    'There is no option logging_steps; the metrics of every step are logged.'
     """
     last = name.rpartition(".")[2]
+    if f"{last}={value}" in THEIR_VALUES:
+        return f"There is no option {name}; here {last}={value} is {THEIR_VALUES[f'{last}={value}']}."
+    if last in NOT_HERE:
+        return f"There is no option {name}; {NOT_HERE[last]}."
     if last in THEIRS:
         return f"There is no option {name}; here it is {THEIRS[last]}."
     options = [option for option, _, _ in walk()]

@@ -59,7 +59,7 @@ def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
 _AMOUNTS = (
     *("env.num_envs", "env.repeats", "inference_model.max_tokens", "train.total_dialog_turns"),
     *("train.dialog_turns_per_batch", "train.optim_batch_size", "train.epochs", "train.micro_batch_tokens"),
-    *("train.keep_checkpoints", "env.num_heldout", "eval.num_samples", "algorithm.dynamic_sampling_max_draws"),
+    *("train.keep_checkpoints", "eval.num_samples", "algorithm.dynamic_sampling_max_draws"),
     *("optimizer.lr", "train_model.lora.r", "ref_model.timeout_s", "algorithm.correction_cap", "env.max_samples"),
     *("algorithm.tau_positive", "algorithm.tau_negative", "algorithm.k_positive", "algorithm.k_negative"),
     *("algorithm.lambda_positive", "algorithm.lambda_negative"),
@@ -247,6 +247,13 @@ def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str
                 f"{name}={value} has no effect beside reward.path={config.reward.path}, whose functions take the place "
                 "of the task's own reward; leave it out, or name builtin in reward.name beside them."
             )
+
+
+def an_evaluation_has_problems(config: Config) -> Iterator[str]:
+    for each in task_configs(config).values():
+        env = each.env
+        if config.eval.mode == "on" and env.num_heldout == 0 and env.dataset_path is not None and env.eval_path is None:
+            yield "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off, or give env.eval_path."
 
 
 def a_size_chooses_a_model_that_has_no_name(config: Config) -> Iterator[str]:

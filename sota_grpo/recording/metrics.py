@@ -147,6 +147,12 @@ _DECLARED = (
         "nats",
     ),
     Metric("eval/accuracy", "last", "Held-out accuracy of the greedy answer.", "share"),
+    Metric(
+        "eval/first_turn_accuracy",
+        "last",
+        "Where a wrong answer is asked about again (env.reasoning), the accuracy without what that helped.",
+        "share",
+    ),
     Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "share"),
     Metric("eval/avg_at_k", "last", "Held-out accuracy, mean of k samples at temperature 1.", "share"),
     Metric("eval/avg_at_k_stderr", "last", "Standard error of eval/avg_at_k over problems.", "share"),

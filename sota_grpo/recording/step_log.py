@@ -23,7 +23,7 @@ from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import in_notebook, is_terminal
 from sota_grpo.recording.run_log import ExamineLog, RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
-from sota_grpo.rl.records import Example, metric_tasks, task_of_example
+from sota_grpo.rl.records import VERDICTS, Example, metric_tasks, task_of_example
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.text import duration
 
@@ -51,6 +51,8 @@ class Progress:
         first_step: steps done before this process (resume).
         stream: None is standard output.
         every_s: least seconds between two plain lines.
+        by_reward: a success is no more than a reward above a limit, unless a reward function says what it is; so the
+            reward alone is shown where none does.
 
     >>> import io
     >>> progress = Progress(60, stream=io.StringIO())
@@ -65,8 +67,10 @@ class Progress:
         first_step: int = 0,
         stream: TextIO | None = None,
         every_s: float = 5.0,
+        by_reward: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
+        self._by_reward = by_reward
         self.total = total_steps
         self._stream = stream or sys.stdout
         self._every_s = every_s
@@ -122,6 +126,8 @@ class Progress:
             ("workers/engines", "engines {:.0f}"),
         ):
             value = metrics.get(name)
+            if name == "success" and self._by_reward and not any(map(_is_verdict, metrics)):
+                continue
             if value is not None:
                 parts.append(style.format(value).replace("%", " %"))
         failed = metrics.get("reward_errors")
@@ -168,6 +174,11 @@ class NotebookLine:
         else:
             self._handle.update(content, raw=True)
         self._line, self._drawn_at = None, self._clock()
+
+
+def _is_verdict(metric: str) -> bool:
+    """Whether a metric is the mean of what a reward function said beside its reward of a response being right."""
+    return metric.startswith("grader/") and metric.rpartition("/")[2] in VERDICTS
 
 
 class ZeroAdvantageWatch:

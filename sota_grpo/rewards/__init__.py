@@ -3,6 +3,13 @@
 Numbers are compared here; mathematical answers of every kind in :mod:`sota_grpo.rewards.maths`.
 """
 
-from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
+from sota_grpo.rewards.extract import (
+    ANSWER_FORMATS,
+    answers_equal,
+    extract_answer,
+    find_last_number,
+    numbers_equal,
+    parse_number,
+)
 
-__all__ = ["ANSWER_FORMATS", "extract_answer", "find_last_number", "numbers_equal", "parse_number"]
+__all__ = ["ANSWER_FORMATS", "answers_equal", "extract_answer", "find_last_number", "numbers_equal", "parse_number"]

@@ -7,6 +7,7 @@ bounded, and every regular expression is linear (its alternatives start with dif
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -14,10 +15,13 @@ from typing import NamedTuple
 
 MAX_ANSWER_CHARS = 256  # an answer longer than this is not a number; also keeps integers small
 
-_MAGNITUDE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_MAGNITUDE = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+"  # 1,080 and 1,00,000
+_SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "dozen": 12, "hundred": 100}
+_SCALES |= {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NUMBER = re.compile(
     r"(?P<minus>(?<![\w.)\]}])-)?\$?(?P<minus2>(?<=\$)-)?"  # -5, -$5, $-5, but the 5 of 10-5 is not negative
-    rf"(?<![\w.])(?P<magnitude>{_MAGNITUDE})(?P<exponent>[eE][+-]?\d+)?(?:/(?P<divisor>\d+)(?![\d/]))?",
+    rf"(?<![\w.])(?P<magnitude>{_MAGNITUDE})(?P<exponent>[eE][+-]?\d+)?(?:/(?P<divisor>\d+)(?![\d/]))?"
+    r"(?P<scale>[kKMB](?!\w)|\s?(?:hundred|thousand|million|billion|trillion|dozen)(?=s?\b))?",  # 1.8k, 18 million
     re.ASCII,
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
@@ -26,6 +30,10 @@ CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
 _UNIT_POWER = re.compile(r"\b([cmk]?m|ft|feet|in|inches|yd|units)\^(?:\d|\{\d\})", re.ASCII)  # its 2 is no number
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,80}) +(\d{1,80})/(\d{1,80})(?![\d/])", re.ASCII)
 _LEADING_MINUS = re.compile(r"\A\s*-\s+(?=[$.\d])", re.ASCII)
+_WORKED = re.compile(r"\A[\s$]*\(?\$?\d[\d\s$.,%+*/×÷x·()=\u2212-]*=")  # 6*3 = 18: the last side is the number
+_GROUPED = re.compile(r"(?<![\d.,/])(\d{1,3})((?:[ \u00a0\u202f]\d{3})+)(?![\d,/])", re.ASCII)  # 1 800
+_VULGAR = re.compile(r"(\d?) ?([¼½¾⅐-⅞])")
+_UNREAD = re.compile(r"[⁰¹²³⁴-⁹!]|\.\d")  # directly behind a number: 18², 5!, 18.0.0 are other numbers
 _REWRITES = (("\u2212", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
 
 
@@ -34,8 +42,9 @@ def parse_number(text: str) -> Fraction | None:
 
     Thousands commas, a dollar sign, a percent sign, units and words around the number, and a trailing period are
     read over; ``18%`` is 18, as a percentage is asked for as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
-    fractions, ``3 1/2`` is a mixed number. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a response may not
-    hedge, and nothing is computed.
+    fractions, ``3 1/2`` and ``3½`` mixed numbers; ``1.8k``, ``18 million`` and ``2 dozen`` are 1800, 18000000 and 24.
+    Of worked numbers, ``6*3 = 18``, the last side counts. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a
+    response may not hedge, and nothing is computed (``5!``, ``18²``).
 
     Args:
         text: an extracted answer, at most 256 characters; a longer one is not a number.
@@ -50,17 +59,20 @@ def parse_number(text: str) -> Fraction | None:
     for old, new in _REWRITES:
         text = text.replace(old, new)
     text = _UNIT_POWER.sub(r"\1", CALCULATION.sub("", text))
+    text = _GROUPED.sub(lambda number: number[1] + re.sub(r"\s", "", number[2]), _WORKED.sub("", text))
+    text = _VULGAR.sub(lambda part: f"{part[1]} {unicodedata.normalize('NFKC', part[2]).replace('⁄', '/')}", text)
     text = _LEADING_MINUS.sub("-", text)
     text = _MIXED_NUMBER.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
     matches = _NUMBER.finditer(text)
     number = next(matches, None)
-    if number is None or next(matches, None) is not None:
+    if number is None or next(matches, None) is not None or _UNREAD.match(text, number.end()):
         return None
     exponent, divisor = number["exponent"] or "", int(number["divisor"] or 1)
     if len(exponent) > _MAX_EXPONENT_CHARS or divisor == 0:
         return None
     value = Fraction(number["magnitude"].replace(",", "") + exponent) / divisor
+    value *= _SCALES[number["scale"].strip().casefold()] if number["scale"] else 1
     return -value if number["minus"] or number["minus2"] else value
 
 
@@ -84,6 +96,68 @@ def numbers_equal(left: str, right: str) -> bool:
     """
     value = parse_number(left)
     return value is not None and value == parse_number(right)
+
+
+_NAME = re.compile(r"\\?[^\W\d_]++(?! ?=)")  # not the x of "x ="; a LaTeX command, too
+_NUMBER_FIRST = re.compile(r"[$\s\u2212-]*\.?\d")
+_SPACED_SIGN = re.compile(r" ?([^\w ]) ?")
+_STYLE = re.compile(r"\\(?:text(?:bf|it)?|math(?:rm|bf|it)|mbox) ?\{([^{}]*)\}")
+_QUOTED = re.compile(r"(\*\*|[*\"'`$])(.+)\1")
+_CHOICE = re.compile(r"[(\[{]?([^\W\d_])[)\]}:.]*")
+_ALGEBRA = re.compile(r"\d(?![mgsLlhkKMBC])[A-Za-z](?![A-Za-z\d])")  # 2x
+_LABELLED = re.compile(r"[(\[]?([A-Z])[)\].:] .+")  # C) Paris
+
+
+def answers_equal(answer: str, gold: str) -> bool:
+    """Whether two answers are the same number, the same choice, or the same text.
+
+    In texts, letter case, spacing, a last period, quotation marks, asterisks and LaTeX's text commands do not count; a
+    choice may have brackets, and what it stands for after it. Units are read over where the gold answer has none, or
+    where the answer has none and the gold answer is a number with its unit; so ``11`` is not ``Apollo 11``, and
+    ``3 am`` is not ``3 pm``.
+
+    >>> answers_equal("18 dollars", "$18"), answers_equal("5", "5 apples"), answers_equal("5 pears", "5 apples")
+    (True, True, False)
+    >>> answers_equal(" new  york.", "New York"), answers_equal("(1,2)", "( 1, 2 )"), answers_equal("11", "Apollo 11")
+    (True, True, False)
+    >>> answers_equal("(C)", "C"), answers_equal("C) Paris", "C"), answers_equal("C or D", "C")
+    (True, True, False)
+    """
+    folded, gold_folded = _folded(answer), _folded(gold)
+    if folded == gold_folded:
+        return True
+    if choice := _CHOICE.fullmatch(gold_folded):
+        chosen = _CHOICE.fullmatch(folded) or _LABELLED.fullmatch(_plain(answer))
+        return chosen is not None and chosen[1].casefold() == choice[1]
+    if not numbers_equal(answer, gold):
+        return False
+    units, gold_units = _names(answer), _names(gold)
+    return not gold_units or units == gold_units or (not units and is_number(gold))
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a number, perhaps with a unit behind it, and not a name with a number in it.
+
+    >>> is_number("5 apples"), is_number("x = 5"), is_number("Apollo 11"), is_number("F-16")
+    (True, True, False, False)
+    """
+    if parse_number(text) is None or _ALGEBRA.search(text):
+        return False
+    return not _names(text) or _NUMBER_FIRST.match(text) is not None
+
+
+def _plain(text: str) -> str:
+    plain = " ".join(_STYLE.sub(r"\1", text).split()).rstrip(". ")
+    quoted = _QUOTED.fullmatch(plain)
+    return quoted[2].rstrip(". ") if quoted else plain
+
+
+def _folded(text: str) -> str:
+    return _SPACED_SIGN.sub(r"\1", (_plain(text) or text).casefold())
+
+
+def _names(text: str) -> list[str]:
+    return [name.casefold() for name in _NAME.findall(text) if name[0] != "\\"]
 
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
@@ -114,6 +188,7 @@ _ANSWER_IS = re.compile(
     re.IGNORECASE,
 )
 _MAX_SAID_CHARS, _MAX_SAID_WORDS = 120, 3
+_QUOTES = " *`'\""
 _SAID_END = re.compile(r"[.!?](?=[\s*]|\Z)|\n|,? \(?(?:because|since|as|which|where|so|for)\b")
 _SAID_NUMBER = re.compile(r"[-+\u2212±√(\[{\\$.]|\d|[A-Za-z](?:'|\([A-Za-z]\))? ?[=<>^+-]")
 _SAID_WORD = re.compile(r"[^\W\d_]{2,}")
@@ -277,16 +352,24 @@ def find_mathematics(text: str) -> str | None:
 
 def _said(text: str) -> str | None:
     """What the beginning of a text says plainly: a number with its unit, a pair, a choice, a name; None if nothing."""
-    said = _SAID_END.split(text, maxsplit=1)[0].strip(" *`'\"")
+    said = _SAID_END.split(text, maxsplit=1)[0].strip(_QUOTES)
     if len(_SAID_WORD.findall(said)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(said):
         return None
     return said if _SAID_NUMBER.match(said) or not any(map(str.isdigit, said)) else None
 
 
+def _said_last(text: str) -> str | None:
+    """What "the answer is" says last, whatever it is."""
+    for cue in reversed(list(_ANSWER_IS.finditer(text))):
+        if said := _SAID_END.split(text[cue.end() : cue.end() + _MAX_SAID_CHARS], maxsplit=1)[0].strip(_QUOTES):
+            return said
+    return None
+
+
 def _hash(text: str) -> str | None:
-    _, mark, rest = text.rpartition("####")
+    _, mark, rest = text.rstrip("# \n").rpartition("####")
     if mark:
-        return rest.partition("\n")[0]
+        return rest.lstrip().partition("\n")[0].rstrip("#")
     last_line = text.rstrip().rpartition("\n")[2]
     return last_line[2:] if last_line.startswith("A:") else None  # the solutions released with GSM8K end so
 
@@ -299,10 +382,11 @@ _FINDERS: dict[str, tuple[Callable[[str], str | None], ...]] = {
     "any": (last_tagged, _boxed, _hash, find_last_number),
 }
 _OF_MATHEMATICS = (last_tagged, _boxed, _hash, find_mathematics, find_last_number)
+_OF_WORDS = (last_tagged, _boxed, _hash, _said_last, str)
 ANSWER_FORMATS = tuple(_FINDERS)
 
 
-def extract_answer(text: str, answer_format: str, *, mathematics: bool = False) -> str | None:
+def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, words: bool = False) -> str | None:
     """The final answer of a response, stripped, or None when it is not there; thinking is read over.
 
     Args:
@@ -313,6 +397,8 @@ def extract_answer(text: str, answer_format: str, *, mathematics: bool = False) 
             begins with ``A:``; ``last_number``; ``any`` the first of these, in this order, that is there.
         mathematics: the answer may be more than a number; ``any`` then looks for :func:`find_mathematics` before it
             takes the last number.
+        words: the answer is no number; ``any`` then takes what "the answer is" says in place of the last number, and
+            the whole text where nothing says it.
 
     Raises:
         ValueError: an unknown format.
@@ -323,11 +409,16 @@ def extract_answer(text: str, answer_format: str, *, mathematics: bool = False) 
     '\\\\frac{1}{2}'
     >>> extract_answer("\\\\boxed{1}, no: $\\\\boxed{2}$ and $\\\\boxed{3}$", "boxed")
     '2 and 3'
+    >>> extract_answer("The answer is C, as 3 > 2.", "any", words=True), extract_answer("Apollo 11", "any", words=True)
+    ('C', 'Apollo 11')
     """
     if answer_format not in _FINDERS:
         raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
     visible = without_thinking(text)
-    for find in _OF_MATHEMATICS if mathematics and answer_format == "any" else _FINDERS[answer_format]:
+    finders = _FINDERS[answer_format]
+    if answer_format == "any":
+        finders = _OF_MATHEMATICS if mathematics else _OF_WORDS if words else finders
+    for find in finders:
         answer = find(visible)
         if answer is not None and answer.strip():
             return answer.strip()

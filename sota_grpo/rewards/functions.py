@@ -17,9 +17,11 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import pickle
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -49,8 +51,8 @@ _FORMS = (
 )
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _MAX_INT_BITS = 1023  # Python refuses to write integers of thousands of digits
-_LOOP: list[Any] = []  # the event loop of all coroutines and its thread, once there are any
-_LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and share the loop
+_LOOP: list[Any] = []  # the event loop of all coroutines and the process that made it, once there are any
+_LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and take turns to run the loop
 
 
 class RewardFunctionError(UserError, ValueError):
@@ -226,9 +228,9 @@ class RewardOutput:
 def call_function(function: RewardFunction, path: str, group: Sequence[RewardInputs]) -> list[RewardOutput]:
     """What ``function`` of the file ``path`` gives for each response of ``group``.
 
-    A function of verl's form is called once per response, one of TRL's form once. Coroutines run at the same time, on
-    one event loop that stays, in a thread of its own: what a file keeps between calls (a session, a semaphore) belongs
-    to that loop, and the caller may be in a loop itself, as every cell of a notebook is.
+    A function of verl's form is called once per response, one of TRL's form once, on the caller's thread. Coroutines
+    run at the same time, on one event loop that stays: what a file keeps between calls (a session, a semaphore) belongs
+    to that loop. A caller who is in a loop itself, as every cell of a notebook is, has them run on another thread.
 
     Raises:
         Exception: what a function of TRL's form raised, if there are several responses: one of them may be to blame.
@@ -322,12 +324,12 @@ def _await_all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
         return await asyncio.gather(*map(result_of, waiting))
 
     with _LOOP_LOCK:
-        if not (_LOOP and _LOOP[1].is_alive()):  # a forked process has the loop, and no thread that runs it
-            loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True)
-            thread.start()
-            _LOOP[:] = loop, thread
-    return asyncio.run_coroutine_threadsafe(gather(), _LOOP[0]).result()
+        if not _LOOP or _LOOP[1] != os.getpid():  # a forked process shares the selector of its parent's loop
+            _LOOP[:] = asyncio.new_event_loop(), os.getpid()
+        if asyncio._get_running_loop() is None:  # on the caller's thread: on the main thread, signals can be used
+            return _LOOP[0].run_until_complete(gather())
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(lambda: _LOOP[0].run_until_complete(gather())).result()
 
 
 def _read_result(function: RewardFunction, path: str, result: Any) -> RewardOutput:

@@ -9,9 +9,11 @@ import itertools
 import json
 import logging
 import os
+import signal
 import struct
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -24,7 +26,7 @@ from typing import Protocol
 from sota_grpo.rl.records import LARGEST, Example, Score, task_of_example
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
 from sota_grpo.text import one_line
-from sota_grpo.workers.base import WorkerSpec, WorkerThread, gathered, promised, resolve, starter
+from sota_grpo.workers.base import WorkerSpec, gathered, promised, resolve, starter
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 from sota_grpo.workers.slots import TaskLost, TaskOverdue
@@ -153,9 +155,10 @@ def graders_error(error: BaseException) -> str:
     """What a grader raised, as text.
 
     Raises:
-        KeyboardInterrupt: it was the user's, who can reach nothing but the main thread.
+        KeyboardInterrupt: it was the user's, who reaches the main thread only, and no worker: it ignores SIGINT.
     """
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if isinstance(error, KeyboardInterrupt) and is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         raise error
     return f"{type(error).__name__}: {error}"
 
@@ -271,7 +274,9 @@ def _nameless_file() -> int:
 
 
 class RewardWorker:
-    """Grades lists of responses on a thread of its own, guarded as :func:`guarded_scores` says.
+    """Grades lists of responses, guarded as :func:`guarded_scores` says.
+
+    On the thread that calls :meth:`run`: the main thread of a worker process, so that graders may use signals.
 
     Args:
         score, term_names: as in :class:`GradingPool`; the grader's ``prepare()``, if it has one, is called here, when
@@ -279,38 +284,40 @@ class RewardWorker:
         progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
 
     >>> worker = RewardWorker(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
-    >>> [score.terms for score in worker.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))]).result()]
+    >>> [score.terms for score in worker.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))])]
     [{'long': 1.0}, {'long': 0.0}]
-    >>> worker.close()
+    >>> worker.ping()
+    0.0
     """
+
+    ANSWERED_WHILE_BUSY = ("ping",)
 
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
         prepare(score)
         self._progress_counter = ProgressCounter(progress_fd)
-        self._thread = WorkerThread("grader")
+        self._since: float | None = None
 
-    def run(self, pairs: Sequence[tuple[str, Example]], page: int = 0) -> Future[list[Score]]:
+    def run(self, pairs: Sequence[tuple[str, Example]], page: int = 0) -> list[Score]:
         """The scores of ``(response, example)`` pairs, in their order; ``page`` is this call's in the counter."""
-        return self._thread.submit(self._grade, pairs, page)
-
-    def ping(self) -> float:
-        """Seconds for which the grader has been at one response."""
-        return self._thread.silent_s()
-
-    def close(self) -> None:
-        self._thread.close()
-
-    def _grade(self, pairs: Sequence[tuple[str, Example]], page: int) -> list[Score]:
         answers = itertools.count(1)
 
         def tick() -> None:
-            self._thread.progress()
+            self._since = time.monotonic()
             self._progress_counter.note(page, next(answers))
 
-        scores = guarded_scores(self._score, self._term_names, pairs, tick=tick)
-        self._progress_counter.note(page, len(pairs))  # a grader of whole groups has answered once
-        return scores
+        self._since = time.monotonic()
+        try:
+            scores = guarded_scores(self._score, self._term_names, pairs, tick=tick)
+            self._progress_counter.note(page, len(pairs))  # a grader of whole groups has answered once
+            return scores
+        finally:
+            self._since = None
+
+    def ping(self) -> float:
+        """Seconds for which the grader has been at one response; from any thread."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
 
 class GradingPool:

@@ -56,6 +56,7 @@ def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
     return names
 
 
+VERDICTS = ("success", "acc", "correct")  # what a reward function gives beside the reward says whether it is right
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 
 

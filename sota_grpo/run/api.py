@@ -207,8 +207,8 @@ def train(
         dataset: a ``datasets.Dataset``, a list of dicts, a DataFrame, or a path of a file; rows as the task ``table``
             reads them: ``prompt`` (text or a chat), ``ground_truth`` or ``answer``, and whatever functions ask for.
             Another task reads them under ``env.dataset=NAME``.
-        eval_dataset: the same for the held-out rows. None holds ``env.num_heldout`` rows out of a path; of rows that
-            are passed, a tenth at most.
+        eval_dataset: the same for the held-out rows. None holds a tenth of the rows out, 512 at most
+            (``env.num_heldout``).
         tools: functions that the policy may call, with type hints and docstrings (docs/tasks.md).
         environment: in their place a factory (a class, say) of TRL's protocol; each sample has an object of its own.
         objective: a surrogate, as ``algorithm.objective`` takes it from a file (docs/extending.md).

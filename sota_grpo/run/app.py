@@ -93,7 +93,7 @@ class Run:
         parts.publisher.publish(parts.learner.version)
         examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
-        progress = Progress(self.total, first_step=first)
+        progress = Progress(self.total, first_step=first, by_reward=parts.evaluator.success_above is not None)
         # the last one ends first: what is being saved is waited for when no signal's grace ends the process any more
         with (
             RunLog(self.run_dir, sinks=make_sinks(self.config, self.run_dir)) as self.run_log,
@@ -206,9 +206,7 @@ class Run:
         metrics = self.parts.evaluator.measure()
         self.run_log.write_step(step, metrics)
         self.log.add_seconds("time/eval_s", metrics["time/eval_s"])
-        accuracy, reward = metrics["eval/accuracy"], metrics["eval/reward"]
-        beside = "" if reward == accuracy else f", mean reward {reward:.3g}"
-        logger.info("Held-out accuracy after %d steps: %.1f %%%s", step, 100 * accuracy, beside)
+        logger.info("%s", self.parts.evaluator.sentence(step, metrics))
 
     def _after(self, steps: int) -> bool:
         if steps == self.first + 1:

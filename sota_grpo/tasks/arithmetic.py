@@ -167,7 +167,7 @@ class ArithmeticTask(ProceduralTask):
     name = "arithmetic"
     term_weights: Mapping[str, float] = {"correct": 1.0}
 
-    def __init__(self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, max_steps: int = 4) -> None:
+    def __init__(self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, max_steps: int = 4) -> None:
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
             raise ValueError(f"max_steps={max_steps} must lie between 1 and {LARGEST_NUM_STEPS}")
         super().__init__(seed, num_train, num_heldout)  # no system prompt: short sequences

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.rewards.extract import last_code_block, without_thinking
 from sota_grpo.rewards.sandbox import make_runner, run_tests
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_named, text_of
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_named, optional_text, text_of
 
 SYSTEM_PROMPT = (
     "Write a Python program that does what is asked. End your response with the whole program in one block that begins "
@@ -54,7 +54,8 @@ class CodeTask(FileTask):
     def _read(self, name: str) -> list[Example]:
         examples = []
         for row, place in load_named(name):
-            text_of(row, "prompt", place)
+            if not text_of(row, "prompt", place).strip():
+                raise DatasetError(f"{place}: the prompt is empty; mend or remove the row.")
             examples.append(self.read_row(row, place))
         return examples
 
@@ -93,7 +94,7 @@ class CodeTask(FileTask):
         if not tests:
             raise DatasetError(f"{place}: there are no tests; give one at least.")
         kept = [dict(test) if isinstance(test, Mapping) else test for test in tests]
-        return Example(str(row.get("prompt", "")), str(row.get("answer") or ""), {"tests": kept})
+        return Example(optional_text(row, ["prompt"]), optional_text(row, ["answer"]), {"tests": kept})
 
 
 def _is_code(text: str) -> bool:

@@ -61,7 +61,7 @@ class CountdownTask(ProceduralTask):
         self,
         seed: int = 0,
         num_train: int = 8192,
-        num_heldout: int = 256,
+        num_heldout: int = 512,
         *,
         num_numbers: Sequence[int] = (3, 4),
         system_prompt: str | None = None,

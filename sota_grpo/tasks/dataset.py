@@ -5,10 +5,13 @@ whose problems are a question and an answer.
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +23,9 @@ from sota_grpo.rl.task import chat
 from sota_grpo.text import first_line, sentence
 
 Row = Mapping[str, Any]
+_ENCODING = "utf-8-sig"  # UTF-8, with the mark before it that spreadsheets write, or without
 _PARQUET_ROWS = 64  # read at once
+_MOST_HELD_OUT = 512
 _PLAIN_SIZE = 1 << 26  # letters that a parquet file of any size may unpack to
 _MOST_COMPRESSED = 200  # times its size: of 10,000 rows with one prompt of 5,000 letters it is about 50
 
@@ -54,7 +59,26 @@ def load_rows(
     rows = _read_file(Path(path)) if path is not None else _read_hub(source, config, split)
     if not rows:
         raise DatasetError(f"{path or source} has no rows; give a file with at least one problem.")
-    return rows
+    return [{name: present(value) for name, value in row.items()} for row in rows]
+
+
+def present(value: Any) -> Any:
+    """The value; None where it is missing: NaN, as pandas and some writers of JSON have it, is no answer.
+
+    >>> present("NaN"), present(0.0), present(float("nan"))
+    ('NaN', 0.0, None)
+    """
+    is_missing = isinstance(value, (float, decimal.Decimal, datetime.date)) and value != value  # NaT is a date
+    return None if is_missing or type(value).__name__ == "NAType" else value  # of pandas
+
+
+def optional_text(row: Row, columns: Iterable[str]) -> str:
+    """The first of ``columns`` that one row has, as text; empty where it has none.
+
+    >>> optional_text({"question": None, "prompt": "2+2?"}, ("question", "prompt")), optional_text({}, ["prompt"])
+    ('2+2?', '')
+    """
+    return next((str(row[name]) for name in columns if present(row.get(name)) is not None), "")
 
 
 def load_named(name: str) -> list[tuple[dict[str, Any], str]]:
@@ -106,15 +130,13 @@ def first_text(row: Row, columns: Sequence[str], place: str) -> str:
     '2'
     """
     for column in columns:
-        value = row.get(column)
+        value = present(row.get(column))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         if value is not None:
             return text_of(row, column, place)
-    present = ", ".join(map(repr, row)) or "none"
-    raise DatasetError(
-        f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {present}."
-    )
+    found = ", ".join(map(repr, row)) or "none"
+    raise DatasetError(f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {found}.")
 
 
 def require_file(path: Path) -> None:
@@ -135,7 +157,7 @@ def _read_file(path: Path) -> list[dict[str, Any]]:
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding=_ENCODING) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -152,18 +174,37 @@ def _json(text: str, place: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{place}: not valid JSON ({error.msg} at character {error.pos}).") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets as deep
+        raise DatasetError(f"{place}: not JSON that can be read ({sentence(error)}).") from error
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
-    rows = _json(path.read_text(encoding="utf-8"), str(path))
+    rows = _json(path.read_text(encoding=_ENCODING), str(path))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DatasetError(f"{path} does not hold a list of objects; give one object per row.")
     return rows
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    csv.field_size_limit(_PLAIN_SIZE)  # of a cell; the limit of Python is 131,072 letters
+    rows: list[dict[str, Any]] = []
+    with path.open(encoding=_ENCODING, newline="") as file:
+        reader = csv.reader(file, strict=True)  # so that a quotation mark that is not closed is no cell
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise DatasetError(f"{path}: two columns have one name ({', '.join(map(repr, names))}); rename one.")
+            for cells in filter(None, reader):
+                if len(cells) != len(names):
+                    raise DatasetError(
+                        f"{path}, row {len(rows) + 1} (line {reader.line_num}): has {len(cells)} cells where the "
+                        f"header has {len(names)}; put cells that hold a comma or a line break in quotation marks."
+                    )
+                rows.append(dict(zip(names, cells, strict=True)))
+        except csv.Error as error:
+            place = f"{path}, row {len(rows) + 1} (line {reader.line_num})"
+            raise DatasetError(f"{place}: not valid CSV ({error}).") from error
+    return rows
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
@@ -223,56 +264,92 @@ def normalised(question: str) -> str:
     return " ".join(question.casefold().split())
 
 
-def unique_examples(examples: Sequence[Example], taken: set[str] | None = None) -> list[Example]:
-    """Each question once, the first kept, without those ``taken`` (normalised)."""
-    seen = set(taken or ())
-    kept = []
+def unique_examples(examples: Sequence[Example]) -> list[Example]:
+    """The examples without those that equal an earlier one in all that a reward can read.
+
+    The prompt counts with letter case and spacing aside, the answer and all other columns as they are.
+
+    >>> rows = [Example("1+1?", "2", {"words": n}) for n in (5, 9)] + [Example(" 1+1? ", "2", {"words": 5})]
+    >>> [example.extra["words"] for example in unique_examples(rows)]
+    [5, 9]
+    """
+    kept: dict[tuple[str, ...], Example] = {}
     for example in examples:
-        question = normalised(example.query)
-        if question not in seen:
-            seen.add(question)
-            kept.append(example)
-    return kept
+        columns = {name: value for name, value in example.extra.items() if name != "prompt"}
+        row = json.dumps(columns, sort_keys=True, default=str)
+        kept.setdefault((normalised(example.query), example.answer, row), example)
+    return list(kept.values())
+
+
+def hash_ordered(examples: Iterable[Example], data_seed: int) -> list[Example]:
+    """The examples by a hash of their questions: the first so many are a random sample of a file in any order.
+
+    >>> rows = [Example(f"{n}?", "") for n in range(4)]
+    >>> hash_ordered(rows, 0) == hash_ordered(rows[::-1], 0) != rows
+    True
+    """
+    return sorted(examples, key=lambda example: _hash(normalised(example.query), data_seed))
+
+
+def _hash(question: str, data_seed: int) -> bytes:
+    return hashlib.sha256(f"{data_seed}:{question}".encode()).digest()
 
 
 def two_sides(
-    train: Sequence[Example], heldout: Sequence[Example] | None, *, num_heldout: int, seed: int, source: str
+    train: Sequence[Example],
+    heldout: Sequence[Example] | None,
+    *,
+    num_heldout: int | None,
+    data_seed: int,
+    source: str,
 ) -> tuple[list[Example], list[Example]]:
-    """What to train on and what is held out, each question once; one that stands on both sides is held out.
+    """What to train on and what is held out, each row once; a question that stands on both sides is held out.
 
-    Without ``heldout``, held out are the ``num_heldout`` questions whose hash with the seed is smallest. So the choice
-    depends on the questions and the seed, not on their order; both sides keep the file's order.
+    Without ``heldout``, held out are all rows of the questions whose hash is smallest, until there are ``num_heldout``.
+    So the choice depends on the questions and ``data_seed``, not on their order. What is trained on keeps the file's
+    order, what is held out is in the order of its hash (:func:`hash_ordered`).
+
+    Args:
+        num_heldout: None is a tenth of the rows, 512 at most.
 
     Raises:
         DatasetError: nothing is left to train on.
 
     >>> examples = [Example(f"{i} + 1?", f"#### {i + 1}") for i in range(5)]
-    >>> train, heldout = two_sides(examples, None, num_heldout=2, seed=0, source="demo")
+    >>> train, heldout = two_sides(examples, None, num_heldout=2, data_seed=0, source="demo")
     >>> len(train), len(heldout), {e.query for e in train} & {e.query for e in heldout}
     (3, 2, set())
-    >>> two_sides(examples, examples[1:], num_heldout=0, seed=0, source="demo") == (examples[:1], examples[1:])
+    >>> two_sides(examples, examples[1:], num_heldout=0, data_seed=0, source="demo")[0] == examples[:1]
     True
     """
     num_read, train = len(train), unique_examples(train)
-    if heldout is None:
-        if num_heldout >= len(train):
-            fewer = f"env.num_heldout={max(1, len(train) // 10)} or " if len(train) > 1 else ""
-            raise DatasetError(
-                f"{source} has {len(train)} different questions, so env.num_heldout={num_heldout} leaves none to train "
-                f"on; use {fewer}a larger file."
-            )
-        num_read -= num_heldout
-        order = sorted(train, key=lambda e: hashlib.sha256(f"{seed}:{normalised(e.query)}".encode()).digest())
-        chosen = {normalised(example.query) for example in order[:num_heldout]}
-        heldout = [example for example in train if normalised(example.query) in chosen]
-    heldout = unique_examples(heldout)
-    train = unique_examples(train, taken={normalised(example.query) for example in heldout})
-    if not train:
-        raise DatasetError(f"every question of {source} is held out; give other problems to train on.")
     if len(train) < num_read:
-        left_out = num_read - len(train)
-        logger.info("%d of %d problems are repeated or held out: they are not trained on.", left_out, num_read)
-    return train, heldout
+        logger.info(
+            "%d of %d rows of %s equal an earlier row and are left out.", num_read - len(train), num_read, source
+        )
+    if heldout is None:
+        count = min(_MOST_HELD_OUT, max(1, len(train) // 10)) if num_heldout is None else num_heldout
+        rows = Counter(normalised(example.query) for example in train)
+        chosen: Counter[str] = Counter()
+        for question in sorted(rows, key=lambda question: _hash(question, data_seed)):
+            if chosen.total() >= count:
+                break
+            chosen[question] = rows[question]
+        if count and len(chosen) == len(rows):
+            fewer = f"env.num_heldout={max(1, len(rows) // 10)}, " if len(rows) > 1 else ""
+            raise DatasetError(
+                f"{source} has {len(train)} rows with {len(rows)} different questions, and one that is held out is not "
+                f"trained on, so env.num_heldout={count} leaves none; give {fewer}other rows to evaluate on "
+                "(env.eval_path), or none (env.num_heldout=0 eval.mode=off)."
+            )
+        heldout = [example for example in train if normalised(example.query) in chosen]
+        logger.info("%d of %d rows of %s are held out for evaluation.", len(heldout), len(train), source)
+    heldout = hash_ordered(unique_examples(heldout), data_seed)
+    taken = {normalised(example.query) for example in heldout}
+    kept = [example for example in train if normalised(example.query) not in taken]
+    if not kept:
+        raise DatasetError(f"every question of {source} is held out; give other problems to train on.")
+    return kept, heldout
 
 
 _FORMS = {  # what the system prompt asks for, and the last line of a response
@@ -343,20 +420,19 @@ class FileTask(ChatTask):
         *,
         path: str,
         eval_path: str | None = None,
-        num_heldout: int = 512,
+        num_heldout: int | None = None,
         max_samples: int | None = None,
-        seed: int = 0,
+        data_seed: int = 0,
         **options: Any,
     ) -> Self:
         """From a file, or from the train split of a dataset on the hub, in the columns of the task's ``read_row``.
 
-        A prompt that comes twice (letter case and spacing aside) is kept once, and never on both sides.
+        Equal rows are kept once, and a prompt is never on both sides (:func:`two_sides`).
 
         Args:
             path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``; anything else is a name on the hub.
             eval_path: the same for held-out prompts; None holds ``num_heldout`` rows out.
-            num_heldout: the same for every order of the rows; not read with ``eval_path``.
-            max_samples, seed, options: see :meth:`QuestionTask.load`.
+            num_heldout, max_samples, data_seed, options: see :meth:`QuestionTask.load`.
 
         Raises:
             DatasetError: rows that cannot be used, with their number, or none left to train on.
@@ -364,7 +440,7 @@ class FileTask(ChatTask):
         """
         task = cls(**options)
         train, heldout = task._told_apart(task._read(path), None if eval_path is None else task._read(eval_path))
-        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, seed=seed, source=path)
+        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=path)
         task.train = train[:max_samples]
         return task
 
@@ -409,9 +485,11 @@ class QuestionTask(ChatTask):
         """As :meth:`read_row`, of a row that must have a question.
 
         Raises:
-            DatasetError: as :meth:`read_row`, or there is no question.
+            DatasetError: as :meth:`read_row`, or there is no question, or an empty one.
         """
         question = first_text(row, self.question_columns, place)
+        if not question.strip():
+            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
         return replace(self.read_row(row, place), query=question)
 
     @classmethod
@@ -421,23 +499,23 @@ class QuestionTask(ChatTask):
         path: str | None = None,
         eval_path: str | None = None,
         source: str | None = None,
-        num_heldout: int = 512,
+        num_heldout: int | None = None,
         max_samples: int | None = None,
-        seed: int = 0,
+        data_seed: int = 0,
         **options: Any,
     ) -> Self:
         """From local files, or from the hub; the options are checked before anything is loaded.
 
-        Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
+        Equal rows are kept once, and a question is never on both sides (:func:`two_sides`).
 
         Args:
             path: local file; None asks the hub.
             eval_path: local file of the held-out problems; None holds out the hub's test split, or ``num_heldout``
                 rows of ``path``, the same for every order of its rows.
             source: name on the hub, of a dataset in the task's own columns; None is the task's own.
-            num_heldout: see ``eval_path``.
+            num_heldout: see ``eval_path``; None is a tenth of the rows, 512 at most.
             max_samples: train on the first so many examples only.
-            seed: of the choice of the held-out rows.
+            data_seed: of the choice of the held-out rows, and of their order.
             options: of the class.
 
         Raises:
@@ -454,6 +532,6 @@ class QuestionTask(ChatTask):
             heldout = read(load_rows(source, path=eval_path), eval_path)
         elif path is None:
             heldout = read(load_rows(source, split="test", config=config), f"{source} (test)")
-        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, seed=seed, source=place)
+        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=place)
         task.train = train[:max_samples]
         return task

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sota_grpo.rewards.extract import CALCULATION, extract_answer, numbers_equal, parse_number
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, answering, first_text
+from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, answering, first_text, optional_text
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 
@@ -74,7 +74,7 @@ class GSM8KTask(QuestionTask):
                 f"{place}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
                 "mend or remove the row."
             )
-        return Example(query=str(row.get("question", "")), answer=answer)
+        return Example(query=optional_text(row, self.question_columns), answer=answer)
 
 
 def _gold(answer: str) -> str:

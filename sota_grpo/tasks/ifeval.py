@@ -87,21 +87,19 @@ class IFEvalTask(ChatTask):
         *,
         path: str | None = None,
         eval_path: str | None = None,
-        num_heldout: int = 512,
+        num_heldout: int | None = None,
         max_samples: int | None = None,
-        seed: int = 0,
+        data_seed: int = 0,
         **options: Any,
     ) -> IFEvalTask:
         """Train on RLVR-IFeval and evaluate on IFEval, both from the hub, or on data of your own in either's format.
 
-        A prompt that comes twice (letter case and spacing aside) is kept once.
+        Equal rows are kept once.
 
         Args:
             path: what to train on: a local file or a name on the hub; None is ``allenai/RLVR-IFeval``.
             eval_path: the same for evaluation; None is ``google/IFEval`` or, where ``path`` is a file, rows of it.
-            num_heldout: rows held out of the file ``path``, the same for every order of its rows; not read with
-                ``eval_path``.
-            max_samples, seed, options: see :meth:`sota_grpo.tasks.dataset.QuestionTask.load`.
+            num_heldout, max_samples, data_seed, options: see :meth:`sota_grpo.tasks.dataset.QuestionTask.load`.
 
         Raises:
             DatasetError: rows that cannot be used, with their number, or evaluation prompts among the training data.
@@ -118,7 +116,7 @@ class IFEvalTask(ChatTask):
             eval_name = eval_path or EVAL_HUB_NAME
             heldout = task._read(eval_name)
             _refuse_overlap(unique_examples(train), heldout, name, eval_name)
-        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, seed=seed, source=name)
+        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=name)
         task.train = train[:max_samples]
         task._tell_of_sentences({name for e in [*train, *task.heldout] for name in e.extra["instruction_id_list"]})
         return task

@@ -21,7 +21,7 @@ from typing import Any
 
 from sota_grpo.rewards.ifeval import read_instructions
 from sota_grpo.rl.records import Example
-from sota_grpo.tasks.dataset import Row, normalised, unique_examples
+from sota_grpo.tasks.dataset import Row, hash_ordered, normalised, unique_examples
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 
@@ -66,8 +66,9 @@ class InstructionsTask(IFEvalTask):
         *,
         seed: int = 0,
         num_train: int = 8192,
-        num_heldout: int = 256,
+        num_heldout: int = 512,
         eval_path: str | None = None,
+        data_seed: int = 0,
         **options: Any,
     ) -> InstructionsTask:
         """Draw both splits from the seed; with ``eval_path``, hold out its prompts instead and never train on them.
@@ -77,6 +78,7 @@ class InstructionsTask(IFEvalTask):
             num_train: length of ``train``.
             num_heldout: length of ``heldout``; not read with ``eval_path``.
             eval_path: a local file or a name on the hub, in the format of IFEval or of RLVR-IFeval.
+            data_seed: of the order of its rows.
             options: of the class.
 
         Raises:
@@ -84,7 +86,7 @@ class InstructionsTask(IFEvalTask):
             DatasetError: rows of ``eval_path`` that cannot be used, with their number.
         """
         task = cls(**options)
-        examples = [] if eval_path is None else unique_examples(task._read(eval_path))
+        examples = [] if eval_path is None else hash_ordered(unique_examples(task._read(eval_path)), data_seed)
         draw = partial(_draw, frozenset(normalised(example.query) for example in examples))
         task.train = DrawnExamples(draw, seed, False, num_train)
         task.heldout = examples or DrawnExamples(draw, seed, True, num_heldout)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, answering, first_text
+from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, answering, first_text, optional_text, present
 
 HUB_NAME, HUB_CONFIG = "DigitalLearningGmbH/MATH-lighteval", "default"
 GOLD_COLUMNS = ("ground_truth", "answer", "solution")
@@ -89,7 +89,7 @@ class MathTask(QuestionTask):
         """
         text = first_text(row, GOLD_COLUMNS, place)
         gold = extract_answer(text, "boxed")
-        if gold is None and all(row.get(column) is None for column in GOLD_COLUMNS[:-1]):
+        if gold is None and all(present(row.get(column)) is None for column in GOLD_COLUMNS[:-1]):
             raise DatasetError(f"{place}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
         gold = gold or extract_answer(text, "hash") or text.strip()
         if not math_equal(gold, gold):
@@ -97,5 +97,4 @@ class MathTask(QuestionTask):
                 f"{place}: the gold answer {gold[:40]!r} ({len(gold)} characters) cannot be compared; "
                 "give a short final answer or remove the row."
             )
-        question = next((row[column] for column in self.question_columns if column in row), "")
-        return Example(query=str(question), answer=gold)
+        return Example(query=optional_text(row, self.question_columns), answer=gold)

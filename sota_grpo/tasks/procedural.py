@@ -84,7 +84,7 @@ class ProceduralTask(ChatTask):
     default_prompt = ""
 
     def __init__(
-        self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, *, system_prompt: str | None = None
+        self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, *, system_prompt: str | None = None
     ) -> None:
         self.train: Sequence[Example] = DrawnExamples(self.draw, seed, False, num_train)
         self.heldout: Sequence[Example] = DrawnExamples(self.draw, seed, True, num_heldout)

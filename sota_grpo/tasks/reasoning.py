@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sota_grpo.rewards.extract import CALCULATION, extract_answer, numbers_equal
+from sota_grpo.rewards.extract import CALCULATION, answers_equal, extract_answer, is_number
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, first_text, require_not_negative
 from sota_grpo.tasks.gsm8k import HUB_CONFIG, HUB_NAME
@@ -27,9 +27,6 @@ _PART_CREDIT = 0.25
 
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # scripts that put no spaces between words
 _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
-_NAME = re.compile(r"\\?[^\W\d_]{2,}")  # a word of two letters and more, or a LaTeX command
-_NUMBER_FIRST = re.compile(r"[$\s-]*\.?\d")
-_SPACED_SIGN = re.compile(r" ?([^\w ]) ?")
 _MAX_INFO_CHARS = 200
 
 
@@ -112,40 +109,14 @@ def count_words(text: str) -> int:
     return sum(1 for _ in _WORD.finditer(text))
 
 
-def answers_equal(answer: str, gold: str) -> bool:
-    """Whether two answers are the same number, or the same text but for letter case, spacing and a last period.
-
-    Units are read over where the gold answer has none, or where the answer has none and the gold answer is a number
-    with its unit; so ``11`` is not ``Apollo 11``, and ``3 am`` is not ``3 pm``.
-
-    >>> answers_equal("18 dollars", "$18"), answers_equal("5", "5 apples"), answers_equal("5 pears", "5 apples")
-    (True, True, False)
-    >>> answers_equal(" new  york.", "New York"), answers_equal("(1,2)", "( 1, 2 )"), answers_equal("11", "Apollo 11")
-    (True, True, False)
-    """
-    if _folded(answer) == _folded(gold):
-        return True
-    if not numbers_equal(answer, gold):
-        return False
-    units, gold_units = _names(answer), _names(gold)
-    return not gold_units or units == gold_units or (not units and _NUMBER_FIRST.match(gold) is not None)
-
-
-def _folded(text: str) -> str:
-    return _SPACED_SIGN.sub(r"\1", " ".join(text.casefold().split())).rstrip(". ")
-
-
-def _names(text: str) -> list[str]:
-    return [name.casefold() for name in _NAME.findall(text) if name[0] != "\\"]
-
-
 class ReasoningTask(QuestionTask):
     """Problems whose answer is a number or a short text, rewarded by form, thinking and answer together.
 
-    ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``: :func:`answers_equal` in {0, 1},
-    :func:`format_term` in [0, 1], :func:`thinking_term` in [-1, 0]. The answer is looked for in the last complete
-    answer tags after the thinking, whatever the rest of the form is like; success is a right answer. With
-    ``format_weight + thinking_weight < 1`` every right answer earns more than every wrong one.
+    ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``:
+    :func:`~sota_grpo.rewards.answers_equal` in {0, 1}, :func:`format_term` in [0, 1], :func:`thinking_term` in [-1, 0].
+    The answer is looked for in the last complete answer tags after the thinking, whatever the rest of the form is like;
+    success is a right answer. With ``format_weight + thinking_weight < 1`` every right answer earns more than every
+    wrong one.
 
     Args:
         train, heldout: examples to train on, and to evaluate on.
@@ -189,8 +160,9 @@ class ReasoningTask(QuestionTask):
 
     def score(self, response: str, example: Example) -> Score:
         """The three terms; beside them the words of thinking and the beginning of the answer that was found."""
-        parts, answer = read_parts(response), extract_answer(response, self.answer_format)
-        right = answer is not None and answers_equal(answer, split_gold(example.answer)[1])
+        parts, gold = read_parts(response), split_gold(example.answer)[1]
+        answer = extract_answer(response, self.answer_format, words=not is_number(gold))
+        right = answer is not None and answers_equal(answer, gold)
         terms = {
             "answer": float(right),
             "format": format_term(parts),
@@ -227,17 +199,6 @@ class ReasoningTask(QuestionTask):
             raise DatasetError(f"{place}: the right answer {reason}; mend or remove the row.")
         questions = [row[name] for name in self.question_columns if isinstance(row.get(name), str)]
         return Example(query=questions[0] if questions else "", answer=answer)
-
-    def read_problem(self, row: Row, place: str) -> Example:
-        """As :meth:`read_row`, of a row that must have a question.
-
-        >>> ReasoningTask().read_problem({"prompt": "1+1?", "ground_truth": 2}, "demo, row 1")
-        Example(query='1+1?', answer='2', extra={})
-        """
-        example = super().read_problem(row, place)
-        if not example.query.strip():
-            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
-        return example
 
 
 def split_gold(answer: str) -> tuple[str, str]:

@@ -181,7 +181,7 @@ class ReasoningGymTask(ChatTask):
 
     @classmethod
     def load(
-        cls, *, tasks: Mapping[str, Any], seed: int = 0, num_train: int = 8192, num_heldout: int = 256, **options: Any
+        cls, *, tasks: Mapping[str, Any], seed: int = 0, num_train: int = 8192, num_heldout: int = 512, **options: Any
     ) -> ReasoningGymTask:
         """With problems to train on and to evaluate on, which are made when they are asked for.
 

@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sota_grpo.rewards import extract_answer, numbers_equal
-from sota_grpo.rewards.extract import without_thinking
+from sota_grpo.rewards import answers_equal, extract_answer
+from sota_grpo.rewards.extract import is_number
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_named, normalised
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_named, normalised, present
 from sota_grpo.tasks.gsm8k import GSM8KTask
 
 Chat = list[dict[str, Any]]
 
+TEMPLATE_COLUMN = "chat_template_kwargs"  # of TRL's data, where a row has its own
 DEFAULT_ANSWER = "ground_truth"  # column of the ground truths
 GSM8K_SOURCES = ("openai/gsm8k",)
 MATH_SOURCES = (
@@ -29,7 +30,7 @@ MATH_SOURCES = (
 
 
 def plain_columns(row: Row, place: str) -> dict[str, Any]:
-    """The columns, types kept as far as JSON has them: dates become ISO text, decimals numbers, arrays lists.
+    """The columns, types kept as far as JSON has them: dates become ISO text, decimals numbers, arrays lists, NaN None.
 
     Raises:
         DatasetError: a column of something else (bytes, images), which cannot travel to a grader's process.
@@ -41,6 +42,7 @@ def plain_columns(row: Row, place: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, place: str) -> Any:
+    value = present(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -110,8 +112,8 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
 
     - ``openai/gsm8k``: :class:`~sota_grpo.tasks.gsm8k.GSM8KTask`, the same number exactly.
     - MATH (``MATH_SOURCES``): :func:`~sota_grpo.rewards.maths.math_equal`, an equivalent expression.
-    - all others: the answer is the same number as the ground truth or as an entry of it, if it is a list, or the same
-      text, letter case and spacing aside; under ``any`` the whole response may be that text.
+    - all others: :func:`~sota_grpo.rewards.answers_equal`, with the ground truth or with an entry of it, if it is a
+      list. Where the ground truth is no number, ``any`` takes what "the answer is" says, or the whole response.
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)
@@ -121,15 +123,15 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
     place = answer_format_of(source, answer_format)
     if source in GSM8K_SOURCES:
         return GSM8KTask(answer_format=place).score(response, Example("", text_of_answer(ground_truth))).success
-    answer = extract_answer(response, place, mathematics=source in MATH_SOURCES)
     truths = _texts(ground_truth)
     if source in MATH_SOURCES:
         from sota_grpo.rewards.maths import math_equal  # of no use to most tables
 
+        answer = extract_answer(response, place, mathematics=True)
         return answer is not None and any(math_equal(truth, answer) for truth in truths)
-    whole = without_thinking(response) if place == "any" else None
-    texts = {normalised(text) for text in (answer, whole) if text is not None}
-    return any(normalised(truth) in texts or numbers_equal(answer or "", truth) for truth in truths)
+    answers = {words: extract_answer(response, place, words=words) for words in (False, True)}
+    pairs = [(answers[not is_number(truth)], truth) for truth in truths]
+    return any(answer is not None and answers_equal(answer, truth) for answer, truth in pairs)
 
 
 def _texts(ground_truth: Any) -> list[str]:
@@ -234,7 +236,8 @@ class TableTask(FileTask):
             columns.append("answer")
         examples = []
         for row, place in rows:
-            if row.get(self.prompt_column) in (None, ""):
+            prompt = row.get(self.prompt_column)
+            if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
                 raise DatasetError(
                     f"{place}: column {self.prompt_column!r} holds no prompt; the columns found are "
                     f"{', '.join(map(repr, row))}: set env.prompt_column, or remove the row."
@@ -266,6 +269,11 @@ class TableTask(FileTask):
         model = columns.get("reward_model")
         if "data_source" in columns and isinstance(model, Mapping) and "ground_truth" in model:  # verl's
             ground_truth = model["ground_truth"]
+        if columns.get(TEMPLATE_COLUMN) is not None:
+            raise DatasetError(
+                f"{place}: column {TEMPLATE_COLUMN!r} would differ from row to row; remove it and set "
+                "env.chat_template_kwargs, which holds for all rows."
+            )
         extra = {"prompt": prompt, "ground_truth": ground_truth, "columns": columns}
         query = next(turn["content"] for turn in reversed(_turns(prompt)) if turn["role"] == "user")
         example = Example(query, text_of_answer(ground_truth), extra)

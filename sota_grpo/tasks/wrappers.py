@@ -41,7 +41,7 @@ from sota_grpo.rewards.functions import (
     unpickled,
 )
 from sota_grpo.rewards.grading import failed_score, guarded_score
-from sota_grpo.rl.records import USED_UP, Example, SampledText, Score, total_reward
+from sota_grpo.rl.records import USED_UP, VERDICTS, Example, SampledText, Score, total_reward
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of, without_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.table import TableTask, source_of
@@ -50,7 +50,6 @@ DEFAULT_NAME = "compute_score"  # verl's
 BUILTIN = "builtin"  # the task's own reward
 
 _TAKEN = ("kl", "overlong")  # reward terms that are not graders'
-_SUCCESS = ("success", "acc", "correct")  # entries of a function that say whether the response is right
 _SOURCES = {"gsm8k": "openai/gsm8k"}  # verl's name of a task's data
 
 
@@ -205,7 +204,7 @@ class FunctionScorer:
         verdicts = [
             bool(one.info[name] >= 1)
             for one in outputs.values()
-            for name in _SUCCESS
+            for name in VERDICTS
             if isinstance(one.info.get(name), (bool, int, float))
         ]
         info = {  # of several functions, each entry under its function's name

@@ -6,12 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from statistics import fmean
 
 from sota_grpo import keys
 from sota_grpo.envs.curriculum import level_name
-from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed, task_of_example, total_reward
+from sota_grpo.rl.records import VERDICTS, Example, Sample, Sampling, Score, sample_seed, task_of_example, total_reward
 from sota_grpo.source.source import Prompt, Rollouts
 
 logger = logging.getLogger(__name__)
@@ -91,12 +91,16 @@ def _stderr(terms: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response: the text that was graded, its score, its length in tokens, whether it was cut for length."""
+    """A graded response: the text that was graded, its score, its length in tokens, whether it was cut for length.
+
+    ``asked_again``: it follows a user turn that said something about a response before it.
+    """
 
     text: str
     score: Score
     num_tokens: int
     truncated: bool
+    asked_again: bool = False
 
 
 def accuracy(problems: Sequence[Sequence[Response]]) -> Accuracy:
@@ -159,6 +163,9 @@ class Evaluator:
         seed: seed of the run.
         by_level: give the accuracy of each level of the task, too, as ``eval/task/level_<level>``.
         success_above: the reward above which a response is right, where nothing else says which is; else None.
+
+    Attributes:
+        by_reward: in the last evaluation nothing but ``success_above`` said which responses are right.
     """
 
     rollouts: Rollouts
@@ -169,11 +176,13 @@ class Evaluator:
     seed: int
     by_level: bool = False
     success_above: float | None = None
+    by_reward: bool = field(default=False, init=False)
+    _is_told: bool = field(default=False, init=False)
 
     def measure(self) -> dict[str, float]:
         """``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of greedy
-        responses also ``eval/reward`` with its error and terms, and the benchmark's own accuracies (:meth:`benchmark`),
-        ``eval/task/<name>``."""
+        responses also ``eval/reward`` with its error and terms, the benchmark's own accuracies (:meth:`benchmark`),
+        ``eval/task/<name>``, and ``eval/first_turn_accuracy`` where wrong ones were asked about again."""
         began = time.perf_counter()
         problems = self.responses(1, temperature=0.0)
         greedy = accuracy(problems)
@@ -182,6 +191,9 @@ class Evaluator:
         for name, counts in self.benchmark(problems).items():
             share = Accuracy.of_counts(counts)
             metrics |= {f"eval/task/{name}": share.mean, f"eval/task_stderr/{name}": share.stderr}
+        if any(response.asked_again for responses in problems for response in responses):
+            at_once = [fmean(one.score.success and not one.asked_again for one in responses) for responses in problems]
+            metrics["eval/first_turn_accuracy"] = fmean(at_once)
         failed = num_failed(problems)
         if self.avg_at_k:
             problems = self.responses(self.avg_at_k, temperature=1.0)
@@ -189,6 +201,16 @@ class Evaluator:
             failed += num_failed(problems)
             metrics |= {"eval/avg_at_k": sampled.mean, "eval/avg_at_k_stderr": sampled.stderr}
         return metrics | {"eval/grader_errors": failed, "time/eval_s": time.perf_counter() - began}
+
+    def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
+        """What the last evaluation found, in words: the mean reward first where nothing says what is right."""
+        accuracy, reward, after = 100 * metrics["eval/accuracy"], metrics["eval/reward"], f"after {steps} steps"
+        if reward == metrics["eval/accuracy"]:
+            return f"Held-out accuracy {after}: {accuracy:.1f} %"
+        if self.by_reward:
+            above = f"reward.success_above={self.success_above:g}"
+            return f"Held-out mean reward {after}: {reward:.3g} ({accuracy:.1f} % of the responses above {above})"
+        return f"Held-out accuracy {after}: {accuracy:.1f} %, mean reward {reward:.3g}"
 
     def _rewards(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
         weights = self.rollouts.env.task.term_weights
@@ -200,13 +222,16 @@ class Evaluator:
             metrics |= {f"eval/reward/{name}": fmean(values)} if values else {}
         rewards = [total_reward(score.terms, weights) for score in scores]
         lowest, highest, above = min(rewards), max(rewards), self.success_above
-        if above is not None and lowest < highest and (lowest > above or highest <= above):
+        said = {name.rpartition("/")[2] for score in scores for name in score.info}
+        self.by_reward = above is not None and said.isdisjoint(VERDICTS)
+        varies = lowest < highest and not self._is_told
+        if above is not None and varies and (lowest > above or highest <= above):
             logger.warning(
                 "All %d greedy held-out responses count as %s, though their rewards go from %.3g to %.3g: accuracy "
                 "says nothing here, eval/reward does. reward.success_above=%g should be what a right response exceeds.",
                 *(len(scores), "right" if lowest > above else "wrong", lowest, highest, above),
             )
-            self.success_above = None  # once is enough
+            self._is_told = True
         return metrics
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
@@ -253,7 +278,7 @@ class Evaluator:
         for group in self.rollouts.stream(prompts, sampling):
             index = group.prompt.group_id
             graded[index] = [
-                Response(text, score, _length(sample), sample.truncated)
+                Response(text, score, _length(sample), sample.truncated, _asked_again(sample))
                 for text, sample, score in zip(
                     group.rows.get(keys.RESPONSE_TEXT), group.samples, group.scores, strict=True
                 )
@@ -268,6 +293,11 @@ class Evaluator:
                 *(len(errors), len(scores), errors[0]),
             )
         return problems
+
+
+def _asked_again(sample: Sample) -> bool:
+    replies = (sample.record or {}).get("replies", ())
+    return any(turn["role"] == "user" for turns in replies for turn in turns)
 
 
 def _length(sample: Sample) -> int:

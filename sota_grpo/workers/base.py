@@ -102,11 +102,12 @@ class ConstructionFailed(WorkerDied):
 class WorkerSpec:
     """What a worker is made by: ``factory(**options)``, called once in its own process.
 
-    Its public methods are what :meth:`Worker.call` may name. A method that
-    takes long returns a :class:`concurrent.futures.Future`; one that returns a value must be quick, because the host
-    answers calls one after the other. ``ping()`` returns the seconds for which the worker has had work and made no
-    progress (0 when idle); ``close()`` frees what it holds. A worker that cannot go on fails its futures with
-    :class:`WorkerDied`.
+    Its public methods are what :meth:`Worker.call` may name. A method that takes long returns a
+    :class:`concurrent.futures.Future`; one that returns a value must be quick, because the host answers calls one after
+    the other. ``ping()`` returns the seconds for which the worker has had work and made no progress (0 when idle);
+    ``close()`` frees what it holds. A worker whose ``ANSWERED_WHILE_BUSY`` names methods has those called at once, on
+    another thread, so its other methods may take long on the main thread. A worker that cannot go on fails its futures
+    with :class:`WorkerDied`.
 
     Args:
         factory: ``"package.module:function"``, imported there.
@@ -281,17 +282,23 @@ class Host(JobQueue):
         Unpacking imports the modules of the arguments' classes. It happens on the thread that constructed the worker,
         because two threads that import parts of one package at once may see half of a module.
         """
-        if method != IDLE_METHOD:
-            return self.submit(self._answer, method, unpack)
         future = promised()
-        future.set_result(self._activity.idle_s())
+        if method == IDLE_METHOD:
+            future.set_result(self._activity.idle_s())
+        elif self._is_constructed() and method in getattr(self._worker.result(), "ANSWERED_WHILE_BUSY", ()):
+            resolve(future, lambda: self._answer(method, unpack))
+        else:
+            return self.submit(self._answer, method, unpack)
         return future
 
     def serve(self) -> None:
         super().serve()
-        close = None if self._worker.exception() else getattr(self._worker.result(), "close", None)
+        close = getattr(self._worker.result(), "close", None) if self._is_constructed() else None
         if callable(close):
             close()
+
+    def _is_constructed(self) -> bool:
+        return self._worker.done() and self._worker.exception() is None
 
     def _construct(self, unpack_spec: Callable[[], WorkerSpec]) -> Any:
         try:

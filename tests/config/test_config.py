@@ -472,6 +472,11 @@ BROKEN = [
         ["env.dataset=math", "reward.path=r.py", "reward.wrong=-2"],
         "reward.wrong=-2.0 has no effect beside reward.path=r.py",
     ),
+    (
+        "an_evaluation_has_problems",
+        ["env.dataset=table", "env.dataset_path=rows.jsonl", "env.num_heldout=0"],
+        "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off",
+    ),
     ("a_size_chooses_a_model_that_has_no_name", ["model.size=3B"], "no effect beside model.name=tiny"),
     ("several_turns_have_something_to_say", ["env.dataset=calculator"], "leaves no turn to answer it"),
     ("every_reward_function_has_a_weight", ["reward.path=r.py", "reward.name=builtin"], "leave both out"),

@@ -29,6 +29,8 @@ def moody(response: str, example: Example) -> Score:
         signal.raise_signal(signal.SIGSEGV)
     if mood == "shot":
         os.kill(os.getpid(), signal.SIGKILL)
+    if mood == "interrupt":
+        raise KeyboardInterrupt
     if mood == "memory":
         _fill_the_memory()
     if mood == "away":
@@ -62,6 +64,8 @@ def tame(response: str, example: Example) -> Score:
         time.sleep(float(rest))
     if mood == "quit":
         raise SystemExit(rest)
+    if mood == "interrupt":
+        raise KeyboardInterrupt
     if mood == "memory":
         raise MemoryError
     if mood == "nan":

@@ -135,7 +135,7 @@ def test_sentences_are_seen_only_where_nobody_else_shows_them(monkeypatch: pytes
         ({"overrides": ["hydra.run.dir=here"]}, r"hydra\.run\.dir has no effect here; give run_dir"),
         ({"config_name": "grpo_gpu"}, "There is no config grpo_gpu; the presets are"),
         ({"overrides": ["env.repeats=3"]}, "not divisible by the group size"),
-        ({"dataset": ROWS[:1]}, "leaves none to train on"),
+        ({"dataset": ROWS[:1]}, "leaves none; give other rows"),
         ({"dataset": [{"text": "?", "answer": "1"}] * 4}, "row 1: column 'prompt' holds no prompt"),
         ({"reward": lambda completions, levels: [1.0]}, "asks for levels, but the columns of the data are answer"),
     ],

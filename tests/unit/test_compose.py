@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from sota_grpo.assembly.compose import anchor_paths, compose, load_config
 from sota_grpo.config import register
-from sota_grpo.config.spelling import THEIRS, walk
+from sota_grpo.config.spelling import NOT_HERE, THEIR_VALUES, THEIRS, walk
 from sota_grpo.errors import UserError
 from sota_grpo.run.entry import CONFIG_DIR
 
@@ -87,6 +87,12 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
         ("+foo=1", "There is no option foo."),
         ("beta=0.04", "There is no option beta; here it is policy.kl_coef."),
         ("train.learning_rate=1e-6", "There is no option train.learning_rate; here it is optimizer.lr."),
+        ("loss_type=dapo", "There is no option loss_type; here loss_type=dapo is algorithm.aggregation=token."),
+        ("+loss_type=cispo", "There is no option loss_type; here loss_type=cispo is algorithm=cispo."),
+        ("loss_type=other", "here it is algorithm=PRESET, or algorithm.objective and algorithm.aggregation."),
+        ("scale_rewards=batch", "here scale_rewards=batch is algorithm.scale=batch_std."),
+        ("logging_steps=1", "There is no option logging_steps; the metrics of every step are logged."),
+        ("push_to_hub=true", "There is no option push_to_hub; export the run with sota-grpo export"),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high."),
         ("train.temperature=1", "did you mean inference_model.temperature?"),
         ("train.patience=3", "There is no option train.patience."),
@@ -112,12 +118,18 @@ def test_a_mistyped_override_is_told_in_one_sentence(override: str, sentence: st
 
 def test_hints_name_options_that_there_are() -> None:
     ours = {option for option, _, _ in walk()} | {"algorithm", "engine", "hydra.run.dir"}
-    for theirs, hint in THEIRS.items():
+    for theirs, hint in [*THEIRS.items(), *THEIR_VALUES.items()]:
         named = re.findall(r"[a-z_.]+(?==)|[a-z_]+\.[a-z_.1-2]+", hint)
         assert set(named) <= ours, (theirs, hint)
         assert named, theirs
-    both = ours & {name for name in THEIRS if "." not in name}
+    both = ours & {name for name in [*THEIRS, *NOT_HERE] if "." not in name}
     assert not both, "an option of ours must not be explained away"
+    assert not THEIRS.keys() & NOT_HERE.keys()
+
+
+@pytest.mark.parametrize("override", THEIR_VALUES.values())
+def test_a_hint_with_a_value_can_be_given_as_it_is(override: str) -> None:
+    compose("grpo_cpu", [override])
 
 
 def test_an_option_may_be_given_with_two_pluses() -> None:

@@ -108,6 +108,40 @@ def test_a_file_of_noise_is_refused(tmp_path: Path, suffix: str) -> None:
     assert str(path) in failure(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a,b\n1,2\n3\n", "row 2 (line 3): has 1 cells where the header has 2"),
+        ("a,b\n1,2,3\n", "row 1 (line 2): has 3 cells where the header has 2"),
+        ('a,b\n"1\n2",3\n"4,5\n', "row 2 (line 4): not valid CSV"),
+        ("a,b,a\n1,2,3\n", "two columns have one name"),
+    ],
+)
+def test_a_broken_row_of_csv_is_named_by_its_number(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    assert sentence in failure(tmp_path / "rows.csv")
+
+
+def test_a_cell_may_be_long_and_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    rows = [{"a": "x" * 200_000}]
+    for suffix in (".csv", ".json", ".jsonl"):
+        path = write(tmp_path / f"rows{suffix}", rows)
+        path.write_text(path.read_text(), encoding="utf-8-sig")
+        assert load_rows("name", path=str(path)) == rows
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "brackets"])
+def test_json_that_python_does_not_read_is_named_by_its_line(tmp_path: Path, value: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": ' + value + "}")
+    assert "line 2: not JSON that can be read" in failure(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_nan_is_a_missing_value_in_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"rows{suffix}", [{"a": 1.5}, {"a": float("nan")}])
+    assert load_rows("name", path=str(path)) == [{"a": 1.5}, {"a": None}]
+
+
 def test_a_missing_column_names_the_columns_found() -> None:
     with pytest.raises(DatasetError, match=r"demo, row 2: column 'answer' is missing; the columns found are 'q', 'a'"):
         text_of({"q": "x", "a": "y"}, "answer", "demo, row 2")

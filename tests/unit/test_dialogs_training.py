@@ -34,6 +34,7 @@ from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
+from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
@@ -231,6 +232,24 @@ def test_the_loop_trains_on_dialogs_of_a_scripted_engine(tmp_path: Path) -> None
             assert set(row.get(keys.TOKEN_VERSION)[mask].tolist()) == {step}
             assert set(row.get(keys.TOKEN_VERSION)[~mask].tolist()) == {-1}
         assert 0 < update["grad_norm"] < math.inf
+
+
+def test_accuracy_of_the_first_turn_leaves_out_what_being_asked_again_helped() -> None:
+    """Four problems: right at once, right when asked again, right when asked again, never."""
+    env = make_env()
+    examples = env.task.train[:4]
+    prompts = [env.prompt_ids(example) for example in examples]
+
+    def script(request: GroupRequest, index: int, version: int) -> list[int]:
+        at = next(at for at, prompt in enumerate(prompts) if request.prompt_ids[: len(prompt)] == prompt)
+        again = MESSAGE in env.tokenizer.decode(request.prompt_ids)
+        right = at == 0 or (again and at < 3)
+        return env.tokenizer(env.task.gold_response(examples[at]) if right else "#### -1")["input_ids"]
+
+    inner = ScriptedEngine(script, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
+    rollouts = Rollouts(env, WithExamples(inner, env, max_steps=2))
+    found = Evaluator(rollouts, examples, max_tokens=48, avg_at_k=0, seed=SEED).measure()
+    assert (found["eval/accuracy"], found["eval/first_turn_accuracy"]) == (0.75, 0.25)
 
 
 def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:

@@ -8,6 +8,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,15 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
     assert found["eval/reward_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
     assert evaluate(evaluator)["greedy"]["reward"] == -0.5
     assert "accuracy says nothing" not in caplog.text
+    assert evaluator.sentence(3, found) == "Held-out accuracy after 3 steps: 0.0 %, mean reward -0.5"
+    evaluator.success_above = -0.75
+    found["eval/accuracy"] = 0.5
+    evaluator.measure()
+    expected = "Held-out mean reward after 3 steps: -0.5 (50.0 % of the responses above reward.success_above=-0.75)"
+    assert evaluator.sentence(3, found) == expected, "nothing but the limit says what is right"
+    env.grader = LocalGrader(lambda *pair: replace(score(*pair), info={"near/acc": 0.0}), ["near", "rare"])
+    evaluator.measure()
+    assert evaluator.sentence(3, found) == "Held-out accuracy after 3 steps: 50.0 %, mean reward -0.5"
     evaluator.success_above = 0.0
     evaluator.measure()
     assert "All 8 greedy held-out responses count as wrong, though their rewards go from -1 to 0" in caplog.text

@@ -11,17 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
 
-from sota_grpo.rewards.grading import GradingPool, LocalGrader, RewardWorker, grading_pool
+from sota_grpo.rewards.grading import GradingPool, LocalGrader, grading_pool
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Scorer
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
-from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.base import WorkerDied, WorkerSpec
+from sota_grpo.workers.processes import ThreadLauncher
 from tests.unit.graders import WEIGHTS, Together, Unloadable, misnamed, moody, tame
 
 SEED = random.randrange(1 << 30)
@@ -208,14 +209,19 @@ def test_the_worker_says_how_long_its_grader_has_been_at_one_response() -> None:
         leave.wait(WAIT_S)
         return tame(response, example)
 
-    worker = RewardWorker(waits, tuple(WEIGHTS))
-    assert worker.ping() == 0
-    answer = worker.run([("say 4", Example("?", "4"))])
-    enter.wait(WAIT_S)
-    first = worker.ping()
-    time.sleep(0.05)
-    assert worker.ping() >= first + 0.05
-    leave.set()
-    assert answer.result(WAIT_S)[0].success
-    assert worker.ping() == 0
-    worker.close()
+    options = {"score": waits, "term_names": tuple(WEIGHTS)}
+    with closing(ThreadLauncher()) as launcher:
+        worker = launcher.start("reward-0", WorkerSpec("sota_grpo.rewards.grading:RewardWorker", options))
+
+        def ping() -> float:
+            return worker.call("ping").result(WAIT_S)
+
+        assert ping() == 0
+        answer = worker.call("run", [("say 4", Example("?", "4"))])
+        enter.wait(WAIT_S)
+        first = ping()
+        time.sleep(0.05)
+        assert ping() >= first + 0.05
+        leave.set()
+        assert answer.result(WAIT_S)[0].success
+        assert ping() == 0

@@ -111,7 +111,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
 def test_the_hub_trains_on_rlvr_and_evaluates_on_ifeval(hub: dict[str, list[dict[str, Any]]]) -> None:
     task = make_task("ifeval", max_samples=30)
     assert [len(task.train), len(task.heldout)] == [30, 7]
-    assert task.heldout[0].query == "Prompt 0, no commas."
+    assert min(example.query for example in task.heldout) == "Prompt 0, no commas."
     hub["allenai/RLVR-IFeval"][5]["messages"][0]["content"] = "prompt 3,  no COMMAS."
     with pytest.raises(
         DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval stand in google/IFEval"
@@ -169,7 +169,7 @@ def test_a_grader_imports_its_libraries_before_its_first_response() -> None:
         "import sys; from sota_grpo.rewards.grading import RewardWorker; from sota_grpo.tasks import make_scorer;"
         "from sota_grpo.tasks.wrappers import think_again;"  # through what is wrapped around it, too
         "task = think_again(make_scorer('ifeval')); worker = RewardWorker(task.score, task.term_weights);"
-        "print(sorted({'nltk', 'langdetect', 'torch'} & set(sys.modules))); worker.close()"
+        "print(sorted({'nltk', 'langdetect', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['langdetect', 'nltk']"

@@ -62,6 +62,18 @@ def test_every_table_gives_the_same_rows(make: Callable[[], Any]) -> None:
     assert (config.env.dataset, config.env.dataset_path) == ("table", PASSED)
 
 
+def test_what_pandas_writes_for_a_missing_value_is_none() -> None:
+    import pandas
+
+    table = {"prompt": ["a", None], "ground_truth": [1.0, None], "day": [None, pandas.Timestamp("2026-11-02")]}
+    frame = pandas.DataFrame(table).astype({"ground_truth": "Float64"})
+    _, passed = taken(dataset=frame)
+    assert lines(passed.train_rows) == [
+        {"prompt": "a", "ground_truth": 1.0, "day": None},
+        {"prompt": None, "ground_truth": None, "day": "2026-11-02T00:00:00"},
+    ]
+
+
 def test_columns_keep_their_types_as_far_as_json_has_them() -> None:
     row = {"prompt": "?", "n": numpy.int64(3), "x": numpy.arange(2), "day": datetime.date(2026, 11, 2), "none": None}
     _, passed = taken(dataset=[row])
@@ -75,19 +87,8 @@ def test_a_path_is_the_option_and_nothing_is_copied(tmp_path: Path) -> None:
     assert passed.signature == {}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "count", "heldout"),
-    [((), 40, 4), ((), 5, 1), ((), 9000, 512), (("env.num_heldout=7",), 40, 512)],
-)
-def test_a_tenth_of_the_rows_is_held_out_unless_told_otherwise(overrides: tuple, count: int, heldout: int) -> None:
-    """The override itself is applied when the config is composed, so here the default stays."""
-    config, _ = taken(*overrides, dataset=[{"prompt": str(n), "answer": "1"} for n in range(count)])
-    assert config.env.num_heldout == heldout
-
-
-def test_nothing_is_held_out_of_the_rows_where_others_are_passed_for_it() -> None:
-    config, passed = taken(dataset=ROWS, eval_dataset=ROWS[:3])
-    assert config.env.num_heldout == Config().env.num_heldout
+def test_rows_to_evaluate_on_are_written_too() -> None:
+    _, passed = taken(dataset=ROWS, eval_dataset=ROWS[:3])
     assert lines(passed.eval_rows) == ROWS[:3]
 
 

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_files_of_either_naming_are_read_alike(tmp_path: Path) -> None:
     gsm8k = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(10)]
     boxed = [{"prompt": row["question"], "ground_truth": i + 1} for i, row in enumerate(gsm8k)]
-    one = ReasoningTask.load(path=write(tmp_path / "a.jsonl", gsm8k), num_heldout=3, seed=5)
-    other = ReasoningTask.load(path=write(tmp_path / "b.jsonl", boxed), num_heldout=3, seed=5)
+    one = ReasoningTask.load(path=write(tmp_path / "a.jsonl", gsm8k), num_heldout=3, data_seed=5)
+    other = ReasoningTask.load(path=write(tmp_path / "b.jsonl", boxed), num_heldout=3, data_seed=5)
     for left, right in ((one.train, other.train), (one.heldout, other.heldout)):
         assert [e.query for e in left] == [e.query for e in right]
         assert [split_gold(e.answer)[1] for e in left] == [split_gold(e.answer)[1] for e in right]

@@ -29,6 +29,14 @@ def test_the_line_reads_as_promised_with_the_time_left_by_the_mean_turn():
     assert line == "step 12/60  reward 0.61  success 57 %  kl 0.002  4,210 tok/s  ETA 2:31"
 
 
+def test_a_success_that_is_a_reward_above_a_limit_is_not_shown() -> None:
+    progress = Progress(60, stream=io.StringIO(), by_reward=True, clock=lambda: 0.0)
+    assert (
+        progress.update(1, {"reward": 0.61, "success": 1.0, "grader/words": 3.0}) == "step 1/60  reward 0.61  ETA 0:00"
+    )
+    assert "success 57 %" in progress.update(2, {"reward": 0.61, "success": 0.57, "grader/f/acc": 0.57})
+
+
 def test_the_time_left_forgets_a_slow_start():
     time = 0.0
     progress = Progress(100, stream=io.StringIO(), clock=lambda: time)

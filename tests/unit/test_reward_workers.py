@@ -20,12 +20,14 @@ from benchmarks.rewards import gsm8k_groups
 from sota_grpo import keys
 from sota_grpo.envs import TaskEnv
 from sota_grpo.loop import run
-from sota_grpo.rewards.grading import GradingPool, LocalGrader
+from sota_grpo.rewards.grading import GradingPool, LocalGrader, grading_pool
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import RolloutCollector
 from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.tasks import make_scorer
+from sota_grpo.tasks.table import TableTask
+from sota_grpo.tasks.wrappers import with_reward_functions
 from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import CheckError, run_gate
@@ -97,6 +99,36 @@ def test_rows_from_workers_are_bit_equal_to_rows_graded_here(env: TaskEnv) -> No
         for key, value in ours.items():
             other = theirs.get(key)
             assert value == other if isinstance(value, str) else value.tolist() == other.tolist(), SEED
+
+
+def test_functions_that_use_signals_grade_in_a_worker(tmp_path: Path) -> None:
+    """As Math-Verify's own ``parse`` and ``verify`` do, which only a main thread can; coroutines too."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        textwrap.dedent("""
+        from math_verify import parse, verify
+        def plain(solution_str, ground_truth):
+            return float(verify(parse(ground_truth), parse(solution_str)))
+        async def one(solution_str, ground_truth):
+            return plain(solution_str, ground_truth)
+        async def group(completions, ground_truth, **kwargs):
+            return [plain(text, truth) for text, truth in zip(completions, ground_truth)]
+        """)
+    )
+    names = ("plain", "one", "group")
+    task = with_reward_functions(TableTask(), str(path), names)
+    example = TableTask().read_row({"prompt": "1 + 1/2?", "ground_truth": "$1.5$"}, "demo, row 1")
+    with grading_pool(task, num_workers=1, timeout_s=60.0) as pool:
+        found = pool.scores([("$3/2$", example), ("$2/3$", example)]).result(120)
+    assert [one.error for one in found] == [None, None]
+    assert [one.terms for one in found] == [dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.0)]
+
+
+def test_an_interrupt_that_a_grader_raises_is_its_failure(pool: GradingPool, env: TaskEnv) -> None:
+    (found,) = pool.scores([("interrupt", env.task.heldout[0])]).result(60)
+    assert found.error is not None
+    assert found.error.startswith("KeyboardInterrupt")
+    assert pool.fleet.restarts == 0
 
 
 def test_an_evaluation_ends_and_says_what_failed(

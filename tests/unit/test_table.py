@@ -154,11 +154,11 @@ def test_each_prompt_comes_once_and_never_on_both_sides(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     chats = [[{"role": "user", "content": f"No. {index}?"}] for index in range(30)]
     chats += [[{"role": "system", "content": f"Voice {index}."}, *chats[index]] for index in range(10)]
-    rows = [{"prompt": chat, "ground_truth": index} for index, chat in enumerate(chats)] * 3
+    rows = [{"prompt": chat, "ground_truth": 1} for chat in chats] * 3
     orders = [rng.sample(rows, len(rows)) for _ in range(2)]
     splits = []
     for order in orders:
-        task = TableTask.load(path=write(tmp_path / "rows.jsonl", order), num_heldout=7, seed=SEED)
+        task = TableTask.load(path=write(tmp_path / "rows.jsonl", order), num_heldout=7, data_seed=SEED)
         assert len(task.train) + len(task.heldout) == len(chats)
         keys = [normalised(example.query) for example in [*task.train, *task.heldout]]
         assert len(set(keys)) == len(chats), "a query tells prompts apart"
@@ -166,6 +166,21 @@ def test_each_prompt_comes_once_and_never_on_both_sides(tmp_path: Path) -> None:
         assert sorted(asked) == sorted(map(json.dumps, chats))
         splits.append({example.query for example in task.heldout})
     assert splits[0] == splits[1], f"held out whatever the order: {SEED}"
+
+
+def test_rows_of_one_prompt_are_all_trained_on_where_any_column_differs(tmp_path: Path) -> None:
+    """What a reward function reads: 64 rows of one prompt, of which the last equals the first."""
+    rows = [{**GOOD, "max_words": number % 63} for number in range(64)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    task = TableTask.load(path=path, num_heldout=0)
+    assert [example.extra["columns"]["max_words"] for example in task.train] == list(range(63))
+    assert task.heldout == []
+    with pytest.raises(DatasetError, match=r"63 rows with 1 different questions.*give other rows .*env.num_heldout=0"):
+        TableTask.load(path=path)
+    other = {**GOOD, "prompt": "2+2?"}
+    for _ in range(2):  # whichever of the two questions is held out, all rows of it are
+        task = TableTask.load(path=write(tmp_path / "rows.jsonl", [*rows, other]), num_heldout=1)
+        assert {len(task.train), len(task.heldout)} == {63, 1}
 
 
 def test_a_held_out_chat_is_another_prompt_where_an_earlier_turn_differs(tmp_path: Path) -> None:
@@ -206,6 +221,12 @@ VERL = verl_row(1)
             r"row 2: column 'prompt' holds no prompt; .* 'question', 'ground_truth'",
         ),
         ({**GOOD, "prompt": ""}, "row 2: column 'prompt' holds no prompt"),
+        ({**GOOD, "prompt": float("nan")}, "row 2: column 'prompt' holds no prompt"),
+        ({**GOOD, "prompt": " \n"}, "row 2: column 'prompt' holds no prompt"),
+        ({**GOOD, "ground_truth": float("nan")}, "row 2: column 'ground_truth' holds no ground truth"),
+        ({**VERL, "reward_model": {"style": "rule", "ground_truth": float("nan")}}, "row 2: .* no ground truth"),
+        ({**GOOD, "ground_truth": ["2", float("nan")]}, "row 2: the ground truth is list .* reward.path"),
+        ({**GOOD, "chat_template_kwargs": {"enable_thinking": False}}, "row 2: .* set env.chat_template_kwargs"),
         ({**GOOD, "prompt": 3}, "row 2: column 'prompt' is neither text nor a chat"),
         ({**GOOD, "prompt": ["1+1?"]}, "row 2: column 'prompt' is neither text nor a chat"),
         (

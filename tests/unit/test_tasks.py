@@ -6,12 +6,15 @@ import json
 import os
 import pickle
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sota_grpo.assembly.compose import compose
+from sota_grpo.assembly.sampling import heldout_task, task_of
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, scorer_of
@@ -41,7 +44,7 @@ MADE_UP = {  # options of procedural tasks with which few problems come twice, o
 FORMATS = ["gsm8k", "math", "reasoning", "table"]
 
 
-def rows_of(name: str, numbers: range) -> list[dict[str, Any]]:
+def rows_of(name: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
     return [ROWS[name](number) for number in numbers]
 
 
@@ -73,18 +76,39 @@ def test_a_file_is_split_whole_each_question_once_whatever_its_order(tmp_path: P
     rng = random.Random(SEED)
     rows = rows_of(name, range(40))
     path = write(tmp_path / "rows.jsonl", rows)
-    task = make_task(name, path=path, num_heldout=15, seed=3)
+    task = make_task(name, path=path, num_heldout=15, data_seed=3)
     heldout = set(questions(task.heldout))
     assert len(heldout) == len(task.heldout) == 15
     assert questions(task.train) == [f"no. {i}?" for i in range(40) if f"no. {i}?" not in heldout], "the file's order"
     mixed = write(tmp_path / "mixed.jsonl", rng.sample([*rows, *map(shouted, rows)], 80))
-    again = make_task(name, path=mixed, num_heldout=15, seed=3, max_samples=10)
+    again = make_task(name, path=mixed, num_heldout=15, data_seed=3, max_samples=10)
     assert set(questions(again.heldout)) == heldout, SEED
     assert len(set(questions(again.train))) == len(again.train) == 10
     assert not heldout & set(questions(again.train))
-    assert set(questions(make_task(name, path=path, num_heldout=15, seed=4).heldout)) != heldout
-    with pytest.raises(DatasetError, match=r"has 40 different questions, .*num_heldout=512 .*num_heldout=4 or"):
-        make_task(name, path=path)
+    assert set(questions(make_task(name, path=path, num_heldout=15, data_seed=4).heldout)) != heldout
+    with pytest.raises(DatasetError, match=r"40 different questions.*num_heldout=512 .*num_heldout=4, other rows"):
+        make_task(name, path=path, num_heldout=512)
+    assert len(make_task(name, path=path).heldout) == 4, "a tenth"
+
+
+def test_what_is_measured_first_is_a_sample_of_a_sorted_file(tmp_path: Path) -> None:
+    """By a hash that no order of the rows and no seed of a run changes; 20 of 200 are expected of each level."""
+    rows = [{"prompt": f"No. {index}?", "ground_truth": "1", "level": index // 100} for index in range(1000)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    task = make_task("table", path=write(tmp_path / "train.jsonl", rows_of("table", [5000])), eval_path=path)
+    first = task.heldout[:200]
+    levels = Counter(example.extra["columns"]["level"] for example in first)
+    assert sorted(levels) == list(range(10))
+    assert 10 <= min(levels.values()) <= max(levels.values()) <= 35, levels
+    mixed = write(tmp_path / "mixed.jsonl", random.Random(SEED).sample(rows, 1000))
+    config = compose("grpo_cpu", ["env.dataset=table", f"env.eval_path={mixed}", f"seed={SEED}"])
+    assert questions(heldout_task(config).heldout[:200]) == questions(first)
+    config.env.data_seed = 1
+    assert questions(heldout_task(config).heldout[:200]) != questions(first)
+    config.env.eval_path, config.env.dataset_path = None, mixed
+    assert len(task_of(config).heldout) == 100
+    config.env.dataset_path = write(tmp_path / "many.jsonl", rows_of("table", range(6000)))
+    assert len(task_of(config).heldout) == 512, "the most that are held out of a file"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -92,7 +116,7 @@ def test_a_file_of_held_out_problems_takes_the_place_of_a_split(tmp_path: Path, 
     path = write(tmp_path / "rows.jsonl", rows_of(name, range(20)))
     held = [*map(shouted, rows_of(name, range(2, 5))), ROWS[name](40), ROWS[name](40)]
     task = make_task(name, path=path, eval_path=write(tmp_path / "held.jsonl", held), max_samples=9)
-    assert questions(task.heldout) == ["no. 2?", "no. 3?", "no. 4?", "no. 40?"]
+    assert sorted(questions(task.heldout)) == ["no. 2?", "no. 3?", "no. 40?", "no. 4?"]
     assert questions(task.train) == [f"no. {i}?" for i in (0, 1, *range(5, 12))]
     with pytest.raises(DatasetError, match=r"every question of .*rows\.jsonl is held out"):
         make_task(name, path=path, eval_path=path)
@@ -112,7 +136,7 @@ def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPa
     for options in ({}, {"eval_path": "mine.jsonl"}):
         task = make_task(name, **options)
         assert questions(task.train) == [f"no. {i}?" for i in range(8)]
-        assert questions(task.heldout) == [f"no. {i}?" for i in range(8, 12)]
+        assert set(questions(task.heldout)) == {f"no. {i}?" for i in range(8, 12)}
     hub = (kind.hub_name, None)
     assert asked[:2] == [(*hub, "train", kind.hub_config), (*hub, "test", kind.hub_config)]
     assert asked[3][1] == "mine.jsonl"

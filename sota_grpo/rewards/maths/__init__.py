@@ -278,7 +278,7 @@ class Comparison:
         if "seq" in kinds:
             sequence, other = (gold, answer) if gold.kind == "seq" else (answer, gold)
             bracketed = sequence.data == "()" or (sequence.data == "[]" and len(sequence.parts) > 2)
-            return other.kind == "list" and bracketed and self._in_order(*members)
+            return other.kind == "list" and bracketed and _may_be_point(other) and self._in_order(*members)
         if _names_differ(gold) != _names_differ(answer):  # x=1, y=2 against 1, 2
             return self._in_order(*members)
         return self._in_any_order(gold, answer)
@@ -404,6 +404,12 @@ def _names_differ(node: Node) -> bool:
     """Whether the members of a list are given different names; ``x_1`` and ``x_2`` are one: roots have no order."""
     names = [_sides(part)[0] for part in node.parts]
     return None not in names and len({str(name).partition("_")[0] for name in names}) == len(names) > 1
+
+
+def _may_be_point(node: Node) -> bool:
+    """Whether the members of a list may be coordinates: not what one name may be, ``x=1 or x=2``."""
+    names = [str(name) for name, _ in map(_sides, node.parts) if name is not None]
+    return node.data != "or" and len(set(names)) == len(names)
 
 
 def _by_name(node: Node) -> Sequence[Node]:
