@@ -266,7 +266,7 @@ def _product(name: str, args: Sequence[Any], result: torch.Tensor) -> tuple[floa
 def _attention(args: Sequence[Any], *, backward: bool) -> tuple[float, str]:
     """4 per pair and unit of width forward, 14 backward, where scores are computed for queries and again for keys."""
     query, flat, *sizes = (args[1], *args[6:11]) if backward else (args[0], *args[3:8])
-    tables = Tables.of(flat.inner, query.shape[0], sizes)
+    tables = Tables(flat.inner, *sizes)
     behind = torch.arange(len(tables.starts)) - tables.starts
     first, end, prompt, prompt_end = tables.query_tiles.unbind(1)
     pairs = int(behind.sum()) + len(behind) + int(((end - first) * (prompt_end - prompt)).sum())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -49,48 +48,50 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Tables:
-    """Rows of int32; the most work comes first, so that the last programs to end are short ones.
+    """Rows of int32, all in one tensor ``flat``; the most work comes first, so that the last programs to end are short.
+
+    - :attr:`starts` ``[L]``: the first token of each token's span.
+    - :attr:`query_tiles` ``[N, 4]``: queries ``[first, end)`` of one prompt, or of its responses; the prompt's keys
+      ``[prompt, prompt_end)`` that they see beside their own span's (none: 0, 0).
+    - :attr:`key_tiles` ``[N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` see those of their span up to
+      themselves, and ``[masked, last)`` all; the row of a buffer for sums that are joined later, or -1; the prompt's
+      end, or ``NO_PROMPT``.
+    - :attr:`joins` ``[N, 5]``: keys ``[first, end)`` whose sums are in ``pieces`` places of the buffer, from ``slot``,
+      ``stride`` rows apart: ``first, end, slot, stride, pieces``.
 
     Args:
-        starts: ``[L]``, the first token of each token's span.
-        query_tiles: ``[N, 4]``: queries ``[first, end)`` of one prompt, or of its responses; the prompt's keys
-            ``[prompt, prompt_end)`` that they see beside their own span's (none: 0, 0).
-        key_tiles: ``[N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` see those of their span up to
-            themselves, and ``[masked, last)`` all; the row of a buffer for sums that are joined later, or -1; the
-            prompt's end, or ``NO_PROMPT``.
-        joins: ``[N, 5]``: keys ``[first, end)`` whose sums are in ``pieces`` places of the buffer, from ``slot``,
-            ``stride`` rows apart: ``first, end, slot, stride, pieces``.
         num_slots: rows of the buffer.
     """
 
-    starts: Tensor
-    query_tiles: Tensor
-    key_tiles: Tensor
-    joins: Tensor
+    flat: Tensor
+    num_query_tiles: int
+    num_key_tiles: int
+    num_joins: int
     num_slots: int
-
-    @classmethod
-    def of(cls, flat: Tensor, length: int, sizes: Sequence[int]) -> Tables:
-        """The tables that :attr:`flat` and :attr:`sizes` hold, for so many packed tokens."""
-        num_queries, num_keys, num_joins, num_slots = sizes
-        parts = flat.split([length, 4 * num_queries, 7 * num_keys, 5 * num_joins])
-        return cls(parts[0], parts[1].view(-1, 4), parts[2].view(-1, 7), parts[3].view(-1, 5), num_slots)
-
-    @cached_property
-    def flat(self) -> Tensor:
-        """All four in one, so that one copy takes them to a device."""
-        return torch.cat([each.flatten() for each in (self.starts, self.query_tiles, self.key_tiles, self.joins)])
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Rows of the last three, and of the buffer."""
-        return len(self.query_tiles), len(self.key_tiles), len(self.joins), self.num_slots
+        return self.num_query_tiles, self.num_key_tiles, self.num_joins, self.num_slots
 
-    def on(self, flat: Tensor) -> Tables:
-        """The same with :attr:`flat` on another device."""
-        moved = Tables.of(flat, len(self.starts), self.sizes)
-        moved.__dict__["flat"] = flat
-        return moved
+    @property
+    def starts(self) -> Tensor:
+        return self.flat[: len(self.flat) - 4 * self.num_query_tiles - 7 * self.num_key_tiles - 5 * self.num_joins]
+
+    @property
+    def query_tiles(self) -> Tensor:
+        return self._rows(7 * self.num_key_tiles + 5 * self.num_joins, self.num_query_tiles, 4)
+
+    @property
+    def key_tiles(self) -> Tensor:
+        return self._rows(5 * self.num_joins, self.num_key_tiles, 7)
+
+    @property
+    def joins(self) -> Tensor:
+        return self._rows(0, self.num_joins, 5)
+
+    def _rows(self, behind: int, rows: int, columns: int) -> Tensor:
+        end = len(self.flat) - behind
+        return self.flat[end - rows * columns : end].view(rows, columns)
 
 
 def attention_tables(groups: Sequence[Group], length: int) -> Tables:
@@ -129,13 +130,10 @@ def attention_tables(groups: Sequence[Group], length: int) -> Tables:
             key_tiles.append((first, end, first, masked, last, -1, NO_PROMPT))
     query_tiles.sort(key=lambda row: row[0] - int(starts[row[0]]) + row[3] - row[2], reverse=True)
     key_tiles.sort(key=lambda row: row[4] - row[2], reverse=True)
-    tables = _table(query_tiles, 4), _table(key_tiles, 7), _table(joins, 5)
-    return Tables(torch.from_numpy(starts), *tables, num_slots)
+    rows = [value for row in (*query_tiles, *key_tiles, *joins) for value in row]
+    flat = torch.from_numpy(np.concatenate([starts, np.array(rows, np.int32)]))
+    return Tables(flat, len(query_tiles), len(key_tiles), len(joins), num_slots)
 
 
 def _tiles(start: int, stop: int) -> list[tuple[int, int]]:
     return [(first, min(first + TILE, stop)) for first in range(start, stop, TILE)]
-
-
-def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns)

@@ -26,7 +26,7 @@ row go response by response through a plain form, as do capped scores, and CUDA 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -105,7 +105,7 @@ class Layout:
         ids, positions, predicting, targets, slots = tensors[:5]
         kept = None if self.kept is None else self.kept.on(tensors[6:])
         moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
-        moved.tables = self.tables.on(tensors[5])
+        moved.tables = replace(self.tables, flat=tensors[5])
         return moved
 
     def to(self, device: torch.device) -> Layout:
@@ -406,7 +406,7 @@ def packed_attention(
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     sizes = num_query_tiles, num_key_tiles, num_joins, num_slots
-    return forward(query, key, value, Tables.of(tables, len(query), sizes), Scores(scale, softcap, window))
+    return forward(query, key, value, Tables(tables, *sizes), Scores(scale, softcap, window))
 
 
 @packed_attention.register_fake
@@ -434,7 +434,7 @@ def _packed_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sota_grpo.policy.attention_kernels import Scores, backward
 
-    rows = Tables.of(tables, len(query), (num_query_tiles, num_key_tiles, num_joins, num_slots))
+    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
     return backward(grad, query, key, value, out, lse, rows, Scores(scale, softcap, window))
 
 

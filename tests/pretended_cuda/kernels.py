@@ -33,7 +33,7 @@ def packed_attention(
     Raises:
         RuntimeError: what the kernels would compute wrongly, or read outside of.
     """
-    rows = Tables.of(tables, len(query), (num_query_tiles, num_key_tiles, num_joins, num_slots))
+    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
     _require_kernels(query, key, value, rows.starts)
     scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(rows.starts, rows.query_tiles, window)
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -59,7 +59,7 @@ def packed_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sota_grpo::packed_attention_backward``; what sees which key is what the table of keys says."""
-    rows = Tables.of(tables, len(query), (num_query_tiles, num_key_tiles, num_joins, num_slots))
+    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
     _require_kernels(query, key, value, rows.starts)
     if not grad.is_contiguous():
         raise RuntimeError("packed_attention: the gradient must be contiguous")

@@ -94,7 +94,7 @@ def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
 def packed_in_plain_torch(query, key, value, flat, num_queries, num_keys, num_joins, num_slots, scale, softcap, window):
     """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
     assert not softcap
-    tables = Tables.of(flat, len(query), (num_queries, num_keys, num_joins, num_slots))
+    tables = Tables(flat, num_queries, num_keys, num_joins, num_slots)
     starts, i = tables.starts, torch.arange(len(query))
     j = i.unsqueeze(0)
     behind, seen = i.unsqueeze(1) - j, (j <= i.unsqueeze(1)) & (j >= starts.unsqueeze(1))
