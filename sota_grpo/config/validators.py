@@ -32,7 +32,7 @@ from sota_grpo.config.mixture import (
     unread_options,
 )
 from sota_grpo.config.spelling import changed_options, walk
-from sota_grpo.engines import ENGINES, is_server
+from sota_grpo.engines import ENGINES, is_server, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rl.objective_files import in_file
@@ -181,6 +181,8 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
         yield f"{said} keep one token, so that every sibling is the same response; use top_k=0 and min_p below 1."
     if sampling.temperature == 0:
         yield "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."
+    if (fault := temperature_fault(config.engine.name, sampling.temperature)) is not None:
+        yield fault
 
 
 def difficulty_is_one_to_five(config: Config) -> Iterator[str]:

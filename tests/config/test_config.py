@@ -177,6 +177,11 @@ BROKEN = [
     ("sampling_is_the_policys_own_distribution", ["inference_model.top_k=2000"], "use 1024, or 0"),
     ("sampling_is_the_policys_own_distribution", ["inference_model.top_p=0"], "top_p=0.0 keeps no token"),
     ("sampling_is_the_policys_own_distribution", ["inference_model.temperature=0"], "temperature above 0"),
+    (
+        "sampling_is_the_policys_own_distribution",
+        ["inference_model.temperature=3", "engine=vllm"],
+        "above 2.0, the most that engine=vllm samples at; use 2.0",
+    ),
     ("a_group_baseline_has_siblings", ["env.repeats=1"], "env.repeats=2"),
     (
         "dynamic_sampling_has_groups",
