@@ -22,6 +22,7 @@ from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import ModelNotFoundError, from_pretrained, load_model, load_tokenizer, resolve_model_path
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.model_digest import model_digest
 from sota_grpo.policy.model_sizes import require_dense
 from sota_grpo.policy.quantization import quantize
 from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenReference, ReferencePolicy
@@ -59,6 +60,14 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
     require_rows(name, loaded.get_text_config().vocab_size, tokenizer)
     return tokenizer
+
+
+def model_digests(config: Config) -> dict[str, str | None]:
+    """Return the digests of the policy and of its reference (:mod:`sota_grpo.policy.model_digest`), by option."""
+    names = {"model.name": model_name(config)}
+    if has_reference(config):
+        names["ref_model.name"] = reference_name(config)
+    return {option: model_digest(name) for option, name in names.items()}
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:

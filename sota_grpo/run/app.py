@@ -18,6 +18,7 @@ from sota_grpo.assembly.build import Parts, build, subject_of
 from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.device_memory import require_disk
 from sota_grpo.assembly.devices import resolve_device
+from sota_grpo.assembly.learning import model_digests
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.config import Config, num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
@@ -77,6 +78,7 @@ class Run:
 
     def train(self) -> int:
         """Gate, loop, last evaluation, export, closing table. Returns the number of training steps done."""
+        self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
         parts = self.parts
         starting("Handing the weights to the engine")
