@@ -229,6 +229,9 @@ class Scorer(nn.Module):
         if liger:
             require_liger(softcap=self.softcap, has_bias=base.get_output_embeddings().bias is not None)
         self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
+        text: Any = base.config.get_text_config()
+        if getattr(text, "attn_logit_softcapping", None) and text._attn_implementation == "sdpa":
+            base.set_attn_implementation(SHARED_ATTENTION)  # padded rows too: transformers' SDPA leaves out the cap
 
     def forward(
         self, layout: Layout | None, *rows: Tensor, kept: KeptSets | None = None
