@@ -296,7 +296,7 @@ GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
         ([], (17.25, 4, 5.75)),
         (["train.keep_checkpoints=1", "train.export_hf=false"], (17.25, 2, 0.0)),
         (["train.checkpoint_frequency=0"], (17.25, 1, 5.75)),
-        (["train_model.torch_dtype=bfloat16"], (8.63, 4, 2.88)),
+        (["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-4"], (8.63, 4, 2.88)),
         (["train_model.lora.enabled=true"], (0.21, 4, 5.75)),
     ],
 )
