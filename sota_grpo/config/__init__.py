@@ -40,7 +40,7 @@ class EvalConfig:
     mode: str = opt("on", "evaluate at the start and at the end", ("on", "off"))
     every: int = opt(0, "training steps between evaluations; 0: only at the start and at the end")
     num_samples: int = opt(256, "held-out problems")
-    avg_at_k: int = opt(4, "responses per problem at temperature 1 beside the greedy one; 0: greedy only")
+    avg_at_k: int = opt(0, "responses per problem at temperature 1 beside the greedy one; 0: greedy only")
 
 
 @dataclass
@@ -541,6 +541,20 @@ def responses_per_step(config: Config) -> int:
 def num_steps(config: Config) -> int:
     """Training steps: whole collections that fit into ``train.total_dialog_turns``."""
     return config.train.total_dialog_turns // responses_per_step(config)
+
+
+def num_evaluations(config: Config) -> int:
+    """Evaluations of a run: at the start, every ``eval.every`` steps, and at the end.
+
+    >>> config = Config()
+    >>> config.eval.every, num_steps(config), num_evaluations(config)
+    (0, 100, 2)
+    >>> config.eval.every = 25
+    >>> num_evaluations(config)  # after 0, 25, 50, 75 and 100 steps
+    5
+    """
+    every = config.eval.every
+    return 2 + ((num_steps(config) - 1) // every if every else 0) if config.eval.mode == "on" else 0
 
 
 def model_name(config: Config) -> str:
