@@ -38,7 +38,7 @@ from tests.l3_parts import make_subject
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 GPU_PRESETS, HARDWARE = (
     ("grpo_gsm8k", "grpo_ifeval", "grpo_math", "grpo_reasoning"),
-    ("hardware=null", "hardware=one_gpu"),
+    ("", " hardware=one_gpu"),
 )
 LLAMA = ["model.name=meta-llama/Llama-2-7b-hf", "device=cuda", "env.dataset=arithmetic"]
 QWEN, CPU = architecture_of("Qwen/Qwen2.5-0.5B"), Machine("cpu", 8 * GIB, None, 500 * 2**20)
@@ -181,13 +181,13 @@ def test_eight_gpus_train_all_weights_of_7b(name: str) -> None:
 
 
 @NO_GPU
-@pytest.mark.parametrize("case", ["grpo_cpu", *(f"{name} {hardware}" for name in GPU_PRESETS for hardware in HARDWARE)])
+@pytest.mark.parametrize("case", ["grpo_cpu", *(f"{name}{hardware}" for name in GPU_PRESETS for hardware in HARDWARE)])
 def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> None:
     """Of the GSM8K preset by hand: 102,400 to train on; 1,319 after 0, 100, .., 800 steps; 8 for the checks."""
     name, *hardware = case.split()
     found = planned(*hardware, name=name)
     assert found.responses["evaluation"] < 0.15 * sum(found.responses.values())
-    if case == "grpo_gsm8k hardware=null":
+    if case == "grpo_gsm8k":
         assert found.responses == {"training": 102_400, "evaluation": 9 * 1319, "checks": 8}
 
 
