@@ -25,7 +25,7 @@ from sota_grpo.assembly.device_memory import GIB, THRESHOLD, TRAIN, Disk, Machin
 from sota_grpo.assembly.devices import describe
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.sampling import engine_dtype, kwargs_of_tasks, start_instances, task_of
-from sota_grpo.config import Config, has_reference, model_name, num_evaluations, num_steps
+from sota_grpo.config import Config, has_reference, model_name, num_steps
 from sota_grpo.config.mixture import (
     groups_per_step,
     has_dialogs,
@@ -116,13 +116,20 @@ class Estimate(RunMemory):
         return f"The run does not fit on {worst.name}: {reason}; {fix}."
 
     @property
+    def num_evaluations(self) -> int:
+        """At the start, every ``eval.every`` steps, and at the end."""
+        every = self.config.eval.every
+        between = (num_steps(self.config) - 1) // every if every else 0
+        return 2 + between if self.config.eval.mode == "on" else 0
+
+    @property
     def responses(self) -> dict[str, int]:
         """Responses that the run samples: to train on, in all evaluations, and for the checks before training."""
         options = self.config.eval
         measured = options.num_samples if self.num_heldout is None else min(options.num_samples, self.num_heldout)
         return {
             "training": num_steps(self.config) * mean_responses_per_step(self.config),
-            "evaluation": num_evaluations(self.config) * measured * (1 + options.avg_at_k),
+            "evaluation": self.num_evaluations * measured * (1 + options.avg_at_k),
             "checks": NUM_PROMPTS * NUM_SAMPLES if self.config.check.mode != "off" else 0,
         }
 
@@ -163,7 +170,7 @@ class Estimate(RunMemory):
             "problems": self.num_problems,
             "responses_per_step": mean_responses_per_step(self.config),
             "steps": num_steps(self.config),
-            "evaluations": num_evaluations(self.config),
+            "evaluations": self.num_evaluations,
             "responses": self.responses,
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
             "micro_batches_per_step": len(self.micro_batches(self.row_shares)),

@@ -543,20 +543,6 @@ def num_steps(config: Config) -> int:
     return config.train.total_dialog_turns // responses_per_step(config)
 
 
-def num_evaluations(config: Config) -> int:
-    """Evaluations of a run: at the start, every ``eval.every`` steps, and at the end.
-
-    >>> config = Config()
-    >>> config.eval.every, num_steps(config), num_evaluations(config)
-    (0, 100, 2)
-    >>> config.eval.every = 25
-    >>> num_evaluations(config)  # after 0, 25, 50, 75 and 100 steps
-    5
-    """
-    every = config.eval.every
-    return 2 + ((num_steps(config) - 1) // every if every else 0) if config.eval.mode == "on" else 0
-
-
 def model_name(config: Config) -> str:
     """Hub name or directory of the policy.
 
