@@ -24,7 +24,7 @@ from sota_grpo.config import Config, num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
-from sota_grpo.errors import RunFailed, UserError, collect_seldom
+from sota_grpo.errors import BatchRefused, RunFailed, UserError, collect_seldom
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_evaluations
@@ -123,6 +123,10 @@ class Run:
             except Interrupted:  # between two steps: nothing of the next one has been trained on
                 self._after(self.steps)
                 return self.steps
+            except BatchRefused:
+                if self.steps > first:
+                    self._save(self.steps)
+                raise
             if done >= self.total:
                 self._finish(done)
         return done
