@@ -35,7 +35,7 @@ from sota_grpo.assembly.learning import (
     make_settings,
     make_transforms,
     reference_options,
-    require_trainable,
+    trainable_tokenizer,
     trainer_precision,
     use_expandable_segments,
 )
@@ -53,7 +53,7 @@ from sota_grpo.assembly.sampling import (
 from sota_grpo.config import Config, model_name, reference_name, reward_names
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
-from sota_grpo.engines import Engine, is_server, resolve_engine_name
+from sota_grpo.engines import Engine, is_server, resolve_engine_name, temperature_fault
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
@@ -147,9 +147,8 @@ def build(
         functions: reward functions that were passed as objects (:mod:`sota_grpo.assembly.passed`).
     """
     plan = _planned(config)
-    require_trainable(config)
     starting("Reading the tokenizer and the data")
-    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    tokenizer = trainable_tokenizer(config, plan.engine)
     task = task_of(config, functions)
     with ExitStack() as opened:
         env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
@@ -197,6 +196,8 @@ def _planned(config: Config) -> Plan:
     elif config.device == "auto" and (reason := why_no_gpu()):
         logger.warning("Training on the CPU. %s", reason)
     engine = resolve_engine_name(config.engine.name, device=device)  # if it is not installed, no cluster is asked
+    if (fault := temperature_fault(engine, config.inference_model.temperature)) is not None:  # of engine=auto
+        raise UserError(fault)
     plan = make_plan(config, device, visible_gpus(config) if device == "cuda" else 0, engine)
     for note in plan.notes:
         logger.info(note)

@@ -76,13 +76,9 @@ class Machine:
 
     device_type: str  # cuda or cpu
     memory: int  # bytes of each GPU, or of the whole machine
-    count: int | None  # GPUs; None where none is here: as many as the config asks for
+    count: int | None  # GPUs; None: as many as the config asks for
     process_bytes: int  # what a process holds on the device before any tensor
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it can be measured on."""
-        return self.device_type == "cpu" or self.count is not None
+    is_here: bool = True  # it can be measured on
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ class RunMemory:
 
     @cached_property
     def plan(self) -> Plan:
-        """Of the devices; where no GPU is here, on the fewest that the run stands on, with vLLM installed there.
+        """Of the devices; without their number, on the fewest GPUs that the run takes. vLLM is installed elsewhere.
 
         Raises:
             UserError: as :func:`~sota_grpo.assembly.devices.make_plan`; so does everything below.
@@ -144,6 +140,8 @@ class RunMemory:
         if machine.is_here:
             return make_plan(config, machine.device_type, machine.count or 0)
         engine = "vllm" if config.engine.name == "auto" else config.engine.name
+        if machine.count is not None:
+            return make_plan(config, "cuda", machine.count, engine)
         for count in range(2 if wants_workers(config) else 1, MOST_GPUS):
             with suppress(UserError):
                 return make_plan(config, "cuda", count, engine)

@@ -50,6 +50,7 @@ from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.training.gate import NUM_PROMPTS, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Times:
 
     learn_s: float
     sample_s: float
+    response_s: float  # of one response in each of an engine's rows
     reference_s: float
     flops_per_s: float
     sampled_tokens_per_s: float
@@ -86,7 +88,7 @@ class Estimate(RunMemory):
 
     Args:
         places: where the facts come from: ``model``, ``prompt``, ``machine``, one phrase each.
-        num_problems: of the training split; None where the data is not here.
+        num_problems, num_heldout: of the training split, and held out; None where the data is not here.
         change: the options of the smallest one that makes it fit; None where it fits, or where nothing helps.
         other_change: those of the smallest one that still trains all weights, where ``change`` does not.
         times: None where nothing was measured.
@@ -94,6 +96,7 @@ class Estimate(RunMemory):
 
     places: dict[str, str]
     num_problems: int | None
+    num_heldout: int | None = None
     change: dict[str, Any] | None = None
     other_change: dict[str, Any] | None = None
     times: Times | None = None
@@ -117,6 +120,40 @@ class Estimate(RunMemory):
         return f"The run does not fit on {worst.name}: {reason}; {fix}."
 
     @property
+    def num_evaluations(self) -> int:
+        """At the start, every ``eval.every`` steps, and at the end."""
+        every = self.config.eval.every
+        between = (num_steps(self.config) - 1) // every if every else 0
+        return 2 + between if self.config.eval.mode == "on" else 0
+
+    @property
+    def responses(self) -> dict[str, int]:
+        """Responses that the run samples: to train on, in all evaluations, and for the checks before training."""
+        options = self.config.eval
+        measured = options.num_samples if self.num_heldout is None else min(options.num_samples, self.num_heldout)
+        return {
+            "training": num_steps(self.config) * mean_responses_per_step(self.config),
+            "evaluation": self.num_evaluations * measured * (1 + options.avg_at_k),
+            "checks": NUM_PROMPTS * NUM_SAMPLES if self.config.check.mode != "off" else 0,
+        }
+
+    @property
+    def seconds(self) -> dict[str, float] | None:
+        """At full length, of what :attr:`responses` counts; None where nothing was measured.
+
+        The checks sample once, and pass their rows through the learner about four times.
+        """
+        times = self.times
+        if times is None:
+            return None
+        many, size = self.responses, mean_responses_per_step(self.config)
+        return {
+            "training": num_steps(self.config) * times.step_s,
+            "evaluation": many["evaluation"] / size * times.sample_s,
+            "checks": times.response_s + 4 * many["checks"] / size * times.learn_s if many["checks"] else 0.0,
+        }
+
+    @property
     def disk(self) -> Disk:
         """What is written to the run's directory."""
         return disk_of(self.config, self.model)
@@ -137,24 +174,35 @@ class Estimate(RunMemory):
             "problems": self.num_problems,
             "responses_per_step": mean_responses_per_step(self.config),
             "steps": num_steps(self.config),
+            "evaluations": self.num_evaluations,
+            "responses": self.responses,
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
             "micro_batch_tokens": self.micro_batch_tokens,
             "micro_batches_per_step": len(self.micro_batches(self.row_shares)),
             "host_memory": self.host,
             "disk": asdict(disk) | {"total": disk.total},
             "devices": [asdict(device) | {"peak": device.peak} for device in self.devices],
-            "seconds": asdict(self.times) | {"step_s": self.times.step_s} if self.times else None,
+            "seconds": asdict(self.times) | {"step_s": self.times.step_s, "in_all": self.seconds}
+            if self.times
+            else None,
         }
 
 
 def estimate(
-    config: Config, *, memory_gib: float | None = None, prompt_tokens: int | None = None, probe: bool = True
+    config: Config,
+    *,
+    memory_gib: float | None = None,
+    gpus: int | None = None,
+    prompt_tokens: int | None = None,
+    probe: bool = True,
 ) -> Estimate:
     """Plan the run of ``config``, add up its memory, and time a few passes where its device is here.
 
     Args:
         memory_gib: of each GPU, or of the machine on a CPU; None measures it, or assumes :data:`ASSUMED_GIB` GiB for
             a GPU that is not here.
+        gpus: that there are, for the run and for what is proposed; None: those of this machine, or, where it has none,
+            as many as the config asks for.
         prompt_tokens: of the longest prompt; None measures it.
         probe: whether to time anything, if it fits.
 
@@ -164,11 +212,12 @@ def estimate(
     """
     validate(config)
     (model, model_place), teacher = _architectures(config)
-    machine, machine_place = _find_machine(config, memory_gib)
+    machine, machine_place = _find_machine(config, memory_gib, gpus)
     run = RunMemory(config, model, prompt_tokens or 0, machine)
-    longest, prompt_place, num_problems = _prompts(config, prompt_tokens, run.context)
+    longest, prompt_place, problems = _prompts(config, prompt_tokens, run.context)
     places = {"model": model_place, "prompt": prompt_place, "machine": machine_place}
-    run = Estimate(config, model, longest, machine, places, num_problems, teacher=teacher)
+    num_problems, num_heldout = problems or (None, None)
+    run = Estimate(config, model, longest, machine, places, num_problems, num_heldout, teacher=teacher)
     if run.fits:
         return replace(run, times=_times(run)) if probe and machine.is_here else run
     change = smallest_change(run)
@@ -183,7 +232,7 @@ def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architectu
     return model, find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
 
 
-def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, str]:
+def _find_machine(config: Config, memory_gib: float | None, gpus: int | None) -> tuple[Machine, str]:
     """Where the run would be, and how that is known.
 
     A config that says neither ``device`` nor a model of this machine is for GPUs, here or elsewhere.
@@ -197,10 +246,14 @@ def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, st
         return Machine("cpu", memory or machine_bytes(), None, libraries), "the CPU of this machine"
     if has_gpu:
         gpu, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
-        return Machine("cuda", memory or gpu.total_memory, count, 0), f"{count} x {gpu.name} on this machine"
-    size = memory_gib or ASSUMED_GIB
+        said = "" if gpus is None else f", {gpus} as --gpus says"
+        return Machine(
+            "cuda", memory or gpu.total_memory, gpus or count, 0
+        ), f"{count} x {gpu.name} on this machine{said}"
+    size, many = memory_gib or ASSUMED_GIB, "GPUs" if gpus is None else f"{gpus} GPU{'s' * (gpus > 1)}"
     source = "as --memory-gb says" if memory_gib else "assumed; --memory-gb says otherwise"
-    return Machine("cuda", int(size * GIB), None, 0), f"GPUs of {size:g} GiB, none of them here ({source})"
+    machine = Machine("cuda", int(size * GIB), gpus, 0, is_here=False)
+    return machine, f"{many} of {size:g} GiB, none of them here ({source})"
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
@@ -211,7 +264,7 @@ def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config
         prompt_tokens: of the longest prompt.
     """
     tokens = micro_batch_tokens(config)
-    machine, _ = _find_machine(config, None)
+    machine, _ = _find_machine(config, None, None)
     is_open = config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda"
     if is_open and machine.is_here:
         model, teacher = _architectures(config)
@@ -237,8 +290,8 @@ def machine_bytes() -> int:
     return min(limits)
 
 
-def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
-    """Tokens of the longest prompt, how they are known, and the number of training problems where it is known.
+def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, tuple[int, int] | None]:
+    """Tokens of the longest prompt, how they are known, and how many problems are for training and held out.
 
     What cannot be reached is assumed, but only of a hub: a path that is wrong is a mistake.
     """
@@ -249,7 +302,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         named = ((each.env.dataset_path, each.env.eval_path) for each in task_configs(config).values())
         if any(paths != (None, None) for paths in named):
             raise
-    count = None if task is None else len(task.train)
+    count = None if task is None else (len(task.train), len(task.heldout))
     if prompt_tokens is not None:
         if prompt_tokens >= context:
             leaves = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response"
@@ -276,7 +329,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     limit = context - 1
     env = TaskEnv(task, tokenizer, multi_turn=has_dialogs(config), max_prompt_tokens=limit, **kwargs)
     longest = env.check_prompts(skip=config.env.skip_unreadable)
-    return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts{lacks}", len(task.train)
+    return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts{lacks}", count
 
 
 def smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
@@ -346,6 +399,7 @@ def _times(run: RunMemory) -> Times:
     return Times(
         learn_s=learn / flops_per_s / run.num_ranks,
         sample_s=sample_s,
+        response_s=response * token_s,
         reference_s=forward_flops(model_shape(run.teacher or run.model, 0), load) / flops_per_s
         if has_reference(config)
         else 0.0,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
 from sota_grpo.config import (
@@ -23,16 +23,19 @@ from sota_grpo.config import (
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
+from sota_grpo.engines.transformers_engine import require_cache
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import from_pretrained, load_model, load_tokenizer
+from sota_grpo.policy.load import ModelNotFoundError, from_pretrained, load_model, load_tokenizer, resolve_model_path
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.model_digest import model_digest
 from sota_grpo.policy.model_sizes import require_dense
 from sota_grpo.policy.quantization import quantize
 from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenReference, ReferencePolicy
 from sota_grpo.policy.sharding import Ranks, join_ranks, shard
 from sota_grpo.policy.tensor_parallel import require_divisible
+from sota_grpo.policy.trainable import require_causal, require_rows, require_whole
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import Ask, GroupAdvantage, OverlongPenalty, ReferenceKL
@@ -47,18 +50,34 @@ MOST_TOKENS = 65_536  # of a micro-batch that nobody chose: more is no faster
 _TIMES_WITHOUT_GRADIENT = 4  # a pass that keeps nothing for a backward pass holds less than a tenth of one that does
 
 
-def require_trainable(config: Config) -> None:
-    """That the policy is one that is trained here, as far as its ``config.json`` says; no weight is read.
+def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
+    """Return the policy's tokenizer if the policy is one that is trained here; no weight is read.
 
     Raises:
-        UserError: it is a mixture of experts, or ``train_model.tensor_parallel_size`` does not divide it.
+        UserError: it is not (:mod:`sota_grpo.policy.trainable`), ``engine`` cannot sample from it, or
+            ``train_model.tensor_parallel_size`` does not divide it.
         ModelNotFoundError: there is none of that name.
     """
     name = model_name(config)
     loaded = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=config.model.trust_remote_code)
+    require_causal(name, loaded)
     require_dense(name, loaded.to_dict())
+    require_whole(name, resolve_model_path(name))
+    if engine == "transformers":
+        require_cache(loaded)
     if config.train_model.tensor_parallel_size > 1:
         require_divisible(name, loaded, config.train_model.tensor_parallel_size)
+    tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
+    require_rows(name, loaded.get_text_config().vocab_size, tokenizer)
+    return tokenizer
+
+
+def model_digests(config: Config) -> dict[str, str | None]:
+    """Return the digests of the policy and of its reference (:mod:`sota_grpo.policy.model_digest`), by option."""
+    names = {"model.name": model_name(config)}
+    if has_reference(config):
+        names["ref_model.name"] = reference_name(config)
+    return {option: model_digest(name) for option, name in names.items()}
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
@@ -80,11 +99,12 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
             weights=weights,
             load_kwargs=config.model.load_kwargs,
         )
-    except (ValueError, ImportError) as error:
-        if attention is None or not (isinstance(error, ImportError) or "attn_implementation" in str(error)):
+    except (ModelNotFoundError, ValueError, ImportError) as error:
+        cause = error.__cause__ or error
+        if attention is None or not (isinstance(cause, ImportError) or "attn_implementation" in str(cause)):
             raise
         raise UserError(
-            f"model.attn_implementation={attention} cannot be used ({first_line(error)}); use sdpa, eager or null."
+            f"model.attn_implementation={attention} cannot be used ({first_line(cause)}); use sdpa, eager or null."
         ) from error
 
 

@@ -25,7 +25,7 @@ from sota_grpo.envs.agents import Budgets, ToolPartner
 from sota_grpo.envs.curriculum import Curriculum, CurriculumStream
 from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.policy.load import from_pretrained, resolve_model_path
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
@@ -288,10 +288,20 @@ def make_env(
 
 
 def max_model_len(config: Config) -> int:
-    """Context of the run: what the config says, at most what the model allows."""
-    name, trust = resolve_model_path(model_name(config)), config.model.trust_remote_code
-    allowed = AutoConfig.from_pretrained(name, trust_remote_code=trust).max_position_embeddings
-    return min(config.inference_model.max_model_len or allowed, allowed)
+    """Context of the run: what the config says, at most what the model allows.
+
+    Raises:
+        UserError: neither says any.
+    """
+    name, trust = model_name(config), config.model.trust_remote_code
+    text = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust).get_text_config()
+    lengths = [config.inference_model.max_model_len, getattr(text, "max_position_embeddings", None)]
+    if not any(lengths):
+        raise UserError(
+            f"model.name={name} names no context (max_position_embeddings in its config.json); give "
+            "inference_model.max_model_len."
+        )
+    return min(filter(None, lengths))
 
 
 def make_sampling(config: Config) -> Sampling:
@@ -324,6 +334,8 @@ def end_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
     ids = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])} - {None}
     if not ids:
         raise UserError("The model names no end token; set eos_token in its tokenizer_config.json.")
+    if odd := [each for each in ids if not isinstance(each, int)]:
+        raise UserError(f"generation_config.json of the model has eos_token_id={odd[0]!r}, which is no token's number.")
     return tuple(sorted(ids))
 
 

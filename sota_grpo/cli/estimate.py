@@ -5,10 +5,11 @@ that the data and the options allow, how many training and optimizer steps there
 long they take by a short probe. Needs no weights, and for common models no hub::
 
     sota-grpo estimate --config-name grpo_gsm8k
-    sota-grpo estimate --config-name grpo_gsm8k model.name=Qwen/Qwen2.5-7B-Instruct --memory-gb 40
+    sota-grpo estimate hardware=eight_gpus mode=async model.name=Qwen/Qwen2.5-7B-Instruct --gpus 8 --memory-gb 80
 
-The exit code is 0 when it fits and 2 when it does not; then the smallest change with which it would is named. A full
-fine-tune in float32 on a CPU is right within 15 % (a test measures it); GPUs and engines are counted alike, unmeasured.
+The exit code is 0 when it fits and 2 when it does not; then the smallest change with which it would is named, within
+``--gpus``. A full fine-tune in float32 on a CPU is right within 15 %, and the learner on one GPU within 10 % (tests
+measure both); engines, adapters and several GPUs have not been compared.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -41,6 +43,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     size, count, switch = above_zero("a number of GiB"), whole("a number of tokens"), argparse.BooleanOptionalAction
     add("--memory-gb", metavar="X", type=size, help="GiB of each GPU (of the machine on a CPU); default: what is here")
+    add(
+        "--gpus", metavar="N", type=whole("a number of GPUs"), help="that there are; default: those here, else no limit"
+    )
     add("--prompt-tokens", metavar="N", type=count, help="of the longest prompt; default: measured on the data")
     add("--probe", action=switch, default=True, help="time a few passes on this device; default: where it is here")
     add("--show-config", action="store_true", help="print the resolved config first, as YAML")
@@ -66,7 +71,11 @@ def run(options: argparse.Namespace) -> int:
         quiet_console()
         logging.getLogger("sota_grpo").setLevel(logging.WARNING)  # what the probe builds says nothing of the run
         estimated = estimate(
-            config, memory_gib=options.memory_gb, prompt_tokens=options.prompt_tokens, probe=options.probe
+            config,
+            memory_gib=options.memory_gb,
+            gpus=options.gpus,
+            prompt_tokens=options.prompt_tokens,
+            probe=options.probe,
         )
     if options.json:
         resolved = {"config": asdict(config)} if options.show_config else {}
@@ -94,8 +103,10 @@ def show(estimated: Estimate) -> None:
     for name, text in _facts(estimated):
         facts.add_row(name, text)
     console.print(facts)
-    for device in estimated.devices:
-        table = figures(f"{device.name} ({', '.join(device.roles)}), GiB", *device.moments)
+    for _, alike in groupby(estimated.devices, key=lambda device: (device.roles, device.moments)):
+        device, *others = alike
+        names, each = (f"{device.name} to {others[-1].name}", ", each") if others else (device.name, "")
+        table = figures(f"{names} ({', '.join(device.roles)}{each}), GiB", *device.moments)
         moments = list(device.moments.values())
         for entry in dict.fromkeys(entry for entries in reversed(moments) for entry in entries if entries[entry]):
             table.add_row(entry, *(_cell(entries.get(entry)) for entries in moments))
@@ -145,21 +156,28 @@ def _facts(estimated: Estimate) -> Iterator[tuple[str, str]]:
         moment = max(estimated.host, key=estimated.host.__getitem__)
         gib = estimated.host[moment] / 2**30
         yield "host memory", f"at least {gib:.3g} GiB on the machine of the learner, for {moment}"
+    responses = estimated.responses
+    share = responses["evaluation"] / sum(responses.values())
+    yield (
+        "evaluation",
+        f"{facts['evaluations']} times, {responses['evaluation']:,} responses, {share:.1%} of all; the checks before "
+        f"training take {responses['checks']}",
+    )
     yield "disk", estimated.disk.sentence
-    yield "time", _time(estimated, steps)
+    yield "time", _time(estimated)
 
 
-def _time(estimated: Estimate, steps: int) -> str:
+def _time(estimated: Estimate) -> str:
     from sota_grpo.text import duration
 
-    times = estimated.times
-    if times is None:
+    times, seconds = estimated.times, estimated.seconds
+    if times is None or seconds is None:
         return "not measured" if estimated.machine.is_here else "not measured: the devices are not here"
-    total = duration(steps * times.step_s)
+    of_it = " and ".join(f"{duration(seconds[name])} for {name}" for name in ("evaluation", "checks"))
     return (
-        f"at most {total} at full length: {times.step_s:.3g} s a step (sampling {times.sample_s:.3g}, learning "
-        f"{times.learn_s:.3g}, reference {times.reference_s:.3g}), by a probe of {times.flops_per_s / 1e9:.3g} GFLOP/s "
-        f"and {times.sampled_tokens_per_s:.3g} tokens/s of the embedded engine"
+        f"at most {duration(sum(seconds.values()))} at full length, of it {of_it}: {times.step_s:.3g} s a step "
+        f"(sampling {times.sample_s:.3g}, learning {times.learn_s:.3g}, reference {times.reference_s:.3g}), by a probe "
+        f"of {times.flops_per_s / 1e9:.3g} GFLOP/s and {times.sampled_tokens_per_s:.3g} tokens/s of the embedded engine"
     )
 
 

@@ -76,7 +76,9 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--out and --responses both name {options.out}; give each a file of its own.")
     _judge(options)
     before = None if options.against is None else _read_result(options.against)
+    from sota_grpo.assembly.devices import resolve_device
     from sota_grpo.assembly.evaluation import evaluate, find_target, gains, open_evaluator
+    from sota_grpo.engines import resolve_engine_name, temperature_fault
     from sota_grpo.recording.progress import Heartbeat, starting
     from sota_grpo.run.entry import quiet_console
 
@@ -90,6 +92,9 @@ def run(options: argparse.Namespace) -> int:
         trust=options.trust_run,
     )
     tell_trust(options, target.config)
+    engine = resolve_engine_name(target.config.engine.name, device=resolve_device(target.config))
+    if (fault := temperature_fault(engine, options.temperature, "--temperature")) is not None:
+        raise UserError(fault)
     began = time.perf_counter()
     with ExitStack() as opened:
         write_row = None

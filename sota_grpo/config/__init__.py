@@ -40,7 +40,7 @@ class EvalConfig:
     mode: str = opt("on", "evaluate at the start and at the end", ("on", "off"))
     every: int = opt(0, "training steps between evaluations; 0: only at the start and at the end")
     num_samples: int = opt(256, "held-out problems")
-    avg_at_k: int = opt(4, "responses per problem at temperature 1 beside the greedy one; 0: greedy only")
+    avg_at_k: int = opt(0, "responses per problem at temperature 1 beside the greedy one; 0: greedy only")
 
 
 @dataclass

@@ -182,6 +182,7 @@ class Kind:
         expandable_segments: takes memory that torch can grow, on a GPU.
         takes_kwargs: is vLLM, whose further arguments are ``inference_model.engine_kwargs``.
         tells_kept: says from which tokens each was drawn where sampling is truncated (``Sample.kept``).
+        max_temperature: the largest that it samples at; None: any.
         verl, trl: what these call it; None: they have no such engine.
     """
 
@@ -191,19 +192,34 @@ class Kind:
     expandable_segments: bool = True
     takes_kwargs: bool = False
     tells_kept: bool = False
+    max_temperature: float | None = None
     verl: str | None = None
     trl: str | None = None
 
 
 #: By the name that ``engine=`` takes; each has a preset in ``config/engine/``.
 ENGINES: Mapping[str, Kind] = {
-    "vllm": Kind("vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, tells_kept=True, verl="vllm", trl="colocate"),
+    "vllm": Kind(
+        "vllm_engine:VLLMEngine",
+        "vllm",
+        takes_kwargs=True,
+        tells_kept=True,
+        max_temperature=2.0,
+        verl="vllm",
+        trl="colocate",
+    ),
     "transformers": Kind(
         "transformers_engine:transformers_engine", "transformers", tells_kept=True, trl="transformers"
     ),
     "scripted": Kind("scripted:scripted_engine", "none"),
     "vllm_server": Kind(
-        "server_engine:server_engine", "vllm", server=True, takes_kwargs=True, verl="vllm", trl="server"
+        "server_engine:server_engine",
+        "vllm",
+        server=True,
+        takes_kwargs=True,
+        max_temperature=2.0,
+        verl="vllm",
+        trl="server",
     ),
     "sglang_server": Kind("server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"),
 }
@@ -216,6 +232,23 @@ def is_server(name: str) -> bool:
     (True, False)
     """
     return name in ENGINES and ENGINES[name].server
+
+
+def temperature_fault(engine: str, temperature: float, option: str = "inference_model.temperature") -> str | None:
+    """Return a sentence where ``engine`` does not sample at ``temperature``, which is the value of ``option``.
+
+    >>> temperature_fault("vllm", 3.0)[:82]
+    'inference_model.temperature=3.0 is above 2.0, the most that engine=vllm samples at'
+    >>> temperature_fault("auto", 3.0), temperature_fault("vllm", 2.0)
+    (None, None)
+    """
+    most = ENGINES[engine].max_temperature if engine in ENGINES else None
+    if most is None or temperature <= most:
+        return None
+    return (
+        f"{option}={temperature} is above {most}, the most that engine={engine} samples at; use {most}, or "
+        "engine=transformers."
+    )
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.decode_attention import GroupCache, RepeatedPrompts, SharedPrompts, use_decode_attention
@@ -28,6 +28,7 @@ from sota_grpo.engines.stepping import (
     tied_names,
 )
 from sota_grpo.engines.stop_strings import StopStrings
+from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample, Sampling, sample_seed
 
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
@@ -37,6 +38,20 @@ _MIX = tuple(
     (np.uint64(bits), np.uint64(factor)) for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 )
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def require_cache(config: PretrainedConfig) -> None:
+    """Check that keys and values are all that a model, by its ``config.json``, remembers of earlier tokens.
+
+    Raises:
+        UserError: it has other layers.
+    """
+    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SUPPORTED_LAYERS)
+    if others:
+        raise UserError(
+            "engine=transformers keeps keys and values only, and this model has layers of type "
+            f"{', '.join(others)}; use engine=vllm."
+        )
 
 
 def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
@@ -393,16 +408,10 @@ class TransformersEngine(SteppingEngine):
         copy_model: bool = True,
     ):
         super().__init__()
-        config: Any = model.config.get_text_config()
-        layer_types = set(getattr(config, "layer_types", None) or ())
-        if layer_types - _SUPPORTED_LAYERS:
-            raise ValueError(
-                f"engine=transformers keeps keys and values only, and this model has layers of type "
-                f"{sorted(layer_types - _SUPPORTED_LAYERS)}; use engine=vllm."
-            )
-        context = max_model_len or getattr(config, "max_position_embeddings", None)
+        require_cache(model.config)
+        context = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
-            raise ValueError("The model's config has no max_position_embeddings; give max_model_len.")
+            raise UserError("The model's config has no max_position_embeddings; give max_model_len.")
         self.max_model_len = int(context)
         self._max_rows = max_rows
         self._eos_token_ids = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)

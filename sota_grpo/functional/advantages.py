@@ -52,6 +52,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from sota_grpo.errors import BatchRefused
+
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none"]
 Scale = Literal["group_std", "group_mean", "batch_std", "advantage_std", "none"]
 GROUP_TERMS = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std")  # compare siblings
@@ -314,7 +316,7 @@ def _scale(values: Tensor, centred: Tensor, index: Tensor, counts: Tensor, scale
         negative = (values < 0).nonzero()
         if len(negative):
             row = int(negative[0])
-            raise ValueError(
+            raise BatchRefused(
                 f"the reward of row {row} is {values[row].item()}; scale 'group_mean' divides by the mean reward of "
                 "the group, so no reward may be negative."
             )
@@ -337,4 +339,4 @@ def _check_rows(rewards: Tensor, group_ids: Tensor) -> None:
     finite = rewards.isfinite()
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
-        raise ValueError(f"the reward of row {row} is {rewards[row].item()}; a reward must be a finite number.")
+        raise BatchRefused(f"the reward of row {row} is {rewards[row].item()}; a reward must be a finite number.")

@@ -75,8 +75,9 @@ class CausalPolicy(TensorDictModuleBase):
         fused: the decoder's layers are compiled (:func:`fuse_layers`), where rows are packed.
 
     Raises:
-        UserError: liger-kernel is not there, or cannot compute this head.
-        ValueError: a temperature that is not positive, or a head that is more than a linear layer and a softcap.
+        UserError: a head that is more than a linear layer with a softcap or a scale; liger-kernel is not there, or
+            cannot compute this head.
+        ValueError: a temperature that is not positive.
 
     Example (2 rows, prompts of 2 and 1 tokens; 0 wherever the policy did not speak):
 
@@ -224,10 +225,13 @@ class Scorer(nn.Module):
         self.with_entropy, self.entropy_grad = with_entropy, entropy_grad
         base = base_model(model)
         self.softcap: float | None = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
-        _require_linear_head(base, self.softcap)
+        self.logit_scale = _logit_scale(base, self.softcap)
         if liger:
             require_liger(softcap=self.softcap, has_bias=base.get_output_embeddings().bias is not None)
         self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
+        text: Any = base.config.get_text_config()
+        if getattr(text, "attn_logit_softcapping", None) and text._attn_implementation == "sdpa":
+            base.set_attn_implementation(SHARED_ATTENTION)  # padded rows too: transformers' SDPA leaves out the cap
 
     def forward(
         self, layout: Layout | None, *rows: Tensor, kept: KeptSets | None = None
@@ -249,7 +253,7 @@ class Scorer(nn.Module):
         head: Any = base_model(self.model).get_output_embeddings()
         weight, shard = vocab_shard(head.weight) if isinstance(head.weight, DTensor) else (head.weight, None)
         options: dict[str, Any] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
-        options["temperature"] = self.temperature
+        options["temperature"] = self.temperature / self.logit_scale
         if self.liger and kept is None:
             return liger_log_probs(hidden, weight, targets, **options)
         options |= {"bias": head.bias, "softcap": self.softcap}
@@ -272,16 +276,27 @@ def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
     return reason is None
 
 
-@torch.no_grad()
-def _require_linear_head(model: PreTrainedModel, softcap: float | None) -> None:
-    """Run a few tokens through the whole model and compare its logits with what this module would compute from.
+#: Names by which a config says what logits are multiplied with, and to which power: Cohere; Granite; HyperCLOVA X.
+_LOGIT_SCALES = (("logit_scale", 1), ("logits_scaling", -1), ("logits_scaling", 1))
 
+
+@torch.no_grad()
+def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
+    """The number that ``model`` multiplies its head's output by, 1 for most; it is a temperature of the model's own.
+
+    A few tokens go through the whole model, and its logits are compared with what this module would compute from.
     Models differ in what they do around the head (scales, caps, extra projections). Comparing numbers catches all of
     them, the unknown ones included; guessing from configuration keys would not.
+
+    Raises:
+        UserError: its logits are not ``scale * (weight h + bias)`` of the decoder's ``h``, softcapped or not.
     """
     head, decoder = model.get_output_embeddings(), model.get_decoder()
     if not isinstance(head, nn.Linear):
-        raise ValueError(f"{type(model).__name__}: its head is a {type(head).__name__}, but a plain linear is needed")
+        raise UserError(
+            f"{type(model).__name__}: its head is a {type(head).__name__}, and log-probs here need a plain linear; use "
+            "another model."
+        )
     seen: dict[str, Tensor] = {}
     hooks = [
         decoder.register_forward_hook(lambda _m, _i, output: seen.update(hidden=output.last_hidden_state)),
@@ -294,15 +309,18 @@ def _require_linear_head(model: PreTrainedModel, softcap: float | None) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    expected = seen["logits"].float()
+    expected, text = seen["logits"].float(), model.config.get_text_config()
     if softcap is not None:
         expected = softcap * torch.tanh(expected / softcap)
-    same_hidden = seen["hidden"].shape == seen["fed"].shape and torch.equal(seen["hidden"], seen["fed"])
-    if not same_hidden or not torch.allclose(expected, logits, rtol=1e-2, atol=1e-5):
-        raise ValueError(
-            f"{type(model).__name__} changes hidden states or logits around its head in a way that log-probabilities "
-            "here would miss; use a model whose logits are lm_head(decoder(tokens)), softcapped or not"
-        )
+    if seen["hidden"].shape == seen["fed"].shape and torch.equal(seen["hidden"], seen["fed"]):
+        named = [(getattr(text, name, None), power) for name, power in _LOGIT_SCALES if softcap is None]
+        for scale in (1.0, *(value**power for value, power in named if isinstance(value, (int, float)) and value > 0)):
+            if torch.allclose(scale * expected, logits, rtol=1e-2, atol=1e-5):
+                return scale
+    raise UserError(
+        f"{type(model).__name__} changes hidden states or logits around its head in a way that log-probabilities here "
+        "would miss; use a model whose logits are lm_head(decoder(tokens)), softcapped or scaled by its config."
+    )
 
 
 _NEVER = -100  # a target that means none; ours are all real

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -31,7 +30,8 @@ from sota_grpo.policy.lora import engine_layout, engine_weights
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 from sota_grpo.policy.tensor_files import write_model
-from sota_grpo.text import first_line
+from sota_grpo.policy.trainable import require_causal
+from sota_grpo.text import first_line, sentence
 
 DType = Literal["float32", "bfloat16", "float16"]
 TINY = "tiny"
@@ -124,9 +124,10 @@ def load_model(
         load_kwargs: further arguments of ``from_pretrained``, where weights are read.
 
     Raises:
-        UserError: ``load_kwargs`` has one that the model does not take.
+        UserError: ``load_kwargs`` has one that the model does not take; weights that are missing or not finite; or a
+            model that cannot checkpoint activations.
         ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
-        ValueError: an unknown ``dtype``, or a model that cannot checkpoint activations.
+        ValueError: an unknown ``dtype``.
     """
     if dtype not in get_args(DType):
         raise ValueError(f"dtype is {dtype!r}, but the parameters can be one of {', '.join(get_args(DType))}")
@@ -170,12 +171,30 @@ def _require_stored(config: PretrainedConfig, name: str) -> None:
 
 
 def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) -> Any:
+    """The model of the folder's weights alone, all of them numbers: transformers draws those that the files lack.
+
+    Raises:
+        UserError: ``load_kwargs`` has an argument that the model does not take, or weights are missing or not finite.
+        ModelNotFoundError: as :func:`from_pretrained`.
+    """
+    options |= {**load_kwargs, "output_loading_info": True}
     try:
-        return from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options, **load_kwargs)
-    except TypeError as error:
-        if not load_kwargs:
+        model, info = from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
+    except ModelNotFoundError as error:
+        if not (load_kwargs and isinstance(error.__cause__, TypeError)):
             raise
-        raise UserError(f"model.load_kwargs={dict(load_kwargs)} does not fit this model: {error}.") from error
+        raise UserError(f"model.load_kwargs={dict(load_kwargs)} does not fit this model: {error.__cause__}.") from error
+    if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
+        raise UserError(
+            f"model.name={name}: its files lack {len(missing)} of the weights of {type(model).__name__}, for example "
+            f"{missing[0]}; give the folder of a whole causal language model."
+        )
+    for weight, value in model.named_parameters():
+        if value.is_floating_point() and not all(bound.isfinite() for bound in value.detach().aminmax()):
+            raise UserError(
+                f"model.name={name}: its weight {weight} is not finite; its files are damaged, replace them."
+            )
+    return model
 
 
 def _fill(model: nn.Module) -> None:
@@ -211,14 +230,14 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Switch on non-reentrant activation checkpointing; it acts while the model is in training mode.
 
     Raises:
-        ValueError: the model has no layer that supports it, so memory would silently not fall.
+        UserError: the model has no layer that supports it, so memory would silently not fall.
     """
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} has no layer that supports gradient checkpointing; "
-            "set train_model.gradient_checkpointing=false"
+            "set train_model.gradient_checkpointing=false."
         )
 
 
@@ -231,10 +250,17 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
     path = resolve_model_path(name)
     try:
         return load(path, **options)
-    except (OSError, SafetensorError) as error:  # not there, or damaged
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # not there, damaged, or unknown to this transformers: its readers raise anything
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"model.name={name} brings Python code of its own; read it, and set model.trust_remote_code=true."
+            ) from error
+        said = first_line(error) if isinstance(error, OSError) else sentence(error)
         raise ModelNotFoundError(
-            f"model.name={name} could not be loaded from {path} ({first_line(error)}); give the folder of a saved "
-            "model, check the network and the hub id, or use model.name=tiny"
+            f"model.name={name} could not be loaded from {path} ({said}); give the folder of a saved model, check the "
+            "network and the hub id, or use model.name=tiny"
         ) from error
 
 
@@ -246,6 +272,7 @@ def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Ar
 
     Raises:
         ModelNotFoundError: no such folder, or a hub that does not answer about a model that is not in the table.
+        UserError: it is no causal language model, or its weights are quantised.
 
     >>> tiny, place = find_architecture("tiny")
     >>> tiny.hidden, tiny.layers, tiny.parameters, place
@@ -256,8 +283,13 @@ def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Ar
     known = model_sizes.architecture_of(name)
     if known is not None and not Path(resolve_model_path(name)).is_dir():
         return known, "table of public models"
-    config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
-    return architecture_from(config, trust_remote_code=trust_remote_code), f"config.json of {name}"
+    return from_pretrained(_described, name, trust_remote_code=trust_remote_code), f"config.json of {name}"
+
+
+def _described(path: str, trust_remote_code: bool) -> Architecture:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    require_causal(path, config)
+    return architecture_from(config, trust_remote_code=trust_remote_code)
 
 
 def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Architecture:

@@ -18,13 +18,14 @@ from sota_grpo.assembly.build import Parts, build, subject_of
 from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.device_memory import require_disk
 from sota_grpo.assembly.devices import resolve_device
+from sota_grpo.assembly.learning import model_digests
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.config import Config, num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
-from sota_grpo.errors import RunFailed, UserError, collect_seldom
+from sota_grpo.errors import BatchRefused, RunFailed, UserError, collect_seldom
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations
@@ -87,6 +88,7 @@ class Run:
 
     def train(self) -> int:
         """Gate, loop, last evaluation, export, closing table. Returns the number of training steps done."""
+        self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
         parts = self.parts
         starting("Handing the weights to the engine")
@@ -131,6 +133,10 @@ class Run:
             except Interrupted:  # between two steps: nothing of the next one has been trained on
                 self._after(self.steps)
                 return self.steps
+            except BatchRefused:
+                if self.steps > first:
+                    self._save(self.steps)
+                raise
             if done >= self.total:
                 self._finish(done)
         return done

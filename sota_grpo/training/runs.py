@@ -156,8 +156,30 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.finished = record is not None and bool(record.get("finished")) and record.get("num_steps", 0) >= num_steps
         before = num_steps if record is None else int(record.get("num_steps", num_steps))
         self.shorter = before if before < num_steps else None
-        self._row = {"signature": digest, "num_steps": num_steps} | ({"passed": passed} if passed else {})
+        self._row: dict[str, Any] = {"signature": digest, "num_steps": num_steps}
+        self._row |= {"passed": passed} if passed else {}
         self._lock = lock
+
+    def require_models(self, digests: Mapping[str, str | None]) -> None:
+        """Check that a resumed run's models are those that it was started with, and note them for the next time.
+
+        A checkpoint of an adapter has none of the weights under it, and none has those of a reference.
+
+        Args:
+            digests: by option, ``model.name`` and ``ref_model.name``; None: not known.
+
+        Raises:
+            RunRefused: one is another.
+        """
+        before = (read_record(self.path) or {}).get("models")
+        for option, digest in digests.items():
+            then = before.get(option) if isinstance(before, dict) else None
+            if None not in (then, digest) and then != digest:
+                raise RunRefused(
+                    f"The run in {self.path} was started with other files of {option}: its digest was {then} and is "
+                    f"{digest}; give it back its model, or start another run ({_ELSEWHERE})."
+                )
+        self._row["models"] = dict(digests)
 
     def start(self, config_yaml: str) -> None:
         """The run trains from here on. Called before the first step, when nothing that could be mended is left."""

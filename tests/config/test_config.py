@@ -177,6 +177,11 @@ BROKEN = [
     ("sampling_is_the_policys_own_distribution", ["inference_model.top_k=2000"], "use 1024, or 0"),
     ("sampling_is_the_policys_own_distribution", ["inference_model.top_p=0"], "top_p=0.0 keeps no token"),
     ("sampling_is_the_policys_own_distribution", ["inference_model.temperature=0"], "temperature above 0"),
+    (
+        "sampling_is_the_policys_own_distribution",
+        ["inference_model.temperature=3", "engine=vllm"],
+        "above 2.0, the most that engine=vllm samples at; use 2.0",
+    ),
     ("a_group_baseline_has_siblings", ["env.repeats=1"], "env.repeats=2"),
     (
         "dynamic_sampling_has_groups",
@@ -434,6 +439,17 @@ BROKEN = [
         "several_steps_of_a_collection_need_a_ratio",
         ["algorithm=rloo", "train.optim_batch_size=64", "algorithm.correction=token"],
         "train.optim_batch_size=128",
+    ),
+    *(
+        ("trained_weights_are_fine_enough_for_the_learning_rate", [f"train_model.torch_dtype={dtype}", *more], said)
+        for dtype, more, said in (
+            (
+                "bfloat16",
+                ["optimizer.lr=6e-5"],
+                "0.02 moves by 6e-05 or not at all",
+            ),
+            ("float16", ["optimizer.lr=7e-6"], "0.02 moves by 8e-06 or not at all"),
+        )
     ),
     (
         "the_loss_scaler_has_float32_gradients",
@@ -735,6 +751,8 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["algorithm=rloo"],
         ["train.precision=fp16", "train_model.torch_dtype=float16", "train_model.lora.enabled=true"],
         ["train.precision=fp16"],
+        ["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-4"],
+        ["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-6", "train_model.lora.enabled=true"],
         ["env.max_samples=5"],
         ["env.reasoning=true", "env.max_steps=2"],
         ["env.dataset=countdown", "env.max_steps=3"],

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = ("bash", "python")
 _FENCE = re.compile(r" *```(\w*)\s*")
-_NEEDS = re.compile(r"<!-- needs: (\w+(?:, \w+)*)(?:, (\d+) GiB)? -->\s*")
+_NEEDS = re.compile(r"<!-- needs: (\w+(?:, \w+)*)(?:, (?:(\d+) x )?(\d+) GiB)? -->\s*")
 _VENV = ".venv/bin/"
 _ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 
@@ -21,7 +21,7 @@ _ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 class Block:
     """A fenced block: its language, its text, the number of its first line, and what the comment above it says.
 
-    The comment may give the memory of each GPU as well: ``<!-- needs: gpu, 180 GiB -->``.
+    The comment may give the memory of each GPU as well, and how many there are: ``<!-- needs: gpu, 8 x 180 GiB -->``.
     """
 
     document: Path
@@ -29,6 +29,7 @@ class Block:
     text: str
     line: int
     needs: tuple[str, ...] = ()
+    gpus: str | None = None
     gpu_gib: str = "80"
 
 
@@ -60,7 +61,7 @@ def blocks(document: Path) -> list[Block]:
         elif opened is None:
             said = _NEEDS.fullmatch(line) or (None if line.strip() else said)
         elif fence and not fence[1]:
-            needs = (tuple(said[1].split(", ")), said[2] or Block.gpu_gib) if said else ()
+            needs = (tuple(said[1].split(", ")), said[2], said[3] or Block.gpu_gib) if said else ()
             found.append(Block(document, opened[0], "\n".join(lines) + "\n", opened[1], *needs))
             opened = said = None
         else:

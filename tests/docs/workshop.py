@@ -151,7 +151,8 @@ def _question(command: Command) -> tuple[str, ...]:
     """As it is written, of a part of its data: thousands of prompts take seconds to tokenize, and tell no more."""
     given = estimated(command)
     part = [] if any(word.startswith("env.max_samples=") for word in given) else ["env.max_samples=256"]
-    return ("estimate", *given, *part, "--no-probe", "--memory-gb", command.block.gpu_gib)
+    gpus = [] if command.block.gpus is None else ["--gpus", command.block.gpus]
+    return ("estimate", *given, *part, "--no-probe", "--memory-gb", command.block.gpu_gib, *gpus)
 
 
 def typed(text: str, name: str = "typed") -> Command:

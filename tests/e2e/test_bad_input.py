@@ -101,6 +101,22 @@ def test_damaged_checkpoints(tmp_path: Path, grpo) -> None:
     assert "is damaged" in done.stderr
 
 
+def test_rewards_that_cannot_be_compared_end_the_run_with_a_sentence_and_a_checkpoint(tmp_path: Path, grpo) -> None:
+    """MaxRL divides by the mean reward of a group, and no rule of the config sees what a function returns."""
+    (tmp_path / "reward.py").write_text(
+        "calls = []\ndef late(completions, **columns):\n    calls.extend(completions)\n"
+        "    return [-0.5 if len(calls) > 40 else 1.0 for _ in completions]\n"
+    )
+    options = ("algorithm=maxrl", f"reward.path={tmp_path / 'reward.py'}", "reward.name=late")
+    done = grpo(tmp_path / "run", *QUICK, *options, "train.checkpoint_frequency=100")
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "is -0.5; scale 'group_mean' divides by the mean reward" in done.stderr
+    trained = len(metrics(tmp_path / "run"))
+    assert trained > 0
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"checkpoint_{trained:06d}.pt"]
+
+
 def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:
     """A reward function that hangs has an hour for each answer here; whoever notices it need not wait for that.
 

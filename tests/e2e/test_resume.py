@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sota_grpo.config.spelling import overrides_of
+from sota_grpo.policy.load import resolve_model_path
 from tests.e2e.conftest import SMALL, final_weights, metrics, without_clock
 
 SCRIPTED = (
@@ -151,3 +154,16 @@ def test_ctrl_c_saves_the_step_and_exits(tmp_path: Path, signalled) -> None:
     assert "Traceback" not in done.stderr
     newest = max((run_dir / "checkpoints").glob("checkpoint_*.pt"))
     assert newest.stem == f"checkpoint_{len(metrics(run_dir)):06d}"
+
+
+def test_a_run_does_not_go_on_over_another_base_model(tmp_path: Path, grpo) -> None:
+    """Of an adapter a checkpoint has no weight of the base."""
+    folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
+    options = (*SCRIPTED, f"model.name={folder}", "train_model.lora.enabled=true", "train.total_dialog_turns=32")
+    assert grpo(tmp_path / "run", *options).returncode == 0
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 1.1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    done = grpo(tmp_path / "run", *options, "train.resume=auto", "train.total_dialog_turns=64")
+    assert done.returncode == 2, done.stderr
+    assert "was started with other files of model.name" in done.stderr

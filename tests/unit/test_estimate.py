@@ -38,13 +38,17 @@ from sota_grpo.workers.instances import Instances
 from tests.l3_parts import make_subject
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
+GPU_PRESETS, HARDWARE = (
+    ("grpo_gsm8k", "grpo_ifeval", "grpo_math", "grpo_reasoning"),
+    ("", " hardware=one_gpu"),
+)
 LLAMA = ["model.name=meta-llama/Llama-2-7b-hf", "device=cuda", "env.dataset=arithmetic"]
 QWEN, CPU = architecture_of("Qwen/Qwen2.5-0.5B"), Machine("cpu", 8 * GIB, None, 500 * 2**20)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine is taken to have no GPU")
 
 
-def planned(*overrides: str, name: str = "grpo_gsm8k", gib: float | None = None, probe: bool = False) -> Estimate:
-    return estimate(compose(name, overrides), memory_gib=gib, prompt_tokens=300, probe=probe)
+def planned(*overrides: str, name: str = "grpo_gsm8k", gib: float | None = None, **options: Any) -> Estimate:
+    return estimate(compose(name, overrides), memory_gib=gib, **{"prompt_tokens": 300, "probe": False} | options)
 
 
 def called(*arguments: str) -> int:
@@ -236,6 +240,46 @@ def test_more_ranks_hold_less_each() -> None:
     assert peaks == sorted(peaks, reverse=True)
 
 
+@NO_GPU
+def test_proposals_stay_within_the_gpus_that_there_are() -> None:
+    """All weights of 7B need more than one GPU of 80 GiB; an adapter does not."""
+    for gpus in (1, 4):
+        found = planned(*LLAMA, gib=80.0, gpus=gpus)
+        assert found.with_options(fits_with_its_change_only(found)).fits
+        assert (found.other_change is None) == (gpus == 1)
+    changed = found.with_options(found.other_change)
+    assert {device.name for device in changed.devices} <= {f"cuda:{index}" for index in range(4)}
+    with pytest.raises(UserError, match=r"5 devices are asked for .* and this machine has 4"):
+        planned(*LLAMA, "train_model.num_devices=4", "inference_model.num_devices=1", gpus=4)
+
+
+@NO_GPU
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_eight_gpus_train_all_weights_of_7b(name: str) -> None:
+    """Engines with a GPU of their own take nine tenths of it."""
+    found = planned(
+        *("mode=async", "hardware=eight_gpus", "model.name=Qwen/Qwen2.5-7B-Instruct"),
+        *("train_model.lora.enabled=false", "policy.kl_coef=0.001"),
+        name=name,
+        gib=80.0,
+        gpus=8,
+    )
+    assert found.fits, found.refusal
+    assert [device.roles for device in found.devices] == [("engine",)] * 3 + [("learner",)] * 4 + [("reference",)]
+    assert found.devices[0].peak / found.devices[0].capacity == pytest.approx(0.9, abs=0.01)
+
+
+@NO_GPU
+@pytest.mark.parametrize("case", ["grpo_cpu", *(f"{name}{hardware}" for name in GPU_PRESETS for hardware in HARDWARE)])
+def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> None:
+    """Of the GSM8K preset by hand: 102,400 to train on; 1,319 after 0, 100, .., 800 steps; 8 for the checks."""
+    name, *hardware = case.split()
+    found = planned(*hardware, name=name)
+    assert found.responses["evaluation"] < 0.15 * sum(found.responses.values())
+    if case == "grpo_gsm8k":
+        assert found.responses == {"training": 102_400, "evaluation": 9 * 1319, "checks": 8}
+
+
 def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:
     config = compose("grpo_cpu", ["train.micro_batch_tokens=1000", "env.repeats=4", "train.optim_batch_size=32"])
     found = RunMemory(config, QWEN, 50, CPU).micro_batches(1)
@@ -354,6 +398,11 @@ def test_the_probe_times_what_a_step_does() -> None:
     for value in (times.learn_s, times.sample_s, times.flops_per_s, times.sampled_tokens_per_s):
         assert 0 < value < math.inf
     assert times.reference_s == 0
+    assert found.seconds == {
+        "training": 80 * times.step_s,
+        "evaluation": pytest.approx(10 * times.sample_s),  # 5 times 256 responses, 128 a step
+        "checks": pytest.approx(times.response_s + 4 * 8 / 128 * times.learn_s),
+    }
 
 
 @NO_GPU
@@ -363,7 +412,9 @@ def test_the_command_refuses_with_2_and_names_the_change(capsys: pytest.CaptureF
     assert "It does not fit." in printed.out
     assert "use train" in printed.err
     assert called("--config-name", "grpo_gsm8k", "--prompt-tokens", "200") == 0
-    assert "It fits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "It fits" in printed
+    assert "9 times, 11,871 responses, 10.4% of all; the checks before training take 8" in " ".join(printed.split())
 
 
 def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,7 +436,7 @@ GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
         ([], (17.25, 4, 5.75)),
         (["train.keep_checkpoints=1", "train.export_hf=false"], (17.25, 2, 0.0)),
         (["train.checkpoint_frequency=0"], (17.25, 1, 5.75)),
-        (["train_model.torch_dtype=bfloat16"], (8.63, 4, 2.88)),
+        (["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-4"], (8.63, 4, 2.88)),
         (["train_model.lora.enabled=true"], (0.21, 4, 5.75)),
     ],
 )

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo import keys
+from sota_grpo.errors import UserError
 from sota_grpo.functional import log_probs as functional_log_probs
 from sota_grpo.policy import load
 from sota_grpo.policy.causal import CausalPolicy
@@ -70,7 +70,7 @@ def test_equals_full_logits_with_every_gradient(family, dtype, monkeypatch: pyte
     for name, gradient in theirs.items():
         scale = gradient.abs().max().item()
         # Gemma's norms sum their weight gradient in float32 whatever the dtype of the model.
-        close = 1e-10 if dtype == torch.float64 and not family.startswith("gemma") else 1e-5
+        close = 1e-10 if dtype == torch.float64 and not family.startswith(("gemma", "cohere")) else 1e-5
         torch.testing.assert_close(ours[name], gradient, rtol=0, atol=close * scale, msg=name)
 
 
@@ -176,9 +176,6 @@ def test_what_cannot_be_answered_is_refused_with_a_sentence():
         CausalPolicy(make_model())(rows)
     with pytest.raises(ValueError, match="temperature is 0"):
         CausalPolicy(make_model(), temperature=0)
-    cohere = AutoModelForCausalLM.from_config(CONFIG_MAPPING["cohere"](**SIZES, logit_scale=0.5))
-    with pytest.raises(ValueError, match="CohereForCausalLM changes hidden states or logits around its head"):
-        CausalPolicy(cohere)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +216,7 @@ def test_gradient_checkpointing_really_recomputes(saved, checkpointing, runs):
 
 def test_a_model_without_checkpointable_layers_is_refused(saved, monkeypatch):
     monkeypatch.setattr(type(saved[1]), "supports_gradient_checkpointing", False)
-    with pytest.raises(ValueError, match=r"no layer that supports .*train_model.gradient_checkpointing=false"):
+    with pytest.raises(UserError, match=r"no layer that supports .*train_model.gradient_checkpointing=false"):
         load_model(saved[0], gradient_checkpointing=True)
 
 

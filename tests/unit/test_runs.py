@@ -339,3 +339,14 @@ def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
         opened(run_dir, "auto", with_option("train", "epochs", 2, OTHER))
     with pytest.raises(RunRefused, match="another config: a file that it names, or what was passed, is another"):
         opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
+
+
+def test_a_run_goes_on_with_the_models_that_it_was_started_with(tmp_path: Path) -> None:
+    run_dir, models = tmp_path / "run", {"model.name": "aa", "ref_model.name": None}
+    with opened(run_dir, None) as place:
+        place.require_models(models)
+        place.start("seed: 1\n")
+    with opened(run_dir, "auto") as place:
+        place.require_models(models | {"ref_model.name": "bb"})  # was not known
+        with pytest.raises(RunRefused, match=r"other files of model.name: its digest was aa and is cc; give it back"):
+            place.require_models({"model.name": "cc"})

@@ -91,6 +91,17 @@ def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
 
 
+def test_scores_are_capped_where_rows_are_padded_too() -> None:
+    """transformers' SDPA leaves the cap out, with ``model.attn_implementation=sdpa`` and where packing is refused."""
+    capped = {"attn_logit_softcapping": 0.5}
+    eager, sdpa = (make_model("gemma2", attn_implementation=name, **capped).double() for name in ("eager", "sdpa"))
+    sdpa.load_state_dict(eager.state_dict())
+    rows = make_groups(GROUPS, tool_turns=False)
+    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
+    found, expected = (measured(CausalPolicy(model, shared_prompt=False), rows, weights) for model in (sdpa, eager))
+    assert_equal(found, expected, 1e-5)
+
+
 def packed_in_plain_torch(query, key, value, flat, num_queries, num_keys, num_joins, num_slots, scale, softcap, window):
     """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
     assert not softcap

@@ -31,6 +31,8 @@ FAMILIES = {
     "mistral": {"sliding_window": 4},
     "gemma2": {"sliding_window": 4, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4},
     "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 4},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.5},
 }
 
 

@@ -1,0 +1,180 @@
+"""What cannot be trained is told by the model's folder, in one sentence and before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.models.auto import CONFIG_MAPPING
+
+from sota_grpo.assembly.learning import trainable_tokenizer
+from sota_grpo.assembly.sampling import end_token_ids, max_model_len
+from sota_grpo.config import Config
+from sota_grpo.errors import UserError
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import find_architecture, load_model, load_tokenizer, resolve_model_path, save_hf
+from tests.unit.tiny_models import SIZES, make_model, make_tokenizer
+
+QUANTIZED = {"quant_method": "awq", "bits": 4}
+
+
+def config_of(folder: Path) -> Config:
+    config = Config()
+    config.model.name = str(folder)
+    return config
+
+
+def judge(folder: Path, engine: str = "transformers") -> None:
+    trainable_tokenizer(config_of(folder), engine)
+
+
+def tiny_folder(tmp_path: Path, **changes: Any) -> Path:
+    """The embedded policy's folder with another ``config.json``, and without weights: none is read."""
+    folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model", dirs_exist_ok=True)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def other_folder(tmp_path: Path, family: str, **sizes: Any) -> Path:
+    CONFIG_MAPPING[family](**sizes).save_pretrained(tmp_path / family)
+    make_tokenizer().save_pretrained(tmp_path / family)
+    return tmp_path / family
+
+
+def test_the_embedded_policy_is_trained(tmp_path: Path) -> None:
+    judge(tiny_folder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"quantization_config": QUANTIZED},
+            r"quantised weights \(awq\), which cannot be trained; .*model.quantization",
+        ),
+        ({"num_experts": 8}, r"mixture of experts \(num_experts=8\)"),
+        ({"vocab_size": 100}, r"tokenizer has \d+ tokens that its embedding of 100 has no row for"),
+        ({"layer_types": ["linear_attention"] * 4}, "layers of type linear_attention; use engine=vllm"),
+    ],
+)
+def test_a_config_that_cannot_be_trained_is_one_sentence(changes: dict[str, Any], sentence: str, tmp_path) -> None:
+    with pytest.raises(UserError, match=sentence):
+        judge(tiny_folder(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("t5", "an encoder and a decoder"),
+        ("qwen2_5_vl", "no causal language model of text"),
+        ("vit", "no causal language model of text"),
+        ("mamba", "has no attention"),
+    ],
+)
+def test_other_kinds_of_model_are_one_sentence(family: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=sentence):
+        judge(other_folder(tmp_path, family))
+
+
+def test_an_adapter_in_the_folder_is_one_sentence(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"adapter_config.json; merge the adapter into its base"):
+        judge(folder)
+
+
+def test_special_tokens_that_nothing_writes_need_no_row(tmp_path: Path) -> None:
+    """As of Gemma 3 1B, whose tokenizer knows a token for images. One that ends or pads needs a row, as words do."""
+    folder = tiny_folder(tmp_path)
+    tokenizer = load_tokenizer(str(folder))
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image{n}>" for n in range(rows)]})
+    tokenizer.save_pretrained(folder)
+    judge(folder)
+    tokenizer.pad_token = f"<image{rows - 1}>"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=rf"for example '<image{rows - 1}>'.*resize_token_embeddings"):
+        judge(folder)
+
+
+def test_a_model_of_several_modalities_has_its_context_in_its_text_part(tmp_path: Path) -> None:
+    text = {**SIZES, "sliding_window": 4, "query_pre_attn_scalar": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    folder = other_folder(tmp_path, "gemma3", text_config=text, vision_config=vision)
+    judge(folder)
+    assert max_model_len(config_of(folder)) == SIZES["max_position_embeddings"]
+
+
+def test_a_model_without_a_context_asks_for_one(tmp_path: Path) -> None:
+    config = config_of(other_folder(tmp_path, "mamba"))
+    with pytest.raises(UserError, match=r"names no context.*inference_model.max_model_len"):
+        max_model_len(config)
+    config.inference_model.max_model_len = 99
+    assert max_model_len(config) == 99
+
+
+def test_a_type_that_transformers_does_not_know_is_one_sentence(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, model_type="no_such_type")
+    with pytest.raises(UserError, match=r"model.name=.*could not be loaded"):
+        judge(folder)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_hf(make_model("llama"), make_tokenizer(), tmp_path / "saved")
+
+
+def with_weights(folder: Path, change: Any) -> str:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_one_sentence(saved: Path, value: float) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+
+    with pytest.raises(UserError, match=r"model.layers.1.mlp.up_proj.weight is not finite"):
+        load_model(with_weights(saved, spoil))
+
+
+def test_weights_that_the_files_lack_are_one_sentence_and_not_random(saved: Path) -> None:
+    with pytest.raises(UserError, match=r"lack 1 of the weights.*lm_head.weight"):
+        load_model(with_weights(saved, lambda weights: weights.pop("lm_head.weight")))
+
+
+def test_a_head_that_is_computed_in_another_way_is_one_sentence() -> None:
+    scaled = AutoModelForCausalLM.from_config(CONFIG_MAPPING["cohere"](**SIZES, logit_scale=0.5))
+    scaled.config.logit_scale = None  # the config does not say so
+    with pytest.raises(UserError, match="CohereForCausalLM changes hidden states or logits around its head"):
+        CausalPolicy(scaled)
+
+
+def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer; put its tokenizer.json"):
+        judge(folder)
+
+
+def test_the_estimate_and_the_look_at_the_disk_refuse_it_too(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="an encoder and a decoder"):
+        find_architecture(str(other_folder(tmp_path, "t5")))
+    with pytest.raises(UserError, match=r"could not be loaded .*ZeroDivisionError"):
+        find_architecture(str(tiny_folder(tmp_path, num_attention_heads=0)))
+
+
+def test_an_end_token_that_is_no_number_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="eos_token_id='x', which is no token's number"):
+        end_token_ids(load_tokenizer("tiny"), GenerationConfig(eos_token_id=["x"]))
