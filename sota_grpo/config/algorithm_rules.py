@@ -180,8 +180,8 @@ def options_that_the_objective_does_not_read_keep_their_default(config: Config) 
         term = name.removeprefix("algorithm.")
         if term in OPTIONS and not surrogate(objective).reads(term):
             yield (
-                f"{name}={value} has no effect on algorithm.objective={objective}, which does not read it; use {name}="
-                f"{'null' if default is None else default} or algorithm.objective={readers(term)}."
+                f"{name}={'null' if value is None else value} has no effect on algorithm.objective={objective}, which "
+                f"does not read it; use {name}={default} or algorithm.objective={readers(term)}."
             )
 
 

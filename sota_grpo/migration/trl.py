@@ -275,6 +275,8 @@ def _reference(config: Config, ours: Account) -> dict[str, Any]:
         ours.note("algorithm.kl_estimator", "k3 weighed by the ratio, of the same gradient in a batch's first step.")
     elif coef and estimator == "k1":
         ours.note("algorithm.kl_estimator", "TRL's is k3.")
+    if unbiased and ours["algorithm.dual_clip"] is not None:
+        ours.note("algorithm.dual_clip", "TRL's ratio on the KL has no bound.")
     return {"beta": coef} | ({"use_bias_correction_kl": unbiased or estimator == "k2"} if coef else {})
 
 

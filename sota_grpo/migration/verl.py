@@ -114,8 +114,8 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
         text = f"verl 0.9.0's {loss} weighs by sequence whatever loss_agg_mode says{later}."
         ours.note("algorithm.aggregation", text.replace("gspo", "GSPO"))
     bound = ours["algorithm.ratio_cap" if loss == "dppo_tv" else "algorithm.dual_clip"]
-    if loss == "gspo" and algorithm.dual_clip is not None:
-        ours.note("algorithm.dual_clip", "verl's GSPO has no dual clip.")
+    if loss in ("gspo", "geo_mean") and algorithm.dual_clip is not None:
+        ours.note("algorithm.dual_clip", f"verl's {loss} has no dual clip.")
     options = {
         f"{ACTOR}.policy_loss.loss_mode": loss,
         f"{ACTOR}.clip_ratio": low,

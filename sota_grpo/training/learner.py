@@ -17,7 +17,7 @@ from torch import nn
 from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.errors import UserError
-from sota_grpo.functional import adapted_entropy_coef, kl_k3, top_entropy_tokens
+from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
 from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
@@ -33,7 +33,7 @@ from sota_grpo.policy.sharding import (
 )
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import pad_rows, row_prompts
-from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
+from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable, plain_rows
 from sota_grpo.training.forward_passes import (
@@ -55,6 +55,7 @@ METRIC_NAMES = {
     "loss_entropy": "loss/entropy",
     "reverse_kl": "distill/reverse_kl",
 }
+SHARE = "gradient_share/max_token"
 PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
 
 
@@ -153,7 +154,7 @@ class Learner(ForwardPasses):
         masks = {index: rows[index][keys.ASSISTANT_MASK] for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat(gaps) if gaps else torch.zeros(0)
-        terms = {"kl": kl_k3(torch.zeros_like(flat), flat).sum(), "tokens": torch.tensor(float(len(flat)))}
+        terms = {"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))}
         sums = self.ranks.sums(terms)
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
@@ -242,6 +243,7 @@ class Learner(ForwardPasses):
         self.optimizer.zero_grad(set_to_none=True)
         losses: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
+        largest: list[torch.Tensor] = []
         for index, (micro, weights, learns) in enumerate(passes, start=1):
             if self.ranks.size > 1:
                 reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
@@ -253,10 +255,15 @@ class Learner(ForwardPasses):
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             _add(losses, terms)
             _add(sums, dict(out.sums.items()))
+            largest.append(out.gradient_squared_max)
+        top = torch.stack(largest).amax(0, keepdim=True)
         if self.ranks.size > 1:
             losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
-        means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"]})
+            top = self.ranks.joined(top.cpu())[0]
+        share = top.amax().to(sums["tokens"].device) / sums["gradient_squared"]
+        means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share})
         measured = means.pop("tokens") > 0
+        means[SHARE] = None if math.isnan(means[SHARE]) else means[SHARE]  # no token has a gradient
         return _named(losses), {name: value if measured else None for name, value in (means | threshold).items()}
 
     def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:

@@ -407,8 +407,9 @@ BROKEN = [
     ),
     (
         "options_that_the_objective_does_not_read_keep_their_default",
-        ["algorithm=cispo", "algorithm.dual_clip=3"],
-        "dual_clip=null",
+        ["algorithm=cispo", "algorithm.dual_clip=null"],
+        "algorithm.dual_clip=null has no effect on algorithm.objective=cispo, which does not read it; use "
+        "algorithm.dual_clip=3.0 or algorithm.objective=clipped or gmpo",
     ),
     (
         "options_that_the_objective_does_not_read_keep_their_default",
@@ -720,8 +721,8 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.dual_clip=3"],
-        ["algorithm=gspo", "algorithm.dual_clip=3"],
+        ["algorithm.dual_clip=null"],
+        ["algorithm=gspo", "algorithm.dual_clip=2"],
         ["algorithm=rloo"],
         ["train.precision=fp16", "train_model.torch_dtype=float16", "train_model.lora.enabled=true"],
         ["train.precision=fp16"],

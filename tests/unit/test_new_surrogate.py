@@ -55,7 +55,7 @@ def test_options_are_judged_by_its_parameters() -> None:
     validate(config_of())
     for overrides, sentence in (
         (["algorithm.ratio=sequence"], "algorithm.objective=halved, which has no ratio"),
-        (["algorithm.dual_clip=3"], "no effect on algorithm.objective=halved"),
+        (["algorithm.dual_clip=2"], "no effect on algorithm.objective=halved"),
         (["train.epochs=2"], "algorithm.objective=halved is on-policy"),
     ):
         with pytest.raises(ConfigError, match=sentence):
