@@ -157,12 +157,13 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
     return total
 
 
-def zero_advantage_mask(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> Tensor:
     """True for every response of a zero-advantage group: all its rewards are equal, bit for bit.
 
     Args:
         rewards: ``[N]``.
         group_ids: int64 ``[N]``.
+        counted: bool ``[N]``, the rewards that are compared; None: all.
 
     Returns:
         bool ``[N]``; a group of one has no advantage.
@@ -175,7 +176,7 @@ def zero_advantage_mask(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """
     _check_rows(rewards, group_ids)
     index, counts = _group_index(group_ids)
-    return _constant_rows(rewards.double(), index, counts)
+    return _constant_rows(rewards.double(), index, counts, counted)
 
 
 def distilled_advantages(
@@ -265,11 +266,12 @@ def _group_mean(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
     return (_group_sum(values, index, counts) / counts)[index]
 
 
-def _constant_rows(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+def _constant_rows(values: Tensor, index: Tensor, counts: Tensor, counted: Tensor | None = None) -> Tensor:
+    shown = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
     empty = torch.zeros_like(counts, dtype=values.dtype)
-    highest = empty.scatter_reduce(0, index, values, "amax", include_self=False)
-    lowest = empty.scatter_reduce(0, index, values, "amin", include_self=False)
-    return (highest == lowest)[index]
+    highest = empty.scatter_reduce(0, index, values.where(shown, -torch.inf), "amax", include_self=False)
+    lowest = empty.scatter_reduce(0, index, values.where(shown, torch.inf), "amin", include_self=False)
+    return (highest <= lowest)[index]
 
 
 def _centred(values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline, lengths: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from sota_grpo.functional.advantages import (
     soft_overlong_penalty,
     zero_advantage_mask,
 )
-from sota_grpo.rl.collate import micro_batches, pad_rows
+from sota_grpo.rl.collate import graded_rows, micro_batches, pad_rows
 from sota_grpo.rl.records import Example, Score, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
@@ -286,8 +286,8 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple
         return values
 
     terms = torch.stack([column((*keys.REWARD_TERMS, name)) for name in names], dim=-1)
-    of_terms = torch.stack([column((*keys.TERM_WEIGHTS, name)).nan_to_num(0.0).max() for name in names])
-    return terms, of_terms
+    of_rows = torch.stack([column((*keys.TERM_WEIGHTS, name)) for name in names])
+    return terms, of_rows.nan_to_num(-torch.inf).amax(-1).nan_to_num(neginf=0.0)  # 0 where no row has the term
 
 
 class GroupAdvantage(RowTransform):
@@ -297,7 +297,9 @@ class GroupAdvantage(RowTransform):
     writes ``advantage`` ``[N, 1, 1]``. Give it whole groups: as a collector's ``postproc``, or as a ``ReplayBuffer``
     transform, where ``extend`` computes.
 
-    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its scale.
+    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its own scale
+    (``group_std``, ``group_mean``). A response whose grader failed (``("next", "reward_error")``) has no reward: it is in
+    no baseline and no scale, and its advantage is 0.
 
     With ``decouple_terms`` the reward is :func:`sota_grpo.functional.advantages.decoupled_rewards` of the entries under
     ``("next", "reward_terms")``; their weights are written to ``("next", "term_weights")``, or read there.
@@ -353,19 +355,33 @@ class GroupAdvantage(RowTransform):
                     f"group {ids[odd[0]].item()} has {counts[odd[0]].item()} responses in this batch instead of "
                     f"{self.group_size}; its baseline would be wrong, so pass whole groups."
                 )
+        kept = self._compared(rows, group_ids)
+        ids = group_ids[kept]
         if self.decouple_terms:
-            terms = _weighed_terms(rows, self.term_weights)
-            reward = decoupled_rewards(*terms, group_ids, eps=self.eps).to(reward.dtype)
-        lengths = rows.sums(keys.ASSISTANT_MASK) if self.baseline == "length_weighted" else None
+            terms, weights = _weighed_terms(rows, self.term_weights)
+            own = decoupled_rewards(terms[kept], weights, ids, eps=self.eps).to(reward.dtype)
+            reward = torch.zeros_like(reward).index_put((kept,), own)
+        lengths = rows.sums(keys.ASSISTANT_MASK)[kept] if self.baseline == "length_weighted" else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
-        values = group_advantages(reward, group_ids, scale=self.scale, eps=self.eps, **options)
+        values = group_advantages(reward[kept], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
-        if graded is not None and not self.decouple_terms:
-            # Divided by their own std, differences of the KL alone would become full-size advantages, however small:
+        if graded is not None and not self.decouple_terms and self.scale in ("group_std", "group_mean"):
+            # Divided by their own scale, differences of the KL alone would become full-size advantages, however small:
             # at the first step, where the policy is the reference, out of rounding.
-            unscaled = group_advantages(reward, group_ids, scale="none", **options)
-            values = torch.where(zero_advantage_mask(graded.reshape(-1), group_ids), unscaled, values)
-        rows.set(self.out_keys[0], values.reshape(-1, 1, 1))
+            unscaled = group_advantages(reward[kept], ids, scale="none", **options)
+            values = torch.where(zero_advantage_mask(graded.reshape(-1)[kept], ids), unscaled, values)
+        advantage = torch.zeros_like(reward, dtype=values.dtype)
+        advantage[kept] = values
+        rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))
+
+    def _compared(self, rows: RowTable, group_ids: Tensor) -> Tensor:
+        """Which rows take part, bool ``[N]``: not those whose grader failed, nor one whose siblings' all failed."""
+        kept = graded_rows(rows).to(group_ids.device)
+        if not kept.all() and self.baseline in ("leave_one_out", "best_of_others"):
+            _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
+            left = torch.zeros_like(counts).index_add(0, index, kept.to(counts.dtype))
+            kept = kept & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused there
+        return kept
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(tensordict)

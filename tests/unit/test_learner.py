@@ -283,10 +283,12 @@ def test_other_terms_learn_from_every_row(options: dict[str, float]) -> None:
     assert GRPOLoss(torch.nn.Identity(), **dict.fromkeys({"entropy_coeff": 0, **options}, 0.0)).advantage_only
 
 
-def test_rows_of_weight_zero_go_through_no_pass(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path, drop_truncated=True, optim_batch_size=12), make_rows(12)
+@pytest.mark.parametrize("reason", [keys.TRUNCATED, keys.REWARD_ERROR])
+def test_rows_of_weight_zero_go_through_no_pass(reason: tuple[str, str], tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, drop_truncated=reason == keys.TRUNCATED, optim_batch_size=12)
+    rows = make_rows(12)
     for row in rows[:5]:
-        row.set(keys.TRUNCATED, torch.tensor([True]))
+        row.set(reason, torch.tensor([True]))
     padded, seen = learner.padded, []
     learner.padded = lambda part, weights: (
         seen.extend(row[keys.FULL_TOKENS].tolist() for row in part) or padded(part, weights)
