@@ -297,9 +297,9 @@ class GroupAdvantage(RowTransform):
     writes ``advantage`` ``[N, 1, 1]``. Give it whole groups: as a collector's ``postproc``, or as a ``ReplayBuffer``
     transform, where ``extend`` computes.
 
-    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its own scale
-    (``group_std``, ``group_mean``). A response whose grader failed (``("next", "reward_error")``) has no reward: it is in
-    no baseline and no scale, and its advantage is 0.
+    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its own
+    scale (``group_std``, ``group_mean``). A response whose grader failed (``("next", "reward_error")``) has no reward:
+    it is in no baseline and no scale, and its advantage is 0.
 
     With ``decouple_terms`` the reward is :func:`sota_grpo.functional.advantages.decoupled_rewards` of the entries under
     ``("next", "reward_terms")``; their weights are written to ``("next", "term_weights")``, or read there.

@@ -144,7 +144,7 @@ def test_batch_baselines_keep_the_signal_of_a_uniform_group_with_the_kl_in_the_r
 
 
 def test_a_penalty_that_one_row_lacks_keeps_its_weight() -> None:
-    """Weights 1 and -0.5 of ``right`` and ``long``; sum_k w_k (t - mean_k) / (std_k + eps), by hand; one row has None."""
+    """Weights 1 and -0.5 of ``right`` and ``long``; w (t - mean) / (std + eps) added by hand; one row has None."""
     right, long = [1.0, 0.0, 1.0, 0.0], [3.0, 1.0, None, 8.0]
     rows = [
         TensorDict({"next": {"reward": torch.zeros(1), "reward_terms": {"right": torch.tensor([r])}}, "group_id": 0})
