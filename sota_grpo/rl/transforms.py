@@ -23,6 +23,7 @@ from sota_grpo import keys
 from sota_grpo.functional.advantages import (
     Baseline,
     Scale,
+    UnusableValues,
     decoupled_rewards,
     group_advantages,
     soft_overlong_penalty,
@@ -136,7 +137,7 @@ class ReferenceKL(RowTransform):
             (:meth:`sota_grpo.rl.hints.Hints.ask`); None: the rows themselves.
 
     Raises:
-        ValueError: if the reference gives a log-prob that is not finite for a trainable token.
+        UnusableValues: if the reference gives a log-prob that is not finite for a trainable token.
 
     Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024 (eq. 3, 4).
 
@@ -208,11 +209,13 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
     """Write the reference's log-probs, one ``[T_i]`` per row, and what follows from them: see :class:`ReferenceKL`.
 
     Raises:
-        ValueError: a log-prob is not finite.
+        UnusableValues: a log-prob is not finite.
     """
     column = Column.of(log_probs)
     if not bool(column.values.isfinite().all()):
-        raise ValueError("the reference gave a log-prob that is not finite for a trainable token; check its weights.")
+        raise UnusableValues(
+            "the reference gave a log-prob that is not finite for a trainable token; check its weights."
+        )
     rows.columns[keys.REF_LOG_PROBS] = column
     if in_reward_coeff is None:
         return
