@@ -457,7 +457,7 @@ class OptimizerConfig:
         OPTIMIZERS.keys(),
     )
     lr: float = opt(1e-6, "peak learning rate")
-    weight_decay: float = opt(0.0, "decoupled weight decay")
+    weight_decay: float = opt(0.0, "decoupled weight decay of matrices and embeddings; norms and biases have none")
     beta1: float = opt(0.9, "decay of the gradient average")
     beta2: float = opt(0.999, "decay of the squared-gradient average")
     eps: float = opt(1e-8, "added to the root of the squared-gradient average")

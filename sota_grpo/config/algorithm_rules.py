@@ -277,6 +277,18 @@ def several_steps_of_a_collection_need_a_ratio(config: Config) -> Iterator[str]:
         )
 
 
+def an_old_policy_is_weighed_where_its_log_probs_are_computed_again(config: Config) -> Iterator[str]:
+    """Several epochs take the ratio to recomputed log-probs; without a correction nothing reads the engine's own."""
+    train, algorithm = config.train, config.algorithm
+    if train.max_policy_age > 0 and train.epochs > 1 and algorithm.correction == "none" and not has_no_ratio(config):
+        weighed = "" if surrogate(algorithm.objective).weighs_rows else "algorithm.correction=token or "
+        yield (
+            f"train.max_policy_age={train.max_policy_age} trains on tokens of older policies, and train.epochs="
+            f"{train.epochs} computes their log-probs again, so that nothing says which policy sampled them; use "
+            f"{weighed}train.epochs=1."
+        )
+
+
 def an_old_policy_needs_a_ratio(config: Config) -> Iterator[str]:
     age = config.train.max_policy_age
     if has_no_ratio(config) and age > 0:

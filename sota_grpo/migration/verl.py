@@ -202,6 +202,8 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
     schedule, warmup = ours["optimizer.schedule"], ours["optimizer.warmup_steps"]
     if schedule == "linear":
         ours.note("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
+    if ours["optimizer.weight_decay"]:
+        ours.note("optimizer.weight_decay", "verl's is one of norms and biases, too.")
     if warmup:
         ours.note("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
     options: dict[str, Any] = {

@@ -237,6 +237,16 @@ BROKEN = [
         "train.optim_batch_size=16",
     ),
     (
+        "an_old_policy_is_weighed_where_its_log_probs_are_computed_again",
+        ["mode=async", "train.max_policy_age=4", "train.epochs=2"],
+        "use algorithm.correction=token or train.epochs=1.",
+    ),
+    (
+        "an_old_policy_is_weighed_where_its_log_probs_are_computed_again",
+        ["mode=async", "train.epochs=2", "algorithm=vespo"],
+        "sampled them; use train.epochs=1.",
+    ),
+    (
         "an_old_policy_needs_a_ratio",
         ["mode=async", "algorithm=rloo"],
         "train.max_policy_age=0",
@@ -722,6 +732,7 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
     "overrides",
     [
         ["algorithm.dual_clip=null"],
+        ["mode=async", "train.max_policy_age=4", "train.epochs=2", "algorithm.correction=token"],
         ["algorithm=gspo", "algorithm.dual_clip=2"],
         ["algorithm=rloo"],
         ["train.precision=fp16", "train_model.torch_dtype=float16", "train_model.lora.enabled=true"],
