@@ -365,7 +365,7 @@ class Surrogate:
 
 
 #: What a surrogate may read of the tokens, each ``[N, T]`` (the advantage possibly ``[N, 1]``) ..
-TENSORS = ("log_prob", "log_ratio", "advantage", "mask")
+TENSORS = ("log_prob", "log_ratio", "advantage", "mask", "entropy")
 #: .. and of the options, under their names in the config.
 OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative"),

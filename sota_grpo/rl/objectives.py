@@ -257,7 +257,8 @@ class GRPOLoss(LossModule):
     Raises:
         TypeError: on an unknown keyword.
         ValueError: on a choice that does not exist or has no effect here; from ``forward``, where an entropy bonus is
-            asked of an actor that gives no differentiable entropy.
+            asked of an actor that gives no differentiable entropy, or the objective reads an entropy that it does not
+            give.
         KeyError: from ``forward``, where the batch lacks a key that the chosen terms read.
 
     Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.surrogates`.
@@ -400,6 +401,10 @@ class GRPOLoss(LossModule):
             **{"dual_clip": self.dual_clip, **self.surrogate_options},
         }
         chosen = self.surrogate
+        if chosen.reads("entropy"):
+            if tokens.entropy is None:
+                raise ValueError("the objective reads the entropy but actor_network gives none under 'entropy'.")
+            terms["entropy"] = tokens.entropy.detach()
         clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
         value = of_terms(chosen.loss, terms)
         return (value, clipped) if tokens.kept is None else (value.where(tokens.kept, 0.0), clipped & tokens.kept)
