@@ -261,10 +261,10 @@ class Learner(ForwardPasses):
             losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
             top = self.ranks.joined(top.cpu())[0]
         share = top.amax().to(sums["tokens"].device) / sums["gradient_squared"]
-        means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share})
-        measured = means.pop("tokens") > 0
-        means[SHARE] = None if math.isnan(means[SHARE]) else means[SHARE]  # no token has a gradient
-        return _named(losses), {name: value if measured else None for name, value in (means | threshold).items()}
+        means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share}) | threshold
+        unmeasured = {SHARE} if math.isnan(means[SHARE]) else set()  # where no token has a gradient
+        unmeasured |= set() if means.pop("tokens") > 0 else means.keys()
+        return _named(losses), {name: None if name in unmeasured else value for name, value in means.items()}
 
     def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:
         """Mark which trained tokens of the whole step the surrogate keeps; the least entropy of these, if not all are.
