@@ -29,10 +29,6 @@ class RunFailed(UserError):
     exit_code = CRASHED
 
 
-class BatchRefused(RunFailed, ValueError):
-    """A batch cannot be learned from, for what its rewards are; nothing of it was trained on."""
-
-
 def collect_seldom() -> None:
     """Have Python look for cycles every 50,000 objects instead of every 700: modules, while they are imported (a second
     of five), and rows have none."""

@@ -51,7 +51,11 @@ logger = logging.getLogger(__name__)
 
 _STEPS = ("train.epochs", "train.optim_batch_size")  # into how many optimizer steps the training step is cut
 # rules about what a run trains on, which a gradient does not
-_ABOUT_TRAINING = ("several_steps_of_a_collection_need_a_ratio", "an_old_policy_needs_a_ratio")
+_ABOUT_TRAINING = (
+    "several_steps_of_a_collection_need_a_ratio",
+    "an_old_policy_is_weighed_where_its_log_probs_are_computed_again",
+    "an_old_policy_needs_a_ratio",
+)
 _SAME = 1e-5  # of the root mean square of an objective's coefficients: float32's rounding and no more
 _NEAR = 12  # tokens of text on either side of a token
 _SAMPLES = 3  # that are given whole, or as much of them as _LONGEST tokens

@@ -229,18 +229,24 @@ def make_learner(
     Args:
         objective: a subclass watches what the loss does.
     """
+    settings, loss = make_settings(config, device_type), make_loss(config, policy, objective)
+    return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed, ranks=ranks)
+
+
+def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPOLoss) -> GRPOLoss:
+    """The objective of a config around ``actor``."""
     algorithm: Any = config.algorithm  # its words are validated choices
-    train = config.train
-    loss = objective(
-        policy,
+    options = surrogate_options(config)
+    return objective(
+        actor,
         clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
-        kl_to_ref_coeff=config.policy.kl_coef if train.kl_coef_in_loss and config.policy.kl_coef else None,
+        kl_to_ref_coeff=config.policy.kl_coef if config.train.kl_coef_in_loss and config.policy.kl_coef else None,
         entropy_bonus=algorithm.entropy_coef > 0,
         entropy_coeff=algorithm.entropy_coef,
         objective=algorithm.objective,
         ratio=algorithm.ratio,
-        dual_clip=algorithm.dual_clip,
-        surrogate_options=surrogate_options(config),
+        dual_clip=options.pop("dual_clip", None),
+        surrogate_options=options,
         off_policy_threshold=algorithm.off_policy_threshold,
         kl_estimator=algorithm.kl_estimator,
         kl_unbiased=algorithm.kl_unbiased,
@@ -251,14 +257,13 @@ def make_learner(
         distill_coeff=algorithm.distill_coef,
         advantage_coeff=algorithm.advantage_coef,
     )
-    settings = make_settings(config, device_type)
-    return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed, ranks=ranks)
 
 
 def surrogate_options(config: Config) -> dict[str, Any]:
     """Those of the options beside the clips that ``algorithm.objective`` reads."""
     algorithm = config.algorithm
     options = {
+        "dual_clip": algorithm.dual_clip,
         "ratio_cap": algorithm.ratio_cap,
         "tau_positive": algorithm.tau_positive,
         "tau_negative": algorithm.tau_negative,

@@ -47,7 +47,8 @@ FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
     *("entropy_coef", "entropy_threshold"),
     "distill/reverse_kl",
-    *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "kl_approx", "mismatch_kl", "lr"),
+    *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "gradient_share/max_token"),
+    *("kl_approx", "mismatch_kl", "lr"),
 )
 TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
@@ -366,7 +367,7 @@ def equal_ratios(own: Replay) -> list[str]:
 def _missing(name: str, config: Config) -> str | None:
     """What an option has no effect without; None where it has one."""
     algorithm, option = config.algorithm, name.removeprefix("algorithm.")
-    if option in OPTIONS and option != "dual_clip" and not surrogate(algorithm.objective).reads(option):
+    if option in OPTIONS and not surrogate(algorithm.objective).reads(option):
         return f"algorithm.objective={readers(option)}"
     if option in ("correction_mode", "correction_cap", "correction_floor") and algorithm.correction == "none":
         return "algorithm.correction"

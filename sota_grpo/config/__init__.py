@@ -243,9 +243,11 @@ class AlgorithmConfig:
     )
     clip_high: float = opt(0.2, "the ratio is clipped above 1 + clip_high (dppo, gmpo: as clip_low)")
     dual_clip: float | None = opt(
-        None, "objective=clipped: bound above 1 on the ratio where the advantage is negative; null: none"
+        3.0,
+        "objective=clipped, gmpo: bound above 1 on a token's ratio where the advantage is negative, and on that of "
+        "kl_unbiased; null: none, so that one token can be most of a step's gradient",
     )
-    ratio_cap: float | None = opt(None, "objective=dppo: largest ratio that weighs a token, above 1; null: none")
+    ratio_cap: float | None = opt(20.0, "objective=dppo: largest ratio that weighs a token, above 1; null: none")
     tau_positive: float = opt(1.0, "objective=sapo: temperature of the gate where the advantage is positive")
     tau_negative: float = opt(1.05, "objective=sapo: temperature elsewhere")
     k_positive: float = opt(2.0, "objective=vespo: exponent of the ratio where the advantage is not negative")
@@ -458,7 +460,7 @@ class OptimizerConfig:
         OPTIMIZERS.keys(),
     )
     lr: float = opt(1e-6, "peak learning rate")
-    weight_decay: float = opt(0.0, "decoupled weight decay")
+    weight_decay: float = opt(0.0, "decoupled weight decay of matrices and embeddings; norms and biases have none")
     beta1: float = opt(0.9, "decay of the gradient average")
     beta2: float = opt(0.999, "decay of the squared-gradient average")
     eps: float = opt(1e-8, "added to the root of the squared-gradient average")

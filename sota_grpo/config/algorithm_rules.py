@@ -180,8 +180,8 @@ def options_that_the_objective_does_not_read_keep_their_default(config: Config) 
         term = name.removeprefix("algorithm.")
         if term in OPTIONS and not surrogate(objective).reads(term):
             yield (
-                f"{name}={value} has no effect on algorithm.objective={objective}, which does not read it; use {name}="
-                f"{'null' if default is None else default} or algorithm.objective={readers(term)}."
+                f"{name}={'null' if value is None else value} has no effect on algorithm.objective={objective}, which "
+                f"does not read it; use {name}={default} or algorithm.objective={readers(term)}."
             )
 
 
@@ -274,6 +274,18 @@ def several_steps_of_a_collection_need_a_ratio(config: Config) -> Iterator[str]:
             f"algorithm.objective={config.algorithm.objective} is on-policy, but train.epochs={train.epochs} and "
             f"train.optim_batch_size={train.optim_batch_size} make several steps of a collection of {size}; use "
             f"train.epochs=1 and train.optim_batch_size={size}, or algorithm.objective=cispo, which has a ratio."
+        )
+
+
+def an_old_policy_is_weighed_where_its_log_probs_are_computed_again(config: Config) -> Iterator[str]:
+    """Several epochs take the ratio to recomputed log-probs; without a correction nothing reads the engine's own."""
+    train, algorithm = config.train, config.algorithm
+    if train.max_policy_age > 0 and train.epochs > 1 and algorithm.correction == "none" and not has_no_ratio(config):
+        weighed = "" if surrogate(algorithm.objective).weighs_rows else "algorithm.correction=token or "
+        yield (
+            f"train.max_policy_age={train.max_policy_age} trains on tokens of older policies, and train.epochs="
+            f"{train.epochs} computes their log-probs again, so that nothing says which policy sampled them; use "
+            f"{weighed}train.epochs=1."
         )
 
 

@@ -52,11 +52,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sota_grpo.errors import BatchRefused
-
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none"]
 Scale = Literal["group_std", "group_mean", "batch_std", "advantage_std", "none"]
 GROUP_TERMS = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std")  # compare siblings
+
+
+class UnusableValues(ValueError):
+    """Rewards or log-probs of a batch that a formula cannot use; it follows from data, and not from a call."""
 
 
 def group_advantages(
@@ -93,9 +95,9 @@ def group_advantages(
         ``[N]`` in the dtype of the rewards (float32 for integer or boolean rewards).
 
     Raises:
-        ValueError: on shapes other than ``[N]``, an unknown choice, a reward that is not finite, a group of one under
-            ``leave_one_out`` or ``best_of_others``, which has no other member to compare with, a negative reward under
-            the scale ``group_mean``, or ``length_weighted`` without lengths.
+        UnusableValues: a reward that is not finite, a group of one under ``leave_one_out`` or ``best_of_others``, which
+            has no other member to compare with, or a negative reward under the scale ``group_mean``.
+        ValueError: on shapes other than ``[N]``, an unknown choice, or ``length_weighted`` without lengths.
 
     >>> rewards, ids = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])
     >>> group_advantages(rewards, ids, scale="none").tolist()
@@ -159,12 +161,13 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
     return total
 
 
-def zero_advantage_mask(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> Tensor:
     """True for every response of a zero-advantage group: all its rewards are equal, bit for bit.
 
     Args:
         rewards: ``[N]``.
         group_ids: int64 ``[N]``.
+        counted: bool ``[N]``, the rewards that are compared; None: all.
 
     Returns:
         bool ``[N]``; a group of one has no advantage.
@@ -177,7 +180,7 @@ def zero_advantage_mask(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """
     _check_rows(rewards, group_ids)
     index, counts = _group_index(group_ids)
-    return _constant_rows(rewards.double(), index, counts)
+    return _constant_rows(rewards.double(), index, counts, counted)
 
 
 def distilled_advantages(
@@ -267,11 +270,12 @@ def _group_mean(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
     return (_group_sum(values, index, counts) / counts)[index]
 
 
-def _constant_rows(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+def _constant_rows(values: Tensor, index: Tensor, counts: Tensor, counted: Tensor | None = None) -> Tensor:
+    shown = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
     empty = torch.zeros_like(counts, dtype=values.dtype)
-    highest = empty.scatter_reduce(0, index, values, "amax", include_self=False)
-    lowest = empty.scatter_reduce(0, index, values, "amin", include_self=False)
-    return (highest == lowest)[index]
+    highest = empty.scatter_reduce(0, index, values.where(shown, -torch.inf), "amax", include_self=False)
+    lowest = empty.scatter_reduce(0, index, values.where(shown, torch.inf), "amin", include_self=False)
+    return (highest <= lowest)[index]
 
 
 def _centred(values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline, lengths: Tensor | None) -> Tensor:
@@ -290,7 +294,7 @@ def _centred(values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline, 
         return values - (_group_sum(weights * values, index, counts) / total)[index]
     singles = int((counts == 1).sum())
     if singles:
-        raise ValueError(
+        raise UnusableValues(
             f"{baseline} needs at least 2 responses in every group, but {singles} of {len(counts)} groups "
             "have 1; sample more responses per prompt or choose baseline='group_mean'."
         )
@@ -316,9 +320,9 @@ def _scale(values: Tensor, centred: Tensor, index: Tensor, counts: Tensor, scale
         negative = (values < 0).nonzero()
         if len(negative):
             row = int(negative[0])
-            raise BatchRefused(
+            raise UnusableValues(
                 f"the reward of row {row} is {values[row].item()}; scale 'group_mean' divides by the mean reward of "
-                "the group, so no reward may be negative."
+                "the group, so no reward may be negative; use scale 'group_std', or rewards of 0 and more."
             )
         return _group_mean(values, index, counts)
     if scale == "group_std":
@@ -339,4 +343,4 @@ def _check_rows(rewards: Tensor, group_ids: Tensor) -> None:
     finite = rewards.isfinite()
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
-        raise BatchRefused(f"the reward of row {row} is {rewards[row].item()}; a reward must be a finite number.")
+        raise UnusableValues(f"the reward of row {row} is {rewards[row].item()}; a reward must be a finite number.")

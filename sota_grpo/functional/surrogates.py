@@ -269,25 +269,33 @@ def vespo_surrogate(
     return -log_weight.exp() * advantage * log_prob
 
 
-def gmpo_surrogate(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def gmpo_surrogate(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
     """GMPO's loss: the geometric mean of the row's clipped ratios, on each of its tokens.
 
-    ``-A exp(mean_t c_t)`` with ``c_t = min(log rho_t, clip_high)`` where ``A >= 0`` and ``max(log rho_t, -clip_low)``
-    where ``A < 0``: the widths are in nats, of the log-ratio. Each token has the gradient of its own ``log_prob``, 0
-    where :func:`outlying_tokens` is True, as in :func:`sequence_log_ratio`; under weights that are equal within a row
-    that is the gradient of the geometric mean.
+    ``-A exp(mean_t c_t)`` with ``c_t = min(log rho_t, clip_high)`` where ``A >= 0`` and ``max(log rho_t, -clip_low)``,
+    at most ``log dual_clip``, where ``A < 0``: the widths are in nats, of the log-ratio. Each token has the gradient of
+    its own ``log_prob``, 0 where :func:`outlying_tokens` is True, as in :func:`sequence_log_ratio`; under weights that
+    are equal within a row that is the gradient of the geometric mean.
 
     Args:
         log_ratio: ``[N, T]``, nats, per token.
         advantage: ``[N, T]`` or ``[N, 1]``.
         mask: bool ``[N, T]``, the trainable tokens; whole rows.
         clip_low, clip_high: bounds of the log-ratio.
+        dual_clip: largest ratio of a token that counts for a negative advantage, above 1; None: no bound.
 
     Returns:
         ``[N, T]``.
 
     Raises:
-        ValueError: if a width is negative.
+        ValueError: if a width is negative or ``dual_clip`` is not above 1.
 
     Source: Zhao et al. 2025 (arXiv:2507.20673).
 
@@ -297,18 +305,20 @@ def gmpo_surrogate(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip_low:
     >>> [round(x, 4) for x in loss.flatten().tolist()]
     [-2.6997, -2.6997]
     """
-    lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high)
+    lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
     return -advantage * _row_mean(_bounded(log_ratio, lower, upper), mask).exp()
 
 
-def outlying_tokens(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def outlying_tokens(
+    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
     """True where :func:`gmpo_surrogate` clips the log-ratio of a token that has an advantage; bool ``[N, T]``.
 
     >>> import torch
     >>> outlying_tokens(torch.tensor([0.6, -0.6, -0.6]), torch.tensor([1.0, 1.0, -1.0]), 0.4, 0.4).tolist()
     [True, False, True]
     """
-    lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high)
+    lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
     return ((log_ratio < lower) | (log_ratio > upper)) & (advantage != 0)
 
 
@@ -355,7 +365,7 @@ class Surrogate:
 
 
 #: What a surrogate may read of the tokens, each ``[N, T]`` (the advantage possibly ``[N, 1]``) ..
-TENSORS = ("log_prob", "log_ratio", "advantage", "mask")
+TENSORS = ("log_prob", "log_ratio", "advantage", "mask", "entropy")
 #: .. and of the options, under their names in the config.
 OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative"),
@@ -439,19 +449,10 @@ def _bounded(values: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     return upper.where(values > upper, lower.where(values < lower, values))
 
 
-def _nat_bounds(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """The interval in which GMPO's log-ratio keeps its gradient: two tensors of the advantage's shape."""
-    _check_width("clip_low", clip_low)
-    _check_width("clip_high", clip_high)
-    negative, none = advantage < 0, log_ratio.new_full((), math.inf)
-    lower = log_ratio.new_full((), -clip_low).where(negative, -none)
-    return lower, none.where(negative, log_ratio.new_full((), clip_high))
-
-
-def _log_bounds(
+def _nat_bounds(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The interval in which the log-ratio keeps its gradient: two tensors of the advantage's shape."""
+    """The interval in which GMPO's log-ratio keeps its gradient: two tensors of the advantage's shape."""
     _check_width("clip_low", clip_low)
     _check_width("clip_high", clip_high)
     if dual_clip is not None and not dual_clip > 1:
@@ -460,12 +461,21 @@ def _log_bounds(
     def constant(value: float) -> Tensor:
         return log_ratio.new_full((), value)
 
-    lowest = math.log1p(-clip_low) if clip_low < 1 else -math.inf
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     negative = advantage < 0
-    lower = constant(lowest).where(negative, constant(-math.inf))
-    upper = constant(highest).where(negative, constant(math.log1p(clip_high)))
+    lower = constant(-clip_low).where(negative, constant(-math.inf))
+    upper = constant(highest).where(negative, constant(clip_high))
     return lower, upper
+
+
+def _log_bounds(
+    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """The interval in which the log-ratio keeps its gradient: two tensors of the advantage's shape."""
+    _check_width("clip_low", clip_low)
+    _check_width("clip_high", clip_high)
+    low = -math.log1p(-clip_low) if clip_low < 1 else math.inf
+    return _nat_bounds(log_ratio, advantage, low, math.log1p(clip_high), dual_clip)
 
 
 def _check_width(name: str, value: float) -> None:

@@ -275,6 +275,8 @@ def _reference(config: Config, ours: Account) -> dict[str, Any]:
         ours.note("algorithm.kl_estimator", "k3 weighed by the ratio, of the same gradient in a batch's first step.")
     elif coef and estimator == "k1":
         ours.note("algorithm.kl_estimator", "TRL's is k3.")
+    if unbiased and ours["algorithm.dual_clip"] is not None:
+        ours.note("algorithm.dual_clip", "TRL's ratio on the KL has no bound.")
     return {"beta": coef} | ({"use_bias_correction_kl": unbiased or estimator == "k2"} if coef else {})
 
 
@@ -282,8 +284,6 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
     schedule, warmup = ours["optimizer.schedule"], ours["optimizer.warmup_steps"]
     if warmup:
         ours.note("optimizer.warmup_steps", f"TRL's first step is at 0, ours at 1/{warmup} of the rate.")
-    if ours["optimizer.weight_decay"]:
-        ours.note("optimizer.weight_decay", "transformers' Trainer leaves biases and norms out.")
     optimizer = OPTIMIZERS[ours["optimizer.name"]].trl
     if optimizer is None and config.optimizer.name != "adamw":
         ours.note("optimizer.name", "transformers' Trainer has no such optimizer; this is AdamW.")
@@ -292,7 +292,7 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
         "learning_rate": ours["optimizer.lr"],
         "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" and warmup else schedule,
         "warmup_steps": warmup,
-        "weight_decay": config.optimizer.weight_decay,
+        "weight_decay": ours["optimizer.weight_decay"],
         "adam_beta1": ours["optimizer.beta1"],
         "adam_beta2": ours["optimizer.beta2"],
         "adam_epsilon": ours["optimizer.eps"],

@@ -115,8 +115,8 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
         text = f"verl 0.9.0's {loss} weighs by sequence whatever loss_agg_mode says{later}."
         ours.note("algorithm.aggregation", text.replace("gspo", "GSPO"))
     bound = ours["algorithm.ratio_cap" if loss == "dppo_tv" else "algorithm.dual_clip"]
-    if loss == "gspo" and algorithm.dual_clip is not None:
-        ours.note("algorithm.dual_clip", "verl's GSPO has no dual clip.")
+    if loss in ("gspo", "geo_mean") and algorithm.dual_clip is not None:
+        ours.note("algorithm.dual_clip", f"verl's {loss} has no dual clip.")
     options = {
         f"{ACTOR}.policy_loss.loss_mode": loss,
         f"{ACTOR}.clip_ratio": low,
@@ -203,6 +203,8 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
     schedule, warmup = ours["optimizer.schedule"], ours["optimizer.warmup_steps"]
     if schedule == "linear":
         ours.note("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
+    if ours["optimizer.weight_decay"]:
+        ours.note("optimizer.weight_decay", "verl's is one of norms and biases, too.")
     if warmup:
         ours.note("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
     options: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Muon, Optimizer
 
-from sota_grpo.policy.optimizers import Rates
+from sota_grpo.policy.optimizers import Rates, decay_groups
 
 
 class MuonAndAdamW(Optimizer):
@@ -18,7 +18,7 @@ class MuonAndAdamW(Optimizer):
 
     The factor is that of Liu et al. 2025 (arXiv:2502.16982, eq. 4): entries of the step are then as large as AdamW's,
     so both share ``lr``, its schedule and ``weight_decay``. Embedding, head, biases and norms are AdamW's, as the
-    authors advise. The first group is Muon's, the second AdamW's.
+    authors advise. The first group is Muon's, the others are AdamW's.
 
     Args:
         matrices: of ``[m, n]`` each.
@@ -38,16 +38,16 @@ class MuonAndAdamW(Optimizer):
         muon: dict[str, Any] = {"lr": rates.lr, "weight_decay": rates.weight_decay, "momentum": rates.momentum}
         self._parts = [
             Muon(matrices, adjust_lr_fn="match_rms_adamw", **muon),
-            AdamW(others, fused=True, **rates.adamw),
+            AdamW(decay_groups(others, rates), fused=True, **rates.adamw),
         ]
-        super().__init__([{"params": list(matrices)}, {"params": list(others)}], {})
-        self.param_groups = [optimizer.param_groups[0] for optimizer in self._parts]
+        super().__init__([{"params": list(matrices)}, *decay_groups(others, rates)], {})
+        self.param_groups = [group for optimizer in self._parts for group in optimizer.param_groups]
         self._share()
 
     def _share(self) -> None:
         """Both parts read and write the groups and the state of this one."""
-        for optimizer, group in zip(self._parts, self.param_groups):
-            optimizer.param_groups, optimizer.state = [group], self.state
+        for optimizer, groups in zip(self._parts, (self.param_groups[:1], self.param_groups[1:])):
+            optimizer.param_groups, optimizer.state = groups, self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

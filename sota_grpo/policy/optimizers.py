@@ -102,11 +102,27 @@ class OptimizerKind:
     trl: str | None = None
 
 
+def decay_groups(parameters: Sequence[torch.Tensor], rates: Rates) -> list[dict[str, Any]]:
+    """``parameters`` as groups of an optimizer: norms and biases, of one dimension, do not decay.
+
+    Without a decay they are one group, which checkpoints of older runs have.
+
+    >>> import torch
+    >>> groups = decay_groups([torch.ones(2, 2), torch.ones(2)], Rates(0.1, 0.01, (0.9, 0.999), 1e-8, 0.95))
+    >>> [(len(group["params"]), group.get("weight_decay")) for group in groups]
+    [(1, None), (1, 0.0)]
+    """
+    flat = [one for one in parameters if one.dim() < 2]
+    if not flat or rates.weight_decay == 0:
+        return [{"params": list(parameters)}]
+    return [{"params": [one for one in parameters if one.dim() >= 2]}, {"params": flat, "weight_decay": 0.0}]
+
+
 def _adamw(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
     import torch
 
-    return torch.optim.AdamW([*matrices, *others], fused=True, **rates.adamw)
+    return torch.optim.AdamW(decay_groups([*matrices, *others], rates), fused=True, **rates.adamw)
 
 
 def _adamw_8bit(
@@ -116,7 +132,7 @@ def _adamw_8bit(
     require_package("adamw_8bit")
     from bitsandbytes.optim import AdamW8bit
 
-    return AdamW8bit([*matrices, *others], min_8bit_size=MIN_8BIT, **rates.adamw)
+    return AdamW8bit(decay_groups([*matrices, *others], rates), min_8bit_size=MIN_8BIT, **rates.adamw)
 
 
 def _muon(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:

@@ -105,6 +105,12 @@ _DECLARED = (
     Metric("correction_fraction", "mean", "Share of tokens whose correction weight exceeded its bounds.", "share"),
     Metric("off_policy_fraction", "mean", "Share of tokens that algorithm.off_policy_threshold leaves out.", "share"),
     Metric("kl_approx", "mean", "Mean of logp_behaviour - logp of the sampled tokens.", "nats"),
+    Metric(
+        "gradient_share/max_token",
+        "max",
+        "Largest share of one token in the squared derivatives of the loss by the tokens' log-probs.",
+        "share",
+    ),
     Metric("grad_norm", "mean", "Global gradient norm before clipping."),
     Metric("lr", "last", "Learning rate that the last optimizer step used."),
     Metric("loss/objective", "mean", "Policy term of the loss."),

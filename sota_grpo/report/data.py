@@ -39,7 +39,8 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "Policy",
         (
-            *("kl", "distill/", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx"),
+            *("kl", "distill/", "entropy", "clip_fraction", "ess", "gradient_share/max_token", "mismatch_kl"),
+            "kl_approx",
             *("correction_fraction", "off_policy_fraction", "entropy_coef", "entropy_threshold", "kept_tokens"),
         ),
     ),

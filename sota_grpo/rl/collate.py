@@ -312,9 +312,16 @@ def set_loss_weights(
     return rows
 
 
+def graded_rows(rows: RowTable) -> Tensor:
+    """Whether a grader answered for each row, bool ``[N]``; True where the rows do not say."""
+    error = rows.get(keys.REWARD_ERROR, None)
+    return torch.ones(len(rows), dtype=torch.bool) if error is None else ~error.flatten()
+
+
 @in_place
 def _weigh(rows: RowTable, aggregation: Aggregation, max_response_tokens: int | None, drop_truncated: bool) -> None:
     lengths = rows.sums(keys.ASSISTANT_MASK)
+    lengths = torch.where(graded_rows(rows), lengths, 0)
     if drop_truncated:
         lengths = torch.where(rows.get(keys.TRUNCATED).flatten(), 0, lengths)
     weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)

@@ -6,6 +6,7 @@ those of the whole optimizer step. Only entries named ``loss_*`` carry a gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -148,7 +149,9 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     ``loss_*`` are to be summed and differentiated; they add over micro-batches. ``sums`` holds the detached float64
     sums of which the diagnostics beside it are the means over this batch: add the ``sums`` of all micro-batches (and
-    ranks), then :func:`diagnostic_means` gives the values of the whole step.
+    ranks), then :func:`diagnostic_means` gives the values of the whole step. ``sums["gradient_squared"]`` adds the
+    squares of ``d loss / d logp``, 0 under ``torch.no_grad``; ``gradient_squared_max`` is that of one token, the
+    largest, so over micro-batches the largest counts. Their quotient is the largest share of one token in a step.
 
     ``mean(reduce=True)`` and ``sum(reduce=True)``, which TorchRL's recipes differentiate, are the loss: the ``loss_*``,
     each reduced over its own elements, added. TorchRL's own take the diagnostics in, too.
@@ -159,6 +162,7 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     kl_approx: Tensor
     ESS: Tensor
     mismatch_kl: Tensor
+    gradient_squared_max: Tensor
     sums: TensorDict
     loss_kl_to_ref: Tensor | None = None
     loss_kl_to_inference: Tensor | None = None
@@ -197,7 +201,7 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
     >>> {name: value.item() for name, value in diagnostic_means(sums).items()}
     {'clip_fraction': 0.25, 'ESS': 0.5}
     """
-    special = ("tokens", "ratio", "ratio_squared")
+    special = ("tokens", "ratio", "ratio_squared", "gradient_squared")
     means = {name: value / sums["tokens"] for name, value in sums.items() if name not in special}
     return means | {"ESS": sums["ratio"].square() / sums["ratio_squared"] / sums["tokens"]}
 
@@ -249,7 +253,7 @@ class GRPOLoss(LossModule):
         objective: ``clipped`` (PPO), ``cispo``, ``reinforce``, or another of the surrogates; a function of one's own,
             or ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
-        dual_clip: largest ratio that counts for a negative advantage.
+        dual_clip: largest ratio that counts for a negative advantage, and in ``kl_unbiased``; None: no bound.
         surrogate_options: further options that the surrogate reads, by name: ``{"tau_positive": 1.0}`` of ``sapo``.
         off_policy_threshold: see :func:`sota_grpo.functional.divergences.off_policy_tokens`; the objective leaves these
             tokens out, KL and entropy do not.
@@ -268,7 +272,8 @@ class GRPOLoss(LossModule):
     Raises:
         TypeError: on an unknown keyword.
         ValueError: on a choice that does not exist or has no effect here; from ``forward``, where an entropy bonus is
-            asked of an actor that gives no differentiable entropy.
+            asked of an actor that gives no differentiable entropy, or the objective reads an entropy that it does not
+            give.
         KeyError: from ``forward``, where the batch lacks a key that the chosen terms read.
 
     Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.surrogates`.
@@ -386,14 +391,19 @@ class GRPOLoss(LossModule):
         losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
         if self.kl_to_ref_coeff:
             ref = self._reference("kl_to_ref_coeff", tokens)
-            weight = (tokens.log_prob - tokens.old).exp() if self.kl_unbiased else 1.0
+            largest = math.log(self.dual_clip) if self.dual_clip else math.inf
+            weight = (tokens.log_prob - tokens.old).clamp(max=largest).exp() if self.kl_unbiased else 1.0
             losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, ref) * weight
         if self.kl_to_inference_coeff:
             losses["loss_kl_to_inference"] = self.kl_to_inference_coeff * divergence(tokens.log_prob, tokens.behaviour)
         if self.entropy_coeff:
             losses["loss_entropy"] = -self.entropy_coeff * self._entropy(tokens)
         reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
-        return GRPOLossOutput(**reduced, **diagnostic_means(sums), sums=TensorDict(sums, batch_size=[]), batch_size=[])
+        loss = torch.stack([value.sum() for value in reduced.values()]).sum()
+        squares = derivative(loss, tokens.log_prob).double().square()
+        sums["gradient_squared"] = squares.sum()
+        means = diagnostic_means(sums) | {"gradient_squared_max": squares.amax()}
+        return GRPOLossOutput(**reduced, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
 
     def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
         """The loss of each token ``[N, T]``, and where the clip acts on it (bool)."""
@@ -406,6 +416,10 @@ class GRPOLoss(LossModule):
             **{"dual_clip": self.dual_clip, **self.surrogate_options},
         }
         chosen = self.surrogate
+        if chosen.reads("entropy"):
+            if tokens.entropy is None:
+                raise ValueError("the objective reads the entropy but actor_network gives none under 'entropy'.")
+            terms["entropy"] = tokens.entropy.detach()
         clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
         value = of_terms(chosen.loss, terms)
         return (value, clipped) if tokens.kept is None else (value.where(tokens.kept, 0.0), clipped & tokens.kept)
@@ -560,7 +574,7 @@ class GRPOLoss(LossModule):
             "ratio_squared": weight.square(),
             "clip_fraction": clipped,
             "kl_approx": -log_ratio,
-            "mismatch_kl": KL_ESTIMATORS["k3"](tokens.behaviour, trainer),
+            "mismatch_kl": mismatch(trainer - tokens.behaviour),
         }
         if tokens.ref is not None:
             measured["kl_to_ref"] = KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.ref)
@@ -571,6 +585,24 @@ class GRPOLoss(LossModule):
         if tokens.entropy is not None:
             measured["entropy"] = tokens.entropy
         return {name: _total(value, tokens.mask) for name, value in measured.items()}
+
+
+def mismatch(gap: Tensor) -> Tensor:
+    """k3 of KL(engine, trainer), float64, from the trainer's minus the engine's log-probs; finite however far apart.
+
+    >>> mismatch(torch.tensor([0.0, 1000.0])).isfinite().all().item()
+    True
+    """
+    gap = gap.double().clamp(max=_MAX_LOG_RATIO)
+    return KL_ESTIMATORS["k3"](torch.zeros_like(gap), gap)
+
+
+def derivative(loss: Tensor, log_prob: Tensor) -> Tensor:
+    """``d loss / d log_prob``; 0 where there is no graph. The graph remains for ``backward``."""
+    if not (loss.requires_grad and log_prob.requires_grad):
+        return torch.zeros_like(log_prob)
+    (found,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(log_prob) if found is None else found
 
 
 def _total(value: Tensor, mask: Tensor) -> Tensor:

@@ -24,12 +24,13 @@ from sota_grpo.functional.advantages import (
     GROUP_TERMS,
     Baseline,
     Scale,
+    UnusableValues,
     decoupled_rewards,
     group_advantages,
     soft_overlong_penalty,
     zero_advantage_mask,
 )
-from sota_grpo.rl.collate import complete_rows, micro_batches, pad_rows
+from sota_grpo.rl.collate import complete_rows, graded_rows, micro_batches, pad_rows
 from sota_grpo.rl.records import Example, Score, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
@@ -154,7 +155,7 @@ class ReferenceKL(RowTransform):
             (:meth:`sota_grpo.rl.hints.Hints.ask`); None: the rows themselves.
 
     Raises:
-        ValueError: if the reference gives a log-prob that is not finite for a trainable token.
+        UnusableValues: if the reference gives a log-prob that is not finite for a trainable token.
 
     Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024 (eq. 3, 4).
 
@@ -232,11 +233,13 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
     """Write the reference's log-probs, one ``[T_i]`` per row, and what follows from them: see :class:`ReferenceKL`.
 
     Raises:
-        ValueError: a log-prob is not finite.
+        UnusableValues: a log-prob is not finite.
     """
     column = Column.of(log_probs)
     if not bool(column.values.isfinite().all()):
-        raise ValueError("the reference gave a log-prob that is not finite for a trainable token; check its weights.")
+        raise UnusableValues(
+            "the reference gave a log-prob that is not finite for a trainable token; check its weights."
+        )
     rows.columns[keys.REF_LOG_PROBS] = column
     if in_reward_coeff is None:
         return
@@ -310,8 +313,8 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple
         return values
 
     terms = torch.stack([column((*keys.REWARD_TERMS, name)) for name in names], dim=-1)
-    of_terms = torch.stack([column((*keys.TERM_WEIGHTS, name)).nan_to_num(0.0).max() for name in names])
-    return terms, of_terms
+    of_rows = torch.stack([column((*keys.TERM_WEIGHTS, name)) for name in names])
+    return terms, of_rows.nan_to_num(-torch.inf).amax(-1).nan_to_num(neginf=0.0)  # 0 where no row has the term
 
 
 def _values(rows: RowTable, key: Any) -> list[Any]:
@@ -328,7 +331,9 @@ class GroupAdvantage(RowTransform):
     transform, where ``extend`` computes. There, with a ``group_size``, siblings may come one by one: they wait here,
     and are written when the last has come to this process.
 
-    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its scale.
+    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its own
+    scale (``group_std``, ``group_mean``). A response whose grader failed (``("next", "reward_error")``) has no reward:
+    it is in no baseline and no scale, and its advantage is 0.
 
     With ``decouple_terms`` the reward is :func:`sota_grpo.functional.advantages.decoupled_rewards` of the entries under
     ``("next", "reward_terms")``; their weights are written to ``("next", "term_weights")``, or read there.
@@ -381,19 +386,33 @@ class GroupAdvantage(RowTransform):
     def _write(self, rows: RowTable) -> None:
         reward = self._read(rows).get(self.in_keys[0]).reshape(-1)
         group_ids = self._group_ids(rows).to(reward.device)
+        kept = self._compared(rows, group_ids)
+        ids = group_ids[kept]
         if self.decouple_terms:
-            terms = _weighed_terms(rows, self.term_weights)
-            reward = decoupled_rewards(*terms, group_ids, eps=self.eps).to(reward.dtype)
-        lengths = rows.sums(keys.ASSISTANT_MASK) if self.baseline == "length_weighted" else None
+            terms, weights = _weighed_terms(rows, self.term_weights)
+            own = decoupled_rewards(terms[kept], weights, ids, eps=self.eps).to(reward.dtype)
+            reward = torch.zeros_like(reward).index_put((kept,), own)
+        lengths = rows.sums(keys.ASSISTANT_MASK)[kept] if self.baseline == "length_weighted" else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
-        values = group_advantages(reward, group_ids, scale=self.scale, eps=self.eps, **options)
+        values = group_advantages(reward[kept], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
-        if graded is not None and not self.decouple_terms:
-            # Divided by their own std, differences of the KL alone would become full-size advantages, however small:
+        if graded is not None and not self.decouple_terms and self.scale in ("group_std", "group_mean"):
+            # Divided by their own scale, differences of the KL alone would become full-size advantages, however small:
             # at the first step, where the policy is the reference, out of rounding.
-            unscaled = group_advantages(reward, group_ids, scale="none", **options)
-            values = torch.where(zero_advantage_mask(graded.reshape(-1), group_ids), unscaled, values)
-        rows.set(self.out_keys[0], values.reshape(-1, 1, 1))
+            unscaled = group_advantages(reward[kept], ids, scale="none", **options)
+            values = torch.where(zero_advantage_mask(graded.reshape(-1)[kept], ids), unscaled, values)
+        advantage = torch.zeros_like(reward, dtype=values.dtype)
+        advantage[kept] = values
+        rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))
+
+    def _compared(self, rows: RowTable, group_ids: Tensor) -> Tensor:
+        """Which rows take part, bool ``[N]``: not those whose grader failed, nor one whose siblings' all failed."""
+        kept = graded_rows(rows).to(group_ids.device)
+        if not kept.all() and self.baseline in ("leave_one_out", "best_of_others"):
+            _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
+            left = torch.zeros_like(counts).index_add(0, index, kept.to(counts.dtype))
+            kept = kept & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused there
+        return kept
 
     def _read(self, rows: RowTable) -> RowTable:
         for key in self.in_keys:

@@ -25,7 +25,8 @@ from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
-from sota_grpo.errors import BatchRefused, RunFailed, UserError, collect_seldom
+from sota_grpo.errors import RunFailed, UserError, collect_seldom
+from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations
@@ -133,10 +134,11 @@ class Run:
             except Interrupted:  # between two steps: nothing of the next one has been trained on
                 self._after(self.steps)
                 return self.steps
-            except BatchRefused:
+            except UnusableValues as error:  # nor here
                 if self.steps > first:
                     self._save(self.steps)
-                raise
+                saved = " What was learned until then is saved." if self.steps else ""
+                raise RunFailed(f"Training step {self.steps} cannot be computed: {error}{saved}") from error
             if done >= self.total:
                 self._finish(done)
         return done
@@ -264,6 +266,8 @@ class Run:
         try:
             subject = subject_of(self.config, self.parts)
             run_gate(subject, self.config.check.mode, on_check=checks.append)
+        except UnusableValues as error:
+            raise UserError(f"The responses sampled before training cannot be trained on: {error}") from error
         finally:
             write_gate(self.run_dir, self.config.check.mode, checks)
         if self.parts.newcomers is not None:

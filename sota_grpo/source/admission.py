@@ -16,6 +16,7 @@ from sota_grpo import keys
 from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted, zero_advantage_mask
+from sota_grpo.rl.collate import graded_rows
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.table import RowTable
 
@@ -286,9 +287,9 @@ def require_age(rows: RowTable, version: int, max_policy_age: int) -> None:
 
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:
-    """For each row, whether all graded rewards of its group are equal."""
+    """For each row, whether all graded rewards of its group are equal; those of a failed grader do not count."""
     rewards = rows.get(keys.GRADED_REWARD if rows.has(keys.GRADED_REWARD) else keys.REWARD)
-    return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID))
+    return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
 
 
 def num_zero_advantage_groups(rows: RowTable) -> int:

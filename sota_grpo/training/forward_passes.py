@@ -181,7 +181,8 @@ class Planner:
     def shares(self, table: RowTable, version: int) -> list[Share]:
         """The share of each rank in the training step that follows ``version``."""
         settings = self.settings
-        prompts, rows = row_prompts(table), table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED)
+        prompts = row_prompts(table)
+        rows = table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)
         lengths = [prompt.tokens for prompt in prompts]
         batches = [
             batch for epoch in range(settings.epochs) for batch in self.mini_batches(rows, prompts, epoch, version)
@@ -234,8 +235,10 @@ class Planner:
         settings = self.settings
         chosen = [rows[index] for index in batch]
         counts = torch.tensor([prompts[index].sampled for index in batch])
-        if settings.drop_truncated and not keep_truncated:
-            counts = torch.where(torch.stack([row[keys.TRUNCATED].any() for row in chosen]), 0, counts)
+        if not keep_truncated:
+            left_out = [keys.REWARD_ERROR, *([keys.TRUNCATED] if settings.drop_truncated else [])]
+            flags = [[row.get(key, None) for key in left_out] for row in chosen]
+            counts[[any(flag is not None and bool(flag.any()) for flag in own) for own in flags]] = 0
         weights = row_weights(counts, settings.aggregation, max_response_tokens=settings.max_response_tokens).tolist()
         moving = [True] * len(batch)
         if self.advantage_only:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.errors import UserError
-from sota_grpo.functional import adapted_entropy_coef, kl_k3, top_entropy_tokens
+from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
 from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
@@ -34,7 +34,7 @@ from sota_grpo.policy.sharding import (
 )
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import pad_rows, row_prompts
-from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
+from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable, plain_rows
 from sota_grpo.training.forward_passes import (
@@ -56,6 +56,7 @@ METRIC_NAMES = {
     "loss_entropy": "loss/entropy",
     "reverse_kl": "distill/reverse_kl",
 }
+SHARE = "gradient_share/max_token"
 PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
 
 
@@ -154,7 +155,7 @@ class Learner(ForwardPasses):
         masks = {index: rows[index][keys.ASSISTANT_MASK] for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat(gaps) if gaps else torch.zeros(0)
-        terms = {"kl": kl_k3(torch.zeros_like(flat), flat).sum(), "tokens": torch.tensor(float(len(flat)))}
+        terms = {"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))}
         sums = self.ranks.sums(terms)
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
@@ -269,6 +270,7 @@ class Learner(ForwardPasses):
         self.optimizer.zero_grad(set_to_none=True)
         losses: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
+        largest: list[torch.Tensor] = []
         for index, (micro, weights, learns) in enumerate(passes, start=1):
             if self.ranks.size > 1:
                 reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
@@ -280,9 +282,13 @@ class Learner(ForwardPasses):
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             _add(losses, terms)
             _add(sums, dict(out.sums.items()))
+            largest.append(out.gradient_squared_max)
+        top = torch.stack(largest).amax(0, keepdim=True)
         if self.ranks.size > 1:
             losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
-        return Totals(losses, diagnostic_means(sums) | {"tokens": sums["tokens"]}, threshold)
+            top = self.ranks.joined(top.cpu())[0]
+        share = top.amax().to(sums["tokens"].device) / sums["gradient_squared"]
+        return Totals(losses, diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share}, threshold)
 
     def _measured(self, totals: Totals, norm: torch.Tensor) -> tuple[dict[str, float], dict[str, float | None], float]:
         """Losses, diagnostics (None over no trained token) and the gradient's norm as numbers, in one transfer."""
@@ -291,13 +297,11 @@ class Learner(ForwardPasses):
         numbers = torch.stack([value.to(device, torch.float64) for value in values]).tolist()
         names = [METRIC_NAMES.get(name, name) for name in (*totals.losses, *totals.means)]
         losses = dict(zip(names, numbers[: len(totals.losses)]))
-        means = dict(zip(names[len(losses) :], numbers[len(losses) : -1]))
-        measured = means.pop("tokens") > 0
-        return (
-            losses,
-            {key: value if measured else None for key, value in (means | totals.threshold).items()},
-            numbers[-1],
-        )
+        means = dict(zip(names[len(losses) :], numbers[len(losses) : -1])) | totals.threshold
+        unmeasured = {SHARE} if math.isnan(means[SHARE]) else set()  # where no token has a gradient
+        unmeasured |= set() if means.pop("tokens") > 0 else means.keys()
+        diagnostics = {name: None if name in unmeasured else value for name, value in means.items()}
+        return losses, diagnostics, numbers[-1]
 
     def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:
         """Mark which trained tokens of the whole step the surrogate keeps; the least entropy of these, if not all are.

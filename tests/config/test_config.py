@@ -242,6 +242,16 @@ BROKEN = [
         "train.optim_batch_size=16",
     ),
     (
+        "an_old_policy_is_weighed_where_its_log_probs_are_computed_again",
+        ["mode=async", "train.max_policy_age=4", "train.epochs=2"],
+        "use algorithm.correction=token or train.epochs=1.",
+    ),
+    (
+        "an_old_policy_is_weighed_where_its_log_probs_are_computed_again",
+        ["mode=async", "train.epochs=2", "algorithm=vespo"],
+        "sampled them; use train.epochs=1.",
+    ),
+    (
         "an_old_policy_needs_a_ratio",
         ["mode=async", "algorithm=rloo"],
         "train.max_policy_age=0",
@@ -417,8 +427,9 @@ BROKEN = [
     ),
     (
         "options_that_the_objective_does_not_read_keep_their_default",
-        ["algorithm=cispo", "algorithm.dual_clip=3"],
-        "dual_clip=null",
+        ["algorithm=cispo", "algorithm.dual_clip=null"],
+        "algorithm.dual_clip=null has no effect on algorithm.objective=cispo, which does not read it; use "
+        "algorithm.dual_clip=3.0 or algorithm.objective=clipped or gmpo",
     ),
     (
         "options_that_the_objective_does_not_read_keep_their_default",
@@ -746,8 +757,9 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.dual_clip=3"],
-        ["algorithm=gspo", "algorithm.dual_clip=3"],
+        ["algorithm.dual_clip=null"],
+        ["mode=async", "train.max_policy_age=4", "train.epochs=2", "algorithm.correction=token"],
+        ["algorithm=gspo", "algorithm.dual_clip=2"],
         ["algorithm=rloo"],
         ["train.precision=fp16", "train_model.torch_dtype=float16", "train_model.lora.enabled=true"],
         ["train.precision=fp16"],

@@ -54,6 +54,24 @@ def test_a_failed_gate_leaves_its_reason_and_no_run(tmp_path: Path, grpo) -> Non
     assert state_of(tmp_path / "run") == ("finished", "")
 
 
+def test_a_reward_that_turns_negative_under_maxrl_saves_what_was_learned_and_says_a_sentence(tmp_path, grpo) -> None:
+    """The third step's first response earns -0.5; the two steps before it are in a checkpoint."""
+    (tmp_path / "reward.py").write_text(
+        "graded = []\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    graded.append(solution_str)\n"
+        "    return -0.5 if len(graded) == 33 else float(len(graded) % 2)\n"
+    )
+    options = ("algorithm=maxrl", f"reward.path={tmp_path / 'reward.py'}", "train.checkpoint_frequency=100")
+    done = grpo(tmp_path / "run", *QUICK, *options)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "is -0.5; scale 'group_mean' divides" in done.stderr
+    assert "What was learned until then is saved." in done.stderr
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["checkpoint_000002.pt"]
+    assert state_of(tmp_path / "run")[0] == "failed"
+
+
 def test_a_bug_keeps_its_traceback(tmp_path: Path, fork_server: ForkServer) -> None:
     """An OSError of the program is not taken for a directory that the user chose badly."""
     script = tmp_path / "bug.py"
@@ -99,22 +117,6 @@ def test_damaged_checkpoints(tmp_path: Path, grpo) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "is damaged" in done.stderr
-
-
-def test_rewards_that_cannot_be_compared_end_the_run_with_a_sentence_and_a_checkpoint(tmp_path: Path, grpo) -> None:
-    """MaxRL divides by the mean reward of a group, and no rule of the config sees what a function returns."""
-    (tmp_path / "reward.py").write_text(
-        "calls = []\ndef late(completions, **columns):\n    calls.extend(completions)\n"
-        "    return [-0.5 if len(calls) > 40 else 1.0 for _ in completions]\n"
-    )
-    options = ("algorithm=maxrl", f"reward.path={tmp_path / 'reward.py'}", "reward.name=late")
-    done = grpo(tmp_path / "run", *QUICK, *options, "train.checkpoint_frequency=100")
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "is -0.5; scale 'group_mean' divides by the mean reward" in done.stderr
-    trained = len(metrics(tmp_path / "run"))
-    assert trained > 0
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"checkpoint_{trained:06d}.pt"]
 
 
 def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:

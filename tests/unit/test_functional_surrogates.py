@@ -215,7 +215,7 @@ def by_hand_vespo(ratios: list[float], logs: list[float], a: float) -> tuple[lis
 
 
 def by_hand_gmpo(ratios: list[float], logs: list[float], a: float) -> tuple[list[float], list[float]]:
-    bounded = [min(math.log(r), 0.5) if a >= 0 else max(math.log(r), -0.3) for r in ratios]
+    bounded = [min(math.log(r), 0.5) if a >= 0 else min(max(math.log(r), -0.3), math.log(1.6)) for r in ratios]
     value = -a * math.exp(sum(bounded) / max(len(bounded), 1))
     return [value] * len(logs), [value if b == math.log(r) else 0.0 for b, r in zip(bounded, ratios)]
 
@@ -228,8 +228,8 @@ def test_a_surrogate_of_rows_equals_the_plain_loop_with_its_gradient(batch, name
     if name == "vespo":
         loss = vespo_surrogate(log_prob, ratio, advantage, mask, 1.5, 2.5, 4.0, 2.0)
     else:
-        loss = gmpo_surrogate(ratio, advantage, mask, 0.3, 0.5)
-        clipped = SURROGATES["gmpo"].clipped(ratio, advantage, 0.3, 0.5)
+        loss = gmpo_surrogate(ratio, advantage, mask, 0.3, 0.5, 1.6)
+        clipped = SURROGATES["gmpo"].clipped(ratio, advantage, 0.3, 0.5, 1.6)
     loss.where(mask, 0.0).sum().backward()
     for i in range(ROWS):
         spots, a = mask[i].nonzero().flatten().tolist(), advantage[i, 0].item()

@@ -263,6 +263,7 @@ def test_a_mean_of_micro_batch_means_is_found(subject: Subject, monkeypatch: pyt
 
     monkeypatch.setattr(subject.learner, "padded", renormalised)
     assert failed(subject) == ["the gradient does not depend on the split"]
+    assert "mixes the rows of a micro-batch" in gate.gradient_does_not_depend_on_the_split(subject).sentence
 
 
 def with_gold(task, gold_response=lambda example: None, **changes) -> SimpleNamespace:

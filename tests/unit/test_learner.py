@@ -22,7 +22,7 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import plain_rows, row_list
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
-from sota_grpo.training.learner import Learner, NonFiniteStep, Publisher
+from sota_grpo.training.learner import SHARE, Learner, NonFiniteStep, Publisher
 from tests.unit.tiny_models import VOCAB, make_model
 
 PAD = 0
@@ -233,6 +233,23 @@ def test_out_of_memory_again_or_on_several_ranks_ends_the_run_in_a_sentence(rank
     assert largest_gap(before, weights(learner)) == 0
 
 
+def test_the_share_of_a_token_is_that_of_its_squared_derivative_in_the_whole_step(tmp_path: Path) -> None:
+    """12 rows of one trained token, ratios 1 but one of e^1.5 with A = -1: (e^1.5)^2 / (11 + e^3), in small batches.
+
+    Dual clip takes its gradient, and all that is logged is finite, where it is 200 nats.
+    """
+    for nats, dual_clip, expected in ((1.5, None, math.exp(3) / (11 + math.exp(3))), (200.0, 3.0, 1 / 11)):
+        learner, rows = make_learner(tmp_path, optim_batch_size=12, micro_batch_tokens=7), siblings()
+        learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, dual_clip=dual_clip)
+        for row, own in learner.scored(rows):
+            row.set(keys.LOG_PROBS, own.clone()).set(keys.ADVANTAGE, torch.ones(1, 1))
+        rows[3].set(keys.ADVANTAGE, torch.full((1, 1), -1.0))
+        rows[3].get(keys.LOG_PROBS)[2] -= nats
+        metrics = learner.update(lazy_stack(rows))
+        assert metrics[SHARE] == pytest.approx(expected, rel=1e-5)
+        assert all(math.isfinite(value) for value in metrics.values() if value is not None)
+
+
 def test_update_counts_versions_and_steps(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, epochs=2, recompute=True)
     learner.update(lazy_stack(make_rows()))
@@ -309,8 +326,9 @@ def test_groups_without_an_advantage_need_no_backward_pass(
     assert learning == [12, max(1, 12 - 4 * len(silent))]
     (all_updates, all_weights), (few_updates, few_weights) = found
     for one, other in zip(all_updates, few_updates):
-        assert {k: v for k, v in one.items() if "time" not in k} == pytest.approx(
-            {k: v for k, v in other.items() if "time" not in k}, rel=1e-4, abs=1e-6
+        assert (one[SHARE] is None) == (other[SHARE] is None) == (len(silent) == 3)  # where no token has a gradient
+        assert {k: v for k, v in one.items() if "time" not in k and v is not None} == pytest.approx(
+            {k: v for k, v in other.items() if "time" not in k and v is not None}, rel=1e-4, abs=1e-6
         )
     assert largest_gap(all_weights, few_weights) < 1e-6
 
@@ -321,10 +339,12 @@ def test_other_terms_learn_from_every_row(options: dict[str, float]) -> None:
     assert GRPOLoss(torch.nn.Identity(), **dict.fromkeys({"entropy_coeff": 0, **options}, 0.0)).advantage_only
 
 
-def test_rows_of_weight_zero_go_through_no_pass(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path, drop_truncated=True, optim_batch_size=12), make_rows(12)
+@pytest.mark.parametrize("reason", [keys.TRUNCATED, keys.REWARD_ERROR])
+def test_rows_of_weight_zero_go_through_no_pass(reason: tuple[str, str], tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, drop_truncated=reason == keys.TRUNCATED, optim_batch_size=12)
+    rows = make_rows(12)
     for row in rows[:5]:
-        row.set(keys.TRUNCATED, torch.tensor([True]))
+        row.set(reason, torch.tensor([True]))
     padded, seen = learner.padded, []
     learner.padded = lambda part, weights: (
         seen.extend(row[keys.FULL_TOKENS].tolist() for row in part) or padded(part, weights)

@@ -134,7 +134,7 @@ ACTOR = "actor_rollout_ref.actor"
                 "algorithm.norm_adv_by_std_in_grpo": True,
                 f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
                 f"{ACTOR}.policy_loss.loss_mode": "vanilla",
-                f"{ACTOR}.clip_ratio_c": 1e9,
+                f"{ACTOR}.clip_ratio_c": 3.0,
                 "algorithm.rollout_correction.bypass_mode": True,  # our logp_old is the engine's
                 "data.train_batch_size": 16,  # 128 responses, 8 of each prompt
                 f"{ACTOR}.ppo_mini_batch_size": 16,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from sota_grpo import keys
 from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.assembly.replay import _missing
@@ -55,7 +57,7 @@ def test_options_are_judged_by_its_parameters() -> None:
     validate(config_of())
     for overrides, sentence in (
         (["algorithm.ratio=sequence"], "algorithm.objective=halved, which has no ratio"),
-        (["algorithm.dual_clip=3"], "no effect on algorithm.objective=halved"),
+        (["algorithm.dual_clip=2"], "no effect on algorithm.objective=halved"),
         (["train.epochs=2"], "algorithm.objective=halved is on-policy"),
     ):
         with pytest.raises(ConfigError, match=sentence):
@@ -114,6 +116,28 @@ def test_a_surrogate_in_a_file_is_trained_and_its_clip_is_measured(mine: Path) -
         for objective in (lambda log_prob, advantage: -advantage * log_prob, "reinforce")
     )
     assert of_mine == by_name
+
+
+def test_a_surrogate_may_read_the_entropy_without_its_gradient() -> None:
+    """Tokens of low entropy count less, ``-A exp(H) logp``: value and slope by loops, and no slope in the entropy."""
+    rows, loss, _ = scene(
+        objective=lambda log_prob, advantage, entropy: -advantage * entropy.exp() * log_prob, entropy_bonus=False
+    )
+    out = loss(pad_rows(rows, pad_token_id=0))
+    out.loss_objective.backward()
+    actor, value = loss.actor_network, 0.0
+    slopes = torch.zeros_like(actor.log_probs)
+    for index, row in enumerate(rows):
+        for place in row[keys.ASSISTANT_MASK].nonzero().flatten().tolist():
+            weight, entropy = row[keys.LOSS_WEIGHT][place].item(), actor.entropy[index, place].item()
+            slopes[index, place] = -weight * row["advantage"].item() * math.exp(entropy)
+            value += slopes[index, place].item() * actor.log_probs[index, place].item()
+    assert out.loss_objective.item() == pytest.approx(value, rel=1e-9)
+    torch.testing.assert_close(actor.log_probs.grad, slopes)
+    assert actor.entropy.grad is None
+    loss.actor_network.forward = lambda td: td.set(keys.LOG_PROBS, actor.log_probs[:, : td[keys.LOG_PROBS].shape[1]])
+    with pytest.raises(ValueError, match="reads the entropy but actor_network gives none"):
+        loss(pad_rows(rows, pad_token_id=0))
 
 
 def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:

@@ -17,7 +17,9 @@ from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
-from tests.builders import TableActor, generator, random_rows
+from tests.builders import TableActor, generator, random_row, random_rows
+from tests.config.test_config import ALGORITHMS, composed
+from tests.contract.peers import loss_of
 from tests.unit.tiny_models import make_model, make_rows
 
 SEQUENCES = (keys.LOG_PROBS, keys.REF_LOG_PROBS, keys.PROXIMAL_LOG_PROBS, keys.LOSS_WEIGHT)
@@ -292,6 +294,36 @@ def test_an_unbiased_kl_is_weighed_by_the_ratio_with_its_gradient() -> None:
     assert out.loss_kl_to_ref.item() == pytest.approx(2 * k3 / 2)
     assert out.kl_to_ref.item() == pytest.approx(k3 / 2)
     assert loss.actor_network.log_probs.grad[0].tolist() == pytest.approx([0.0, 2 * math.log(3) / 2, 0.0], abs=1e-6)
+
+
+#: By preset the largest weight of a token relative to that of one with a ratio of 1; dual clip's for the others.
+LARGEST_WEIGHT = {"dppo": 20.0, "cispo": 5.0}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_token_owns_a_step_however_far_off_the_engine_was(name: str) -> None:
+    """64 rows of 16 tokens, all ratios 1 but one: its share of the squares of d loss / d logp is at most that of its
+    largest weight. The learner's own log-probs are the proximal ones where the preset has a correction.
+    """
+    config, stream, length, count = composed("grpo_cpu", f"algorithm={name}"), generator(), 16, 64
+    corrected = config.algorithm.correction != "none"
+    rows = [random_row(stream, 2, length, index=index, dtype=torch.float64) for index in range(count)]
+    actor = TableActor(rows, stream, shift=0.0)
+    for index, row in enumerate(set_loss_weights(rows, "token")):
+        own = actor.log_probs.detach()[index, : length + 2]
+        row["advantage"] = torch.full((1, 1), (-1.0) ** index, dtype=torch.float64)
+        row[keys.REF_LOG_PROBS], row[keys.PROXIMAL_LOG_PROBS] = own - 0.01 * row[keys.ASSISTANT_MASK], own.clone()
+    batch = pad_rows(rows if corrected else [row.exclude("proximal_log_probs") for row in rows], pad_token_id=0)
+    for nats, index in product((5.0, 12.0, 200.0, -200.0), (0, 1)):
+        injected = batch.clone()
+        injected[keys.LOG_PROBS][index, 5] -= nats
+        out = loss_of(config, actor, beta=0.05)(injected)
+        (slopes,) = torch.autograd.grad(total(out), actor.log_probs)
+        squares = slopes.square()
+        share = (squares.max() / squares.sum()).item()
+        bound = 1.05 * LARGEST_WEIGHT.get(name, 3.0)  # a twentieth for the divergence
+        assert share <= bound**2 / (bound**2 + 0.95**2 * (count - 1) * length), (nats, index)
+        assert (out.gradient_squared_max / out.sums["gradient_squared"]).item() == pytest.approx(share, rel=1e-12)
 
 
 def test_only_loss_entries_carry_a_gradient() -> None:

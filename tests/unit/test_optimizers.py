@@ -121,18 +121,19 @@ def test_muons_step_is_orthogonal_with_the_size_of_adamws() -> None:
     assert float(step.square().mean().sqrt() * 0.2 * 40**0.5) == pytest.approx(0.2, rel=0.2)  # of AdamW's own order
 
 
+@pytest.mark.parametrize("shape", [(50,), (5, 10)], ids=["a norm or bias, which does not decay", "an embedding"])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_a_matrix_of_a_layer_is_adamws(name: str) -> None:
+def test_what_is_not_a_matrix_of_a_layer_is_adamws(name: str, shape: tuple[int, ...]) -> None:
     """Two steps on a small tensor, which no optimizer keeps in 8 bits, against the equations in float64."""
-    vector = nn.Parameter(torch.randn(50))
+    vector = nn.Parameter(torch.randn(shape))
     matrix = nn.Parameter(torch.randn(8, 8))
     optimizer = make_optimizer(name, [vector, matrix], [matrix], RATES)
-    expected, first, second = vector.detach().double(), torch.zeros(50).double(), torch.zeros(50).double()
+    expected, first, second = vector.detach().double(), torch.zeros(shape).double(), torch.zeros(shape).double()
     for step in (1, 2):
-        vector.grad, matrix.grad = torch.randn(50), torch.randn(8, 8)
+        vector.grad, matrix.grad = torch.randn(shape), torch.randn(8, 8)
         gradient = vector.grad.double()
         first, second = 0.8 * first + 0.2 * gradient, 0.9 * second + 0.1 * gradient**2
-        expected = expected * (1 - 1e-2 * 0.1)
+        expected = expected * (1 - 1e-2 * 0.1 * (len(shape) > 1))
         expected = expected - 1e-2 * (first / (1 - 0.8**step)) / ((second / (1 - 0.9**step)).sqrt() + 1e-8)
         optimizer.step()
     torch.testing.assert_close(vector.detach().double(), expected, rtol=1e-5, atol=1e-6)

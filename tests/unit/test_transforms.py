@@ -111,6 +111,61 @@ def test_a_constant_group_has_advantage_exactly_zero() -> None:
     assert not GroupAdvantage()(rows)["advantage"].any()
 
 
+def batch_of(rewards: list[float], groups: list[int], failed: list[int] = [], **entries) -> TensorDict:  # noqa: B006
+    error = torch.tensor([[index in failed] for index in range(len(rewards))])
+    following = {"reward": torch.tensor(rewards, dtype=torch.float64).unsqueeze(-1), "reward_error": error, **entries}
+    return TensorDict({"next": following, "group_id": torch.tensor(groups)}, [len(rewards)])
+
+
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "none"])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "best_of_others", "batch_mean"])
+def test_a_row_whose_grader_failed_is_in_no_statistic_and_has_no_advantage(baseline, scale) -> None:
+    """Wrong answers earn -1 and the failed rows 0: the advantages of the others are those of a batch without them."""
+    rewards, groups = [-1.0, -1.0, -1.0, 0.0, 1.0, 0.0, -0.5, -1.0, 0.0, 0.5], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    failed = [3, 5, 8]
+    kept = [index for index in range(10) if index not in failed]
+    found = GroupAdvantage(baseline, scale)(batch_of(rewards, groups, failed))["advantage"].flatten()
+    if baseline in ("leave_one_out", "best_of_others"):
+        kept.remove(9)  # it has no sibling left
+    own = batch_of([rewards[index] for index in kept], [groups[index] for index in kept])
+    assert found[kept].tolist() == pytest.approx(GroupAdvantage(baseline, scale)(own)["advantage"].flatten().tolist())
+    assert not found[[index for index in range(10) if index not in kept]].any()
+    assert not GroupAdvantage(baseline, scale)(batch_of(rewards, groups, list(range(10))))["advantage"].any()
+
+
+def test_batch_baselines_keep_the_signal_of_a_uniform_group_with_the_kl_in_the_reward() -> None:
+    """Rewards 1 1 1 1 | 1 0 0 0 with the KL of rows 1 and 3 at 1e-3: (r - mean) / std of the batch, by hand."""
+    rewards = [1.0, 0.999, 1.0, 0.999, 1.0, 0.0, 0.0, 0.0]
+    graded = torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 0], dtype=torch.float64).unsqueeze(-1)
+    batch = batch_of(rewards, [0, 0, 0, 0, 1, 1, 1, 1]).set(keys.GRADED_REWARD, graded)
+    mean, std = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-6
+    found = GroupAdvantage("batch_mean", "batch_std")(batch)["advantage"].flatten().tolist()
+    assert found == pytest.approx([(reward - mean) / std for reward in rewards], rel=1e-12)
+
+
+def test_a_penalty_that_one_row_lacks_keeps_its_weight() -> None:
+    """Weights 1 and -0.5 of ``right`` and ``long``; w (t - mean) / (std + eps) added by hand; one row has None."""
+    right, long = [1.0, 0.0, 1.0, 0.0], [3.0, 1.0, None, 8.0]
+    rows = [
+        TensorDict({"next": {"reward": torch.zeros(1), "reward_terms": {"right": torch.tensor([r])}}, "group_id": 0})
+        for r in right
+    ]
+    for row, value in zip(rows, long):
+        if value is not None:
+            row.set((*keys.REWARD_TERMS, "long"), torch.tensor([value]))
+
+    def scaled(values: list[float | None]) -> list[float]:
+        own = [value for value in values if value is not None]
+        mean, std = statistics.fmean(own), statistics.stdev(own) + 1e-6
+        return [0.0 if value is None else (value - mean) / std for value in values]
+
+    expected = [a - 0.5 * b for a, b in zip(scaled(right), scaled(long))]
+    options = {"baseline": "none", "scale": "none", "decouple_terms": True}
+    rows = lazy_stack(rows, 0)
+    found = GroupAdvantage(**options, term_weights={"right": 1.0, "long": -0.5})(rows)["advantage"].flatten().tolist()
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_an_incomplete_group_is_refused_by_id() -> None:
     rows = lazy_stack([row.exclude("advantage") for row in random_rows(generator(), 8, group_size=4)[:7]], 0)
     with pytest.raises(ValueError, match=r"group 1 has 3 responses in this batch instead of 4"):
@@ -276,7 +331,7 @@ def test_they_compose_as_a_collectors_postproc() -> None:
     out = postproc(lazy_stack(rows, 0))
     written = set(row_list(out)[0].keys(include_nested=True, leaves_only=True)) - before
     assert written <= {key for transform in postproc for key in transform.out_keys}
-    assert out["advantage"].flatten().tolist() == [0.875, -0.125, -0.375, -0.375]
+    assert out["advantage"].flatten().tolist() == [0.75, -0.25, 0.0, -0.5]  # "boom" takes no part
     assert all(keys.REF_LOG_PROBS in row.keys(True) for row in row_list(out))
 
 
