@@ -27,6 +27,7 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages, num_shared
 from sota_grpo.errors import UserError
+from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import (
     Example,
@@ -77,8 +78,8 @@ class TurnTokens:
         self._role_of = functools.cache(self._supported)
 
     def text(self, token_ids: torch.Tensor) -> str:
-        """One turn of the policy ``[R]`` as its grader reads it: special tokens left out."""
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        """One turn of the policy ``[R]`` as its grader reads it: end tokens and padding left out."""
+        return response_text(self._tokenizer, token_ids)
 
     def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
         """What stands between the policy's last token and its next turn.

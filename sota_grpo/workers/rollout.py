@@ -18,6 +18,7 @@ import torch
 import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three tensors from here on)
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine, Streams, response_rooms
+from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
@@ -203,7 +204,7 @@ class RolloutWorker:
         if self._tokenizer is None:
             return group
         try:
-            texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
+            texts = [response_text(self._tokenizer, sample.token_ids) for sample in group.samples]
         except Exception:  # the driver decodes what has no text, and there the error ends the run
             return group
         return replace(group, samples=tuple(replace(sample, text=text) for sample, text in zip(group.samples, texts)))

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -28,12 +27,12 @@ from sota_grpo.assembly.devices import (
     resolve_device,
 )
 from sota_grpo.assembly.learning import make_model, make_reference
-from sota_grpo.assembly.sampling import end_token_ids, generation_config_of, task_of
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.recording import sinks
@@ -274,21 +273,6 @@ def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus, with_vllm) 
         resolve_engine_name("vllm", device="cpu")
     gpus(0)
     assert resolve_engine_name("vllm", device="cpu") == resolve_engine_name("auto", device="cpu") == "vllm"
-
-
-@pytest.mark.parametrize(
-    ("of_tokenizer", "of_model", "expected"), [(2, 2, (2,)), (2, [7, 2], (2, 7)), (2, None, (2,)), (None, 9, (9,))]
-)
-def test_every_end_token_of_the_model_ends_a_response(of_tokenizer, of_model, expected) -> None:
-    assert end_token_ids(SimpleNamespace(eos_token_id=of_tokenizer), SimpleNamespace(eos_token_id=of_model)) == expected
-
-
-def test_a_model_without_end_token_is_refused_and_the_embedded_one_has_one() -> None:
-    with pytest.raises(UserError, match="no end token"):
-        end_token_ids(SimpleNamespace(eos_token_id=None), None)
-    tokenizer = load_tokenizer("tiny")
-    assert end_token_ids(tokenizer, generation_config_of(config_of())) == (tokenizer.eos_token_id,)
-    assert end_token_ids(tokenizer, load_model("tiny").generation_config) == (tokenizer.eos_token_id,)
 
 
 def test_an_unknown_attention_is_a_sentence() -> None:
