@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from sota_grpo import keys
-from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens
+from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class CoefficientLoss(GRPOLoss):
         out = super().forward(tensordict)
         tokens, clipped = self._tokens, self._clipped
         terms = [value for name, value in out.items() if name.startswith("loss_")]
-        coefficient = _derivative(torch.stack(terms).sum(), tokens.log_prob)
-        surrogate = _derivative(out.loss_objective, tokens.log_prob)
+        coefficient = derivative(torch.stack(terms).sum(), tokens.log_prob)
+        surrogate = derivative(out.loss_objective, tokens.log_prob)
         advantage = tokens.advantage.expand_as(tokens.weight)
         values = (coefficient, surrogate, tokens.weight, advantage, clipped & tokens.mask)
         for name, *row in zip(zip(groups, samples), *(value.detach().cpu() for value in values)):
@@ -88,11 +88,3 @@ class CoefficientLoss(GRPOLoss):
     def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
         value, self._clipped = super()._surrogate(tokens)
         return value, self._clipped
-
-
-def _derivative(loss: Tensor, log_prob: Tensor) -> Tensor:
-    """``-d loss / d log_prob``; 0 where there is no graph. The graph stays for ``backward``."""
-    if not loss.requires_grad:
-        return torch.zeros_like(log_prob)
-    (derivative,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(log_prob) if derivative is None else 0.0 - derivative  # no negative zeros

@@ -380,6 +380,18 @@ class GRPOLoss(LossModule):
         reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
         return GRPOLossOutput(**reduced, **diagnostic_means(sums), sums=TensorDict(sums, batch_size=[]), batch_size=[])
 
+    @torch.no_grad()
+    def coefficients(self, batch: TensorDictBase) -> Tensor:
+        """``-d loss_objective / d log_prob`` of each token ``[N, T]``: above 0 a step makes the token more likely.
+
+        It is 0 off the trained tokens. The actor runs without a graph, so this costs one forward pass.
+        """
+        tokens = self._read(batch)
+        with torch.enable_grad():
+            log_prob = tokens.log_prob.detach().requires_grad_()
+            value, _ = self._surrogate(replace(tokens, log_prob=log_prob))
+            return derivative(self._reduce(value, tokens), log_prob)
+
     def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
         """The loss of each token ``[N, T]``, and where the clip acts on it (bool)."""
         log_ratio = tokens.log_prob - tokens.old
@@ -547,3 +559,11 @@ class GRPOLoss(LossModule):
 
 def _total(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, value.detach(), 0).sum(dtype=torch.float64)
+
+
+def derivative(loss: Tensor, log_prob: Tensor) -> Tensor:
+    """``-d loss / d log_prob``; 0 where there is no graph. The graph stays for ``backward``."""
+    if not loss.requires_grad:
+        return torch.zeros_like(log_prob)
+    (negative,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(log_prob) if negative is None else 0.0 - negative  # no negative zeros

@@ -385,6 +385,24 @@ class Learner(ForwardPasses):
         metrics = self._dry_run(changed, self.settings.micro_batch_tokens, learn=False)
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
+    def coefficients(self, rows: Sequence[Row]) -> torch.Tensor:
+        """:meth:`GRPOLoss.coefficients` of every token, flat ``[sum T_i]``, as if this policy had sampled the rows.
+
+        Their advantages are used as they are; a teacher agrees with them.
+        """
+        sampled = []
+        for row, own in self._with_ratio(rows):
+            teacher = {keys.REF_LOG_PROBS: own + row[keys.ADVANTAGE].flatten()} if self.loss.distill_coeff else {}
+            sampled.append(row | teacher)
+        with without_dropout(self.policy), self.autocast():
+            return torch.cat(self._by_row(sampled, self.loss.coefficients, weight=1.0))
+
+    def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], torch.Tensor]]:
+        """Copies of the rows whose tokens all have this log-ratio, each with the policy's log-probs ``[T_i]``."""
+        for row, own in self.scored(plain_rows(rows)):
+            old = torch.where(row[keys.ASSISTANT_MASK], own - log_ratio, 0.0)
+            yield {**row, keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old}, own
+
     def _dry_run(self, rows: Sequence[Row], token_budget: int, *, learn: bool = True) -> dict[str, float | None]:
         with without_dropout(self.policy):
             return self._accumulate(rows, token_budget, keep_truncated=True, learn=learn)[1]
@@ -400,12 +418,10 @@ class Learner(ForwardPasses):
         from every clip; the correction's weight, from one stored log-prob to its equal, is exactly 1.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        shift = 0.0 if self.loss.surrogate.weighs_rows else math.log(2)
+        log_ratio = 0.0 if self.loss.surrogate.weighs_rows else -math.log(2)
         unclipped = []
-        for row, own in self.scored(plain_rows(rows)):
-            old = torch.where(row[keys.ASSISTANT_MASK], own + shift, 0.0)
-            advantage = 0.5 + torch.rand((1, 1), generator=generator)
-            row |= {keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old, keys.ADVANTAGE: advantage}
+        for row, own in self._with_ratio(rows, log_ratio):
+            row[keys.ADVANTAGE] = 0.5 + torch.rand((1, 1), generator=generator)
             if self.loss.distill_coeff:  # a teacher that likes every token better adds no token that is clipped
                 row[keys.REF_LOG_PROBS] = own + torch.rand(own.shape, generator=generator)
             unclipped.append(row)

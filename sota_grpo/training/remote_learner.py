@@ -397,6 +397,7 @@ class RemoteLearner:
     measured = _asked(Learner.measured)
     measured_with_rounding = _asked(Learner.measured_with_rounding)
     diagnose = _asked(Learner.diagnose)
+    coefficients = _asked(Learner.coefficients)
     gradient_gap = _asked(Learner.gradient_gap)
     perturb = _asked(Learner.perturb)
     restore = _asked(Learner.restore)
