@@ -28,6 +28,7 @@ from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages, num_shared
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import response_text
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import (
     Example,
@@ -530,6 +531,10 @@ class DialogEngine(Streams):
     def update_weights(self, weights: Iterable[Any], version: int) -> None:
         """Push to the engine, in the middle of running dialogs too; every token keeps the version that sampled it."""
         self.engine.update_weights(weights, version)
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """Those of the engine."""
+        return self.engine.weight_sums()
 
     def sleep(self) -> None:
         """Free the engine's device until :meth:`wake`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from sota_grpo.policy.sharding import (
     reduce_gradients,
     replicated,
 )
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
@@ -359,10 +360,14 @@ class Learner(ForwardPasses):
         own = torch.stack(list(parts)).norm() if parts else torch.zeros(())
         return float(own if self.ranks.size == 1 else self.ranks.total(own.double().square()).sqrt())
 
-    def perturb(self) -> None:
-        """Change every trainable tensor, in place, until :meth:`restore`."""
+    def perturb(self, but: Collection[str] = ()) -> None:
+        """Change every trainable tensor ``but`` these, by name, in place and each time alike, until :meth:`restore`."""
         self.before_change()
-        self.changed = perturb(self.parameters)
+        self.changed = perturb(parameter for name, parameter in self.trainable.items() if name not in but)
+
+    def trainable_names(self) -> list[str]:
+        """The names of the trainable tensors."""
+        return list(self.trainable)
 
     def restore(self) -> None:
         """Take back each bit of :meth:`perturb`."""
@@ -507,10 +512,9 @@ def perturb(parameters: Iterable[torch.Tensor]) -> list[Changed]:
     >>> weight.tolist()
     [0.0, 2.0]
     """
-    generator = torch.Generator().manual_seed(0)
     kept = []
     for parameter in parameters:
-        tensor = local(parameter.data)
+        tensor, generator = local(parameter.data), torch.Generator().manual_seed(0)
         if not tensor.numel():
             continue
         count = max(1, round(PROBE_SHARE * tensor.numel()))
@@ -569,6 +573,20 @@ class Publisher:
             if engine.version != version:
                 raise RuntimeError(f"Engine {engine.name} serves version {engine.version} after a push of {version}.")
         self.seconds = time.perf_counter() - began
+
+    def differing(self) -> list[str] | None:
+        """The names of weights that an engine holds otherwise than the learner does; None where none can say.
+
+        Of an adapter, and of weights that go by broadcast, nothing is at hand here to compare with.
+        """
+        odd: set[str] = set()
+        for engine in self.engines:
+            pushed, held = self.weights(), engine.weight_sums()
+            if held is None or not isinstance(pushed, Iterable):
+                return None
+            known = ((name, value, held[name]) for name, value in pushed if name in held)
+            odd |= {name for name, value, own in known if Checksum.of(value, own.dtype) != own}
+        return sorted(odd)
 
     def sleep(self) -> None:
         """Leave shared GPUs to the learner; nothing where the engines have their own."""

@@ -401,6 +401,7 @@ class RemoteLearner:
     gradient_gap = _asked(Learner.gradient_gap)
     perturb = _asked(Learner.perturb)
     restore = _asked(Learner.restore)
+    trainable_names = _asked(Learner.trainable_names)
     give_back = _asked(Learner.give_back)
 
     def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None:

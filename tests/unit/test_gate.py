@@ -481,6 +481,46 @@ def test_a_family_left_out_of_the_push_is_found(family: str, tmp_path: Path) -> 
     assert not gate.pushed_weights_landed(subject).passed
 
 
+def without(subject: Subject, *stale: str) -> Subject:
+    """The same, with a push that leaves these tensors as they were."""
+    push, first = subject.publisher.weights, {}
+    for name, value in push():
+        first[name] = value.clone()
+    assert {*stale} <= first.keys()
+    engine, update = subject.rollouts.engine, subject.rollouts.engine.update_weights
+    engine.update_weights = lambda weights, version: update(
+        [(name, first[name] if name in stale else value) for name, value in weights], version
+    )
+    return subject
+
+
+LAYER = "model.layers.1"
+STALE = {
+    "a projection": [f"{LAYER}.self_attn.q_proj.weight"],
+    "a bias": [f"{LAYER}.self_attn.v_proj.bias"],
+    "a norm": [f"{LAYER}.input_layernorm.weight"],
+    "the last norm": ["model.norm.weight"],
+    "a kind": [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(4)],
+}
+
+
+@pytest.mark.parametrize("half", [None, "bf16 both"])
+@pytest.mark.parametrize("stale", ["a projection", "the last norm"])
+def test_a_single_tensor_that_did_not_land_is_named_by_its_checksum(stale: str, half: str | None, tmp_path) -> None:
+    """In half precision as well, where its effect is within the rounding."""
+    check = pushed_weights_landed(without(make_subject(tmp_path, **HALF.get(half, {})), *STALE[stale]))
+    assert check.passed is False
+    assert check.sentence.endswith(f"; these did not land: {STALE[stale][0]}")
+
+
+@pytest.mark.parametrize("stale", STALE)
+def test_in_float32_whatever_did_not_land_is_named_of_an_engine_that_does_not_tell(stale: str, subject) -> None:
+    subject.rollouts.engine.weight_sums = lambda: None
+    check = pushed_weights_landed(without(subject, *STALE[stale]))
+    assert check.passed is False
+    assert check.sentence.endswith(f"; these did not land: {', '.join(STALE[stale])}")
+
+
 def test_every_trainable_tensor_is_moved_and_restored_bit_for_bit(tmp_path: Path) -> None:
     learner = make_subject(tmp_path, adapter=partial(add_lora, r=2, alpha=4)).learner
     policy = learner.policy
