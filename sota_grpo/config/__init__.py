@@ -393,7 +393,7 @@ class InferenceModelConfig:
         ("auto", "object_store", "collective"),
     )
     timeout_s: float = opt(120.0, "workers and servers: longest silence of an engine before it is replaced")
-    torch_dtype: str = opt("auto", "dtype of the engine's weights; auto is bfloat16 on CUDA, float32 on CPU", DTYPES)
+    torch_dtype: str = opt("auto", "dtype of the engine's weights; auto: bfloat16 where that is native", DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
     max_num_seqs: int | None = opt(
         None, "samples that one engine computes at once; null: its share of env.num_envs, of vLLM on a GPU at least 256"
@@ -474,7 +474,9 @@ class TrainConfig:
     optim_batch_size: int = opt(256, "responses per optimizer step")
     epochs: int = opt(1, "times a collection is used; above 1 the proximal log-probs are recomputed first")
     micro_batch_tokens: int = opt(16384, "tokens per forward pass, prompts once; changes memory and speed, no result")
-    precision: str = opt("auto", "autocast of the learner; auto is bf16 on CUDA", ("auto", "fp32", "bf16", "fp16"))
+    precision: str = opt(
+        "auto", "autocast of the learner; auto: bf16 where that is native", ("auto", "fp32", "bf16", "fp16")
+    )
     kl_coef_in_loss: bool = opt(True, "the KL term stands in the loss; false: it is subtracted from the reward")
     max_policy_age: int = opt(0, "oldest policy, in published versions, whose tokens may be trained on")
     weight_update_frequency: int | None = opt(

@@ -13,6 +13,7 @@ import os
 import shutil
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -147,6 +148,21 @@ def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -
     """Whether :mod:`sota_grpo.functional.tile_kernels` computes these logits."""
     takes = hidden.is_cuda and hidden.dtype != torch.float64 and bias is None and softcap is None
     return takes and builds_kernels()
+
+
+@cache
+def multiplies_bf16(device_type: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the device has instructions for products of bf16: CUDA, and CPUs with AVX512_BF16, AMX or Arm's BF16.
+
+    Other CPUs emulate them: they are slow, and engine and trainer round them differently.
+    """
+    if device_type == "cuda":
+        return True
+    try:
+        words = {*cpuinfo.read_text().lower().split()}
+    except OSError:  # no Linux; float32 is right everywhere
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @cache

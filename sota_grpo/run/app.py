@@ -257,7 +257,11 @@ class Run:
             self.parts.newcomers.begin(subject)
         if checks:
             made = [check.passed for check in checks if check.passed is not None]
-            print(f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s")
+            slowest = max(checks, key=lambda check: check.seconds)
+            print(
+                f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s "
+                f"(longest: {slowest.name}, {slowest.seconds:.1f} s)"
+            )
 
     def close(self) -> None:
         """Free the engine and the reference; idempotent."""

@@ -169,11 +169,26 @@ def engine_and_trainer_agree(subject: Subject) -> Check:
     left_out, far = (0, SINGLE_FAR) if subject.exact else (len(subject.rows) // 2, FAR)
     mean, highest = float(gaps.mean()), gaps.topk(min(left_out + 1, gaps.numel())).values
     within = f", all but {left_out} within {highest[-1]:.2g}" if left_out else ""
+    passed = mean <= allowed.gap and float(highest[-1]) <= far
     return Check(
         "engine and trainer agree",
-        mean <= allowed.gap and float(highest[-1]) <= far,
+        passed,
         f"mean log-prob gap {mean:.2g}, largest {highest[0]:.2g}{within}, over {gaps.numel()} tokens "
-        f"(allowed {allowed.gap:.2g} and {far:g}: {allowed.why})",
+        f"(allowed {allowed.gap:.2g} and {far:g}: {allowed.why}){'' if passed else _whose_gap(subject)}",
+    )
+
+
+def _whose_gap(subject: Subject) -> str:
+    """Where half precision is in play and rounding known: which side is far from float32, and what would mend it."""
+    if subject.exact or subject.rounding is None:
+        return ""
+    half = subject.learner.settings.precision != "fp32"
+    of_trainer = subject.rounding if half else torch.zeros_like(subject.rounding)
+    engine, trainer = (float(gap.abs().mean()) for gap in (subject.gaps - of_trainer, of_trainer))
+    mend = "inference_model.torch_dtype=float32" + (" train.precision=fp32" if half else "")
+    return (
+        f"; from the trainer in float32 the engine is {engine:.2g} away and the trainer {trainer:.2g}: if half "
+        f"precision is at fault, as on a CPU without bf16 instructions, use {mend}"
     )
 
 
@@ -268,7 +283,7 @@ def pushed_weights_landed(subject: Subject) -> Check:
         new, rounding = _typical(subject, probe)
     finally:
         learner.restore()
-    old, _ = _typical(subject, probe)
+    old, _ = _typical(subject, probe, round_too=False)
     subject.publisher.publish(version)
     rows = subject.sample(max_tokens=PROBE_TOKENS)
     subject.publisher.sleep()
@@ -432,10 +447,13 @@ def graded_rows(subject: Subject) -> RowTable:
     return batch
 
 
-def _typical(subject: Subject, rows: RowTable) -> tuple[float, float | None]:
+def _typical(subject: Subject, rows: RowTable, *, round_too: bool = True) -> tuple[float, float | None]:
     """Size of the gaps to the learner's weights as they are, and of their rounding where that is needed and known."""
-    learner, mask = subject.learner, sampled_tokens(rows)
-    measured, rounding = (learner.measured(rows), None) if subject.exact else learner.measured_with_rounding(rows)
+    learner, mask, rounding = subject.learner, sampled_tokens(rows), None
+    if subject.exact or not round_too:
+        measured = learner.measured(rows)
+    else:
+        measured, rounding = learner.measured_with_rounding(rows)
     gaps = measured[0] - rows.flat(keys.LOG_PROBS)
 
     def size(values: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo import engines
-from sota_grpo.assembly import build, learning, preflight
+from sota_grpo.assembly import build, learning, preflight, sampling
 from sota_grpo.assembly import cluster as cluster_module
 from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import (
@@ -31,6 +31,7 @@ from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import UserError
+from sota_grpo.functional.log_probs import multiplies_bf16
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
@@ -38,6 +39,7 @@ from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.recording import sinks
 from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.rollout import rollout_worker
+from tests.config.test_config import composed
 
 
 def config_of(*overrides: str) -> Config:
@@ -499,3 +501,31 @@ def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(UserError, match=rf"ray.address={address} does not answer .*ray start --head"):
             visible_gpus(config_of(f"ray.address={address}"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [
+        ("avx512f avx512_vnni", False),
+        ("avx512f avx512_bf16", True),
+        ("amx_bf16 amx_tile", True),
+        ("asimd BF16 i8mm", True),
+    ],
+)
+def test_half_precision_is_automatic_where_the_processor_multiplies_it(
+    flags: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nflags\t\t: fpu sse {flags} cmov\n")
+    assert multiplies_bf16("cpu", cpuinfo) == native
+    assert not multiplies_bf16("cpu", tmp_path / "none")
+    for module in (sampling, learning):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda device_type: multiplies_bf16(device_type, cpuinfo))
+    for preset in ("smollm_ifeval", "smollm_gsm8k", "grpo_gsm8k"):
+        config = composed(preset)
+        assert sampling.engine_dtype(config.inference_model.torch_dtype, "cpu") == ("bfloat16" if native else "float32")
+        assert learning.trainer_precision(config, "cpu") == ("bf16" if native else "fp32")
+        assert learning.trainer_precision(config, "cuda") == "bf16"
+    demonstration = composed("grpo_cpu")  # exact wherever it runs
+    assert sampling.engine_dtype(demonstration.inference_model.torch_dtype, "cpu") == "float32"
+    assert learning.trainer_precision(demonstration, "cpu") == "fp32"

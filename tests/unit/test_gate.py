@@ -30,7 +30,7 @@ from sota_grpo.training.checkpoint import rng_state
 from sota_grpo.training.gate import graded_rows, pushed_weights_landed, run_gate
 from sota_grpo.training.learner import Publisher, perturb
 from sota_grpo.training.sample_checks import ENOUGH, NUM_GROUPS
-from sota_grpo.training.subject import NUM_SAMPLES, CheckError, NamedReference, Subject
+from sota_grpo.training.subject import NUM_SAMPLES, CheckError, NamedReference, Subject, sampled_tokens
 from tests.l3_parts import TEMPERATURE, make_subject
 
 
@@ -158,6 +158,23 @@ def test_one_token_far_off_in_most_responses_is_found(tmp_path: Path) -> None:
     assert not check.passed
     assert "all but 4 within 1.2" in check.sentence
     assert subject.gaps.abs().mean() < gate.allowed_gaps(subject).gap
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_side_that_half_precision_moves_too_far_is_told(precision: str, tmp_path: Path) -> None:
+    """Three distances: the engine's and the trainer's from float32, and theirs from each other."""
+    subject = make_subject(tmp_path, engine_dtype=torch.bfloat16, precision=precision)
+    subject.rows = subject.sample()
+    subject.rows.set(keys.LOG_PROBS, [row[keys.LOG_PROBS] - 0.3 * row[keys.ASSISTANT_MASK] for row in subject.rows])
+    single = make_subject(tmp_path, engine_dtype=torch.bfloat16).learner.measured(subject.rows)[0]
+    mask = sampled_tokens(subject.rows)
+    engine = float((single - subject.rows.flat(keys.LOG_PROBS))[mask].abs().mean())
+    trainer = float((subject.learner.measured(subject.rows)[0] - single)[mask].abs().mean())
+    assert (trainer == 0) == (precision == "fp32")
+    check = gate.engine_and_trainer_agree(subject)
+    assert check.passed is False
+    assert f"the engine is {engine:.2g} away and the trainer {trainer:.2g}: " in check.sentence
+    assert ("use inference_model.torch_dtype=float32 train.prec" in check.sentence) == (precision == "bf16")
 
 
 def test_one_token_off_in_float32_is_found(subject: Subject) -> None:
