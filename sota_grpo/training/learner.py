@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -37,6 +37,7 @@ from sota_grpo.rl.collate import pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable, plain_rows
+from sota_grpo.training.changed_weights import Changed, perturb, restore
 from sota_grpo.training.forward_passes import (
     ForwardPasses,
     LearnerSettings,
@@ -56,7 +57,6 @@ METRIC_NAMES = {
     "loss_entropy": "loss/entropy",
     "reverse_kl": "distill/reverse_kl",
 }
-PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
 
 
 class NonFiniteStep(UserError):
@@ -486,50 +486,6 @@ class Learner(ForwardPasses):
             self._apply_entropy_coef(applied)
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
-
-
-class Changed(NamedTuple):
-    """Where a tensor was changed, and what stood there."""
-
-    tensor: torch.Tensor
-    places: torch.Tensor
-    values: torch.Tensor
-
-
-@torch.no_grad()
-def perturb(parameters: Iterable[torch.Tensor]) -> list[Changed]:
-    """Change every tensor in place; :func:`restore` of the result brings back each bit.
-
-    ``PROBE_SHARE`` of its elements, at least one, change their sign (zeros become 1). Noise on all elements would need
-    a copy of the whole model to restore; this keeps 3 to 5 % of its bytes. Of a sharded tensor each rank changes its
-    own part.
-
-    >>> weight = torch.tensor([0.0, 2.0])
-    >>> kept = perturb([weight])
-    >>> weight.tolist() in ([1.0, 2.0], [0.0, -2.0])
-    True
-    >>> restore(kept)
-    >>> weight.tolist()
-    [0.0, 2.0]
-    """
-    kept = []
-    for parameter in parameters:
-        tensor, generator = local(parameter.data), torch.Generator().manual_seed(0)
-        if not tensor.numel():
-            continue
-        count = max(1, round(PROBE_SHARE * tensor.numel()))
-        places = torch.randint(tensor.numel(), (count,), generator=generator).to(tensor.device)
-        values = tensor.take(places)
-        kept.append(Changed(tensor, places, values))
-        tensor.put_(places, torch.where(values == 0, 1.0, -values))
-    return kept
-
-
-@torch.no_grad()
-def restore(kept: Iterable[Changed]) -> None:
-    """Put back what :func:`perturb` changed."""
-    for tensor, places, values in kept:
-        tensor.put_(places, values)
 
 
 def _named(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
