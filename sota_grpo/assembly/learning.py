@@ -17,7 +17,7 @@ from sota_grpo.config import Config, has_reference, model_name, reference_name, 
 from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
-from sota_grpo.functional.log_probs import builds_kernels, multiplies_bf16
+from sota_grpo.functional.log_probs import automatic_precision, builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import from_pretrained, load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
@@ -171,8 +171,7 @@ def reference_dtype(config: Config) -> Any:
 
 def trainer_precision(config: Config, device_type: str) -> str:
     """Autocast of the learner and of the reference, which must compute alike: equal weights have a KL of 0."""
-    chosen = config.train.precision
-    return chosen if chosen != "auto" else ("bf16" if multiplies_bf16(device_type) else "fp32")
+    return automatic_precision(config.train.precision, device_type)
 
 
 def make_learner(

@@ -25,7 +25,7 @@ from sota_grpo.envs.agents import Budgets, ToolPartner
 from sota_grpo.envs.curriculum import Curriculum, CurriculumStream
 from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.functional.log_probs import multiplies_bf16
+from sota_grpo.functional.log_probs import automatic_precision
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.recording.progress import starting
@@ -309,8 +309,8 @@ def make_sampling(config: Config) -> Sampling:
 
 
 def engine_dtype(name: str, device_type: str) -> str:
-    """Dtype of the engine's weights: ``auto`` is bfloat16 where the device multiplies that, float32 elsewhere."""
-    return name if name != "auto" else ("bfloat16" if multiplies_bf16(device_type) else "float32")
+    """Dtype of the engine's weights: ``auto`` and ``native`` are bfloat16 on CUDA, the latter on some CPUs, too."""
+    return {"bf16": "bfloat16", "fp32": "float32"}.get(chosen := automatic_precision(name, device_type), chosen)
 
 
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:

@@ -150,14 +150,22 @@ def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -
     return takes and builds_kernels()
 
 
-@cache
-def multiplies_bf16(device_type: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the device has instructions for products of bf16: CUDA, and CPUs with AVX512_BF16, AMX or Arm's BF16.
+def automatic_precision(chosen: str, device_type: str) -> str:
+    """What ``auto`` and ``native`` stand for there, ``bf16`` or ``fp32``; other choices as they are.
 
-    Other CPUs emulate them: they are slow, and engine and trainer round them differently.
+    On a CPU ``auto`` is exact. ``native`` takes bf16 where the CPU has instructions for it.
     """
-    if device_type == "cuda":
-        return True
+    if chosen not in ("auto", "native"):
+        return chosen
+    return "bf16" if device_type == "cuda" or (chosen == "native" and multiplies_bf16()) else "fp32"
+
+
+@cache
+def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU has instructions for products of bf16: AVX512_BF16, AMX, or Arm's BF16.
+
+    Others emulate them: they are slow, and engine and trainer round them differently.
+    """
     try:
         words = {*cpuinfo.read_text().lower().split()}
     except OSError:  # no Linux; float32 is right everywhere

@@ -512,20 +512,17 @@ def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
         ("asimd BF16 i8mm", True),
     ],
 )
-def test_half_precision_is_automatic_where_the_processor_multiplies_it(
+def test_the_presets_of_a_cpu_use_half_precision_where_it_has_instructions_for_it(
     flags: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\nflags\t\t: fpu sse {flags} cmov\n")
-    assert multiplies_bf16("cpu", cpuinfo) == native
-    assert not multiplies_bf16("cpu", tmp_path / "none")
-    for module in (sampling, learning):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda device_type: multiplies_bf16(device_type, cpuinfo))
-    for preset in ("smollm_ifeval", "smollm_gsm8k", "grpo_gsm8k"):
+    assert multiplies_bf16(cpuinfo) == native
+    assert not multiplies_bf16(tmp_path / "none")
+    monkeypatch.setattr("sota_grpo.functional.log_probs.multiplies_bf16", lambda: multiplies_bf16(cpuinfo))
+    for preset, exact in (("smollm_ifeval", not native), ("smollm_gsm8k", not native), ("grpo_gsm8k", True)):
         config = composed(preset)
-        assert sampling.engine_dtype(config.inference_model.torch_dtype, "cpu") == ("bfloat16" if native else "float32")
-        assert learning.trainer_precision(config, "cpu") == ("bf16" if native else "fp32")
-        assert learning.trainer_precision(config, "cuda") == "bf16"
-    demonstration = composed("grpo_cpu")  # exact wherever it runs
-    assert sampling.engine_dtype(demonstration.inference_model.torch_dtype, "cpu") == "float32"
-    assert learning.trainer_precision(demonstration, "cpu") == "fp32"
+        for device, single in (("cpu", exact), ("cuda", False)):
+            engine = sampling.engine_dtype(config.inference_model.torch_dtype, device)
+            trainer = learning.trainer_precision(config, device)
+            assert (engine, trainer) == (("float32", "fp32") if single else ("bfloat16", "bf16"))
