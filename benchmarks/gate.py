@@ -49,8 +49,9 @@ from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training import gate
-from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, Check, Subject, allowed_gaps
+from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, allowed_gaps
 from sota_grpo.training.learner import Publisher, perturb, restore
+from sota_grpo.training.subject import Check, Subject
 
 DTYPES = {
     "fp32": ["train.precision=fp32", "inference_model.torch_dtype=float32"],

@@ -31,10 +31,10 @@ from transformers import PrinterCallback, TrainerCallback
 from sota_grpo import keys
 from sota_grpo.assembly.build import Parts, build
 from sota_grpo.assembly.learning import trainer_precision
-from sota_grpo.assembly.sampling import end_token_ids, generation_config_of
 from sota_grpo.config import Config, model_name, register
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.envs.task_env import PromptStream
+from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.records import Example, Sampling, total_reward
@@ -264,7 +264,7 @@ def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, thread
             equal_prompts=sum(tuple(ids) == own for ids, own in zip(theirs, prompts, strict=True)),
             equal_greedy=sum(ids == own for ids, own in zip(greedy, _greedy(config, parts, len(prompts)), strict=True)),
             end_tokens=(
-                end_token_ids(parts.tokenizer, generation_config_of(config)),
+                end_token_ids(parts.tokenizer),
                 tuple(sorted(trainer.eos_token_ids)),
             ),
             step_gap=step_gap(config, parts, rows, folder),

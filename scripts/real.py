@@ -1,9 +1,10 @@
 """A real model on a real benchmark: measure it, train it, measure it again, and say what it gained.
 
-``python scripts/real.py input_data.jsonl`` measures SmolLM2-135M-Instruct on IFEval's own prompts, trains it with the
-preset smollm_ifeval, measures it on the same prompts, and writes a report; ``--preset smollm_gsm8k train.jsonl`` does
-the same with GSM8K, 512 questions of which are held out (env.num_heldout). Each step is a command of its own, which is
-printed, and is not done twice: after Ctrl-C or ``kill -9`` the same line goes on, training from its last checkpoint.
+``python scripts/real.py input_data.jsonl`` makes the checks before training, measures SmolLM2-135M-Instruct on IFEval's
+own prompts, trains it with the preset smollm_ifeval, measures it on the same prompts, and writes a report; ``--preset
+smollm_gsm8k train.jsonl`` does the same with GSM8K, 512 questions of which are held out (env.num_heldout). Each step is
+a command of its own, which is printed, and is not done twice: after Ctrl-C or ``kill -9`` the same line goes on,
+training from its last checkpoint.
 
 OPTION=VALUE are options of the run: ``train.total_dialog_turns=4096``. ``make real`` installs what is needed first.
 """
@@ -66,7 +67,9 @@ def steps(options: argparse.Namespace) -> list[Step]:
     train = [sys.executable, str(ROOT / "grpo.py"), "--config-name", options.preset, f"hydra.run.dir={run_dir}"]
     # the steps around it measure all problems, which training need not do once more
     train += [file, "train.resume=auto", "eval.mode=off", *given]
+    checked = [*CLI, "check", "--config-name", options.preset, "--run-dir", str(out / "check"), file, *given]
     return [
+        Step("Checking", checked, out / "check" / "gate.json", takes_out=False),  # before an hour is spent on measuring
         Step("Measuring the model", [*CLI, "eval", MODEL, "-cn", options.preset, *given, *measured], before),
         Step("Training it", train, run_dir / "hf" / "config.json", takes_out=False),
         Step(
@@ -104,7 +107,11 @@ def do(step: Step) -> None:
     out = ["--out", str(unfinished)] if step.takes_out else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     shown = subprocess.DEVNULL if out else None  # the closing table says it
-    subprocess.run([*step.command, *out], check=True, env=environment, stdout=shown)
+    try:
+        subprocess.run([*step.command, *out], check=True, env=environment, stdout=shown)
+    except subprocess.CalledProcessError:
+        step.target.unlink(missing_ok=True)  # checks that failed are in a file as well
+        raise
     if out:
         unfinished.rename(step.target)
     print(f"{step.said}: {time.monotonic() - began:.0f} s", flush=True)

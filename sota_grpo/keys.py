@@ -31,7 +31,7 @@ KEPT_COUNTS = ("kept", "counts")  # int32 [N, T], tokens of each set; 0 off the 
 TOKEN_VERSION = ("next", "token_version")  # int64 [N, T], policy version that sampled each token; -1 off-mask
 POLICY_VERSION = ("next", "policy_version")  # int64 [N], version of the oldest sampled token of the row
 
-RESPONSE_TEXT = ("text", "response")  # str [N], decoded response without special tokens; written by the env
+RESPONSE_TEXT = ("text", "response")  # str [N], decoded response without end tokens and padding; written by the env
 DIALOG = "dialog"  # JSON text [N], Sample.record, absent where a sample has none; written by the engine
 REWARD = ("next", "reward")  # f32 [N, 1], weighted sum of the reward terms, penalties included; by ScoreResponse
 REWARD_TERMS = ("next", "reward_terms")  # one f32 [N, 1] entry per term that applies; by ScoreResponse, penalties

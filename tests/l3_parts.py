@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +17,12 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupRequest, Sampling, Score
+from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.source import Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.forward_passes import LearnerSettings
-from sota_grpo.training.gate import Subject
 from sota_grpo.training.learner import Learner, Publisher
+from sota_grpo.training.subject import Subject
 from tests.unit.graders import WEIGHTS
 
 TEMPERATURE = 0.8
@@ -82,6 +84,7 @@ def make_subject(
     engine_dtype: torch.dtype | None = None,
     max_tokens: int = 32,
     seed: int = 0,
+    objective: Any = "clipped",
     **settings,
 ) -> Subject:
     """``engine_dtype`` or a ``precision`` other than float32 gives the bounds of half precision."""
@@ -93,7 +96,7 @@ def make_subject(
     engine = TransformersEngine(base, dtype=engine_dtype, **ids)
     model = base if adapter is None else adapter(base)
     policy = CausalPolicy(model, temperature=temperature)
-    loss = GRPOLoss(policy, entropy_bonus=False)
+    loss = GRPOLoss(policy, entropy_bonus=False, objective=objective)
     chosen = LearnerSettings(**{"lr": 1e-4, "total_steps": 4, "optim_batch_size": 16, **settings})
     learner = Learner(policy, loss, chosen, pad_token_id=tokenizer.pad_token_id, dump_dir=tmp_path)
     return Subject(
@@ -105,4 +108,5 @@ def make_subject(
         seed=seed,
         exact=engine_dtype is None and chosen.precision == "fp32",
         num_layers=model.config.num_hidden_layers,
+        transforms=[GroupAdvantage()],
     )

@@ -201,7 +201,7 @@ def demonstration(options: Options) -> Iterator[Finding]:
     folder = options.out / "with_vllm"
     found = ran(command(options, folder, "engine=vllm", "inference_model.gpu_memory_utilization=0.2"))
     seen = accuracies(folder)
-    good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
+    good = found["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
     good = good and (options.small or (len(seen) > 1 and seen[-1] >= 0.9))
     yield Finding("demonstration, vLLM", good, found | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
 

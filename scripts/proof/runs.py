@@ -18,7 +18,7 @@ import torch
 from scripts.proof import Finding, Options
 from sota_grpo.training.gate import CHECKS as CHECKS_OF_THE_GATE
 
-NUM_CHECKS = len(CHECKS_OF_THE_GATE)
+NUM_CHECKS = len(CHECKS_OF_THE_GATE)  # at least; a reference has one more
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "env.num_envs=8", "env.repeats=4", "train.dialog_turns_per_batch=8", "train.optim_batch_size=8",
@@ -73,7 +73,7 @@ def demonstration(options: Options) -> Iterator[Finding]:
     folder = options.out / "demonstration"
     found = ran(command(options, folder))
     seen = accuracies(folder)
-    good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
+    good = found["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
     good = good and (options.small or (len(seen) > 1 and seen[-1] >= 0.9))
     yield Finding("demonstration", good, found | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
 
@@ -91,8 +91,8 @@ def variants(options: Options) -> Iterator[Finding]:
         found = ran(command(options, folder, *overrides, steps=None if options.small else 8))
         rows = [row for row in metrics(folder) if "reward" in row]
         figures = {"steps": len(rows), "reward": [row["reward"] for row in rows[:1] + rows[-1:]]}
-        good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
-        yield Finding(f"run, {name}", good, found | figures | {"gate": gate_of(folder)[2:4]})
+        good = found["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
+        yield Finding(f"run, {name}", good, found | figures | {"gate": gate_of(folder)})
 
 
 def kill_and_resume(options: Options) -> Iterator[Finding]:

@@ -34,6 +34,7 @@ from sota_grpo.assembly.learning import (
     make_reference,
     make_settings,
     make_transforms,
+    reference_dtype,
     reference_options,
     trainable_tokenizer,
     trainer_precision,
@@ -50,7 +51,7 @@ from sota_grpo.assembly.sampling import (
     start_engine,
     task_of,
 )
-from sota_grpo.config import Config, model_name, reference_name, reward_names
+from sota_grpo.config import Config, has_reference, model_name, reference_name, reward_names
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server, resolve_engine_name, temperature_fault
@@ -70,10 +71,10 @@ from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import Ask
 from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.training.evaluate import Evaluator
-from sota_grpo.training.gate import NamedReference, Subject
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.newcomers import Newcomers
 from sota_grpo.training.remote_learner import RemoteLearner
+from sota_grpo.training.subject import NamedReference, Subject
 from sota_grpo.workers.elastic import ElasticFleet
 from sota_grpo.workers.fleet import MAX_ATTEMPTS, Fleet, worker_metrics
 from sota_grpo.workers.instances import Instances
@@ -509,7 +510,17 @@ def subject_of(config: Config, parts: Parts) -> Subject:
         packs=config.model.attn_implementation is None and loaded.model_type in KNOWN_TO_PACK,
         num_layers=loaded.num_hidden_layers,
         reference=_named_reference(config),
+        reference_exact=_own_reference_is_exact(config) if parts.learner.version == 0 else None,
+        stop=tuple(config.inference_model.stop),
     )
+
+
+def _own_reference_is_exact(config: Config) -> bool | None:
+    """Whether a reference that is the policy at its start has weights of the same dtype; None: there is none."""
+    if config.ref_model.name is not None or not has_reference(config) or config.algorithm.distill_hint != "none":
+        return None
+    learners = config.train_model.torch_dtype
+    return reference_dtype(config) == ("float32" if learners == "auto" else learners)
 
 
 def _named_reference(config: Config) -> NamedReference | None:

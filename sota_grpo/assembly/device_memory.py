@@ -55,7 +55,8 @@ from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.recording.run_files import CHECKPOINTS
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.training.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
+from sota_grpo.training.gate import NUM_COMPARED, compared_budgets
+from sota_grpo.training.subject import NUM_SAMPLES
 
 GIB = 2**30
 MOST_GPUS = 128

@@ -50,7 +50,7 @@ from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.training.gate import NUM_PROMPTS, NUM_SAMPLES
+from sota_grpo.training.subject import NUM_PROMPTS, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,8 @@ from sota_grpo.training.evaluate import (
     num_right,
     pass_accuracy,
 )
-from sota_grpo.training.gate import Check, run_gate, write_gate
+from sota_grpo.training.gate import run_gate, write_gate
+from sota_grpo.training.subject import Check
 
 PRESET_OF = {
     **{"gsm8k": "grpo_gsm8k", "math": "grpo_math", "ifeval": "grpo_ifeval", "reasoning": "grpo_reasoning"},

@@ -25,7 +25,7 @@ from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.engines.transformers_engine import require_cache
 from sota_grpo.errors import UserError
-from sota_grpo.functional.log_probs import builds_kernels
+from sota_grpo.functional.log_probs import automatic_precision, builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import ModelNotFoundError, from_pretrained, load_model, load_tokenizer, resolve_model_path
 from sota_grpo.policy.lora import add_lora
@@ -212,7 +212,7 @@ def reference_dtype(config: Config) -> Any:
 
 def trainer_precision(config: Config, device_type: str) -> str:
     """Autocast of the learner and of the reference, which must compute alike: equal weights have a KL of 0."""
-    return {"auto": "bf16" if device_type == "cuda" else "fp32"}.get(config.train.precision, config.train.precision)
+    return automatic_precision(config.train.precision, device_type)
 
 
 def make_learner(

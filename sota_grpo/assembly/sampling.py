@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.assembly.judging import judged_task
 from sota_grpo.config import Config, model_name, most_kept, reward_names
@@ -25,7 +25,9 @@ from sota_grpo.envs.agents import Budgets, ToolPartner
 from sota_grpo.envs.curriculum import Curriculum, CurriculumStream
 from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.policy.load import from_pretrained, resolve_model_path
+from sota_grpo.functional.log_probs import automatic_precision
+from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.policy.load import from_pretrained
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
@@ -318,34 +320,8 @@ def make_sampling(config: Config) -> Sampling:
 
 
 def engine_dtype(name: str, device_type: str) -> str:
-    """Dtype of the engine's weights: ``auto`` is bfloat16 on CUDA and float32 elsewhere."""
-    return name if name != "auto" else ("bfloat16" if device_type == "cuda" else "float32")
-
-
-def end_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's, and those of the model's generation config.
-
-    Chat models often have more than one: Llama 3 ends a turn with another token than a document.
-
-    Raises:
-        UserError: neither names one, so that no response could end.
-    """
-    named = getattr(generation_config, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])} - {None}
-    if not ids:
-        raise UserError("The model names no end token; set eos_token in its tokenizer_config.json.")
-    if odd := [each for each in ids if not isinstance(each, int)]:
-        raise UserError(f"generation_config.json of the model has eos_token_id={odd[0]!r}, which is no token's number.")
-    return tuple(sorted(ids))
-
-
-def generation_config_of(config: Config) -> GenerationConfig:
-    """The model's own, or what its config says where it has none."""
-    name, trust = resolve_model_path(model_name(config)), config.model.trust_remote_code
-    try:
-        return GenerationConfig.from_pretrained(name)
-    except OSError:  # not every model has one
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(name, trust_remote_code=trust))
+    """Dtype of the engine's weights: ``auto`` and ``native`` are bfloat16 on CUDA, the latter on some CPUs, too."""
+    return {"bf16": "bfloat16", "fp32": "float32"}.get(chosen := automatic_precision(name, device_type), chosen)
 
 
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
@@ -372,7 +348,9 @@ def engine_options(
     config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
 ) -> EngineOptions:
     """How each of the run's engines is built, here or in a process of its own."""
-    inference = config.inference_model
+    inference, ends = config.inference_model, end_token_ids(tokenizer)
+    if not ends:
+        raise UserError("The model names no end token; set eos_token in its tokenizer_config.json.")
     options = EngineOptions(
         model_name(config),
         engine=engine,
@@ -380,7 +358,7 @@ def engine_options(
         device=device_type,
         max_model_len=max_model_len(config),
         max_rows=engine_rows(config, engine, device_type, num_engines),
-        eos_token_ids=end_token_ids(tokenizer, generation_config_of(config)),
+        eos_token_ids=ends,
         pad_token_id=tokenizer.pad_token_id,
         gpu_memory_utilization=inference.gpu_memory_utilization,
         enforce_eager=inference.enforce_eager,

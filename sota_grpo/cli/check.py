@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from sota_grpo.cli import add_config, add_parser, config_of
 
 if TYPE_CHECKING:
-    from sota_grpo.training.gate import Check
+    from sota_grpo.training.subject import Check
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -57,21 +57,21 @@ def run(options: argparse.Namespace) -> int:
             run_dir=options.run_dir,
             on_check=lambda one: None if options.json else print(sentence(one), file=out, flush=True),
         )
-    passed = sum(one.passed for one in checks)
+    made = [one.passed for one in checks if one.passed is not None]
     seconds = time.perf_counter() - began
     if options.json:
         rows = [{"name": c.name, "passed": c.passed, "sentence": c.sentence, "seconds": c.seconds} for c in checks]
-        print(json.dumps({"passed": passed == len(checks), "seconds": seconds, "checks": rows}, indent=1))
+        print(json.dumps({"passed": all(made), "seconds": seconds, "checks": rows}, indent=1))
     else:
-        print(f"{passed} of {len(checks)} checks passed in {seconds:.1f} s")
-    return 0 if passed == len(checks) else 1
+        print(f"{sum(made)} of {len(made)} checks passed in {seconds:.1f} s")
+    return 0 if all(made) else 1
 
 
 def sentence(check: Check) -> str:
     """One line: the outcome, the check and what was measured.
 
-    >>> from sota_grpo.training.gate import Check
+    >>> from sota_grpo.training.subject import Check
     >>> sentence(Check("the first ratio is one", True, "effective sample size 1.000000", 0.25))
     'passed  the first ratio is one: effective sample size 1.000000 (0.2 s)'
     """
-    return f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.sentence} ({check.seconds:.1f} s)"
+    return f"{check.outcome}  {check.name}: {check.sentence} ({check.seconds:.1f} s)"

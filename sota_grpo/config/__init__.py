@@ -216,6 +216,7 @@ class RewardConfig:
 
 SECRETS = ("engine.api_key", "model.hub_token")  # hidden in pages, cards, and copies of a config
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ENGINE_DTYPES, PRECISIONS = (*DTYPES, "native"), ("auto", "fp32", "bf16", "fp16", "native")
 
 
 @dataclass
@@ -398,7 +399,7 @@ class InferenceModelConfig:
         ("auto", "object_store", "collective"),
     )
     timeout_s: float = opt(120.0, "workers and servers: longest silence of an engine before it is replaced")
-    torch_dtype: str = opt("auto", "dtype of the engine's weights; auto is bfloat16 on CUDA, float32 on CPU", DTYPES)
+    torch_dtype: str = opt("auto", "of weights; auto: bfloat16 on CUDA; native: on CPUs that have it", ENGINE_DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
     max_num_seqs: int | None = opt(
         None, "samples that one engine computes at once; null: its share of env.num_envs, of vLLM on a GPU at least 256"
@@ -483,7 +484,7 @@ class TrainConfig:
         "tokens per training pass, prompts once; changes memory and speed, no result. auto: on CUDA the most that fit, "
         "at most 65536 or the longest group; on a CPU 16384. Passes without a gradient take four times as many on CUDA",
     )
-    precision: str = opt("auto", "autocast of the learner; auto is bf16 on CUDA", ("auto", "fp32", "bf16", "fp16"))
+    precision: str = opt("auto", "autocast of the learner; auto: bf16 on CUDA; native: CPUs that have it", PRECISIONS)
     kl_coef_in_loss: bool = opt(True, "the KL term stands in the loss; false: it is subtracted from the reward")
     max_policy_age: int = opt(0, "oldest policy, in published versions, whose tokens may be trained on")
     weight_update_frequency: int | None = opt(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from sota_grpo.engines.stepping import SteppingEngine
+    from sota_grpo.policy.weight_pack import Checksum
 
 
 #: What the scripted engine says (request, sample, version), and how many seconds a group takes.
@@ -142,8 +143,9 @@ class Engine(Protocol):
 
     ``update_weights`` returns when the next sampled token of everything in flight comes from the new weights;
     ``version`` then equals the version given. ``weight_dtype`` is the one that all its matrices have, so that pushed
-    ones may be rounded to it beforehand; None where they have several, or that is not known. ``close`` is idempotent
-    and leaves no process behind.
+    ones may be rounded to it beforehand; None where they have several, or that is not known. ``weight_sums`` has a
+    checksum of every weight as it is held, by its name in a push; None where an engine keeps them in another form.
+    ``close`` is idempotent and leaves no process behind.
 
     All may be called from any thread; what changes a stepwise engine waits for its lock.
     """
@@ -163,6 +165,8 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]: ...
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None: ...
 
     def sleep(self) -> None: ...
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from sota_grpo.engines.stop_strings import StopStrings
+    from sota_grpo.policy.weight_pack import Checksum
 
 Result = TypeVar("Result")
 _ATTEND_S = 0.1  # between two calls of what is to be attended to
@@ -204,6 +205,10 @@ class SteppingEngine(Streams, ABC):
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """See :class:`~sota_grpo.engines.Engine`."""
+        return None
 
     @abstractmethod
     def _start(self, flights: Mapping[int, Flight]) -> None:

@@ -29,6 +29,7 @@ from sota_grpo.engines.stepping import (
 )
 from sota_grpo.engines.stop_strings import StopStrings
 from sota_grpo.errors import UserError
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample, Sampling, sample_seed
 
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
@@ -502,6 +503,12 @@ class TransformersEngine(SteppingEngine):
                 if name not in self._tied:
                     own[name].copy_(tensor)
             self.version = version
+
+    def weight_sums(self) -> dict[str, Checksum]:
+        """A checksum of every weight, by name."""
+        self._require_open()
+        with self._between_steps():
+            return {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}
 
     def _free_memory(self) -> None:
         """The weights move to the CPU."""

@@ -27,6 +27,8 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages, num_shared
 from sota_grpo.errors import UserError
+from sota_grpo.policy.end_tokens import response_text
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import (
     Example,
@@ -80,8 +82,8 @@ class TurnTokens:
         return type(self), (self._tokenizer, self._template_kwargs)  # without what is remembered
 
     def text(self, token_ids: torch.Tensor) -> str:
-        """One turn of the policy ``[R]`` as its grader reads it: special tokens left out."""
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        """One turn of the policy ``[R]`` as its grader reads it: end tokens and padding left out."""
+        return response_text(self._tokenizer, token_ids)
 
     def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
         """What stands between the policy's last token and its next turn.
@@ -532,6 +534,10 @@ class DialogEngine(Streams):
     def update_weights(self, weights: Iterable[Any], version: int) -> None:
         """Push to the engine, in the middle of running dialogs too; every token keeps the version that sampled it."""
         self.engine.update_weights(weights, version)
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """Those of the engine."""
+        return self.engine.weight_sums()
 
     def sleep(self) -> None:
         """Free the engine's device until :meth:`wake`."""

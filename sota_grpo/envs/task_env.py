@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase
 from sota_grpo import keys
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.errors import UserError
+from sota_grpo.policy.end_tokens import end_token_ids, response_text
 from sota_grpo.rewards.grading import FailureLog, Grader, LocalGrader, guarded_scores
 from sota_grpo.rl.collate import done_entries, prompt_rows, response_ids
 from sota_grpo.rl.records import Example, SampledText, Score, sample_seed, task_of_example
@@ -210,8 +211,8 @@ class TaskEnv(EnvBase):
     ``tokens.full``) and writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and
     ``truncated``; a term that does not apply is NaN. Text is decoded for grading only, never tokenised again.
 
-    Here TorchRL's wrappers do not say why a response ended, so it counts as truncated when it does not end in the
-    tokenizer's EOS; where padding *is* EOS the wrappers strip it, and no response counts as truncated.
+    Here TorchRL's wrappers do not say why a response ended, so it counts as truncated when it does not end in an end
+    token; where padding *is* EOS the wrappers strip it, and no response counts as truncated.
 
     Args:
         task: examples, chat and score.
@@ -355,8 +356,8 @@ class TaskEnv(EnvBase):
         return longest
 
     def decode(self, token_ids: torch.Tensor) -> str:
-        """The text that the grader reads: special tokens left out."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        """The text that the grader reads: end tokens and padding left out."""
+        return response_text(self.tokenizer, token_ids)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         chosen = None if tensordict is None else tensordict.get("_reset", None)
@@ -416,10 +417,9 @@ class TaskEnv(EnvBase):
         return TensorDict({**drawn, "text": {"response": text}, "next": dict(after)}, batch_size=[])
 
     def _truncated(self, response: torch.Tensor) -> bool:
-        eos = self.tokenizer.eos_token_id
-        if eos == self.tokenizer.pad_token_id:
+        if response.numel() and int(response[-1]) in end_token_ids(self.tokenizer):
             return False
-        return not response.numel() or int(response[-1]) != eos
+        return self.tokenizer.eos_token_id != self.tokenizer.pad_token_id
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:

@@ -13,6 +13,7 @@ import os
 import shutil
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -147,6 +148,29 @@ def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -
     """Whether :mod:`sota_grpo.functional.tile_kernels` computes these logits."""
     takes = hidden.is_cuda and hidden.dtype != torch.float64 and bias is None and softcap is None
     return takes and builds_kernels()
+
+
+def automatic_precision(chosen: str, device_type: str) -> str:
+    """What ``auto`` and ``native`` stand for there, ``bf16`` or ``fp32``; other choices as they are.
+
+    On a CPU ``auto`` is exact. ``native`` takes bf16 where the CPU has instructions for it.
+    """
+    if chosen not in ("auto", "native"):
+        return chosen
+    return "bf16" if device_type == "cuda" or (chosen == "native" and multiplies_bf16()) else "fp32"
+
+
+@cache
+def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU has instructions for products of bf16: AVX512_BF16, AMX, or Arm's BF16.
+
+    Others emulate them: they are slow, and engine and trainer round them differently.
+    """
+    try:
+        words = {*cpuinfo.read_text().lower().split()}
+    except OSError:  # no Linux; float32 is right everywhere
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @cache

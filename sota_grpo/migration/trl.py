@@ -309,7 +309,7 @@ def _learner(config: Config, ours: Account) -> dict[str, Any]:
     if attention is not None:
         loading["attn_implementation"] = attention
     precision, on_cpu = ours["train.precision"], ours["device"] == "cpu"
-    half: Any = {"auto": False if on_cpu else HAS_CUDA, "bf16": True}.get(precision, False)
+    half: Any = {**dict.fromkeys(("auto", "native"), False if on_cpu else HAS_CUDA), "bf16": True}.get(precision, False)
     return {
         "model_init_kwargs": loading,
         "trust_remote_code": ours["model.trust_remote_code"],

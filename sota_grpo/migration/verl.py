@@ -313,7 +313,7 @@ def _rollout(config: Config, ours: Account) -> dict[str, Any]:
         f"{_ROLLOUT}.top_k": ours["inference_model.top_k"] or -1,
         f"{_ROLLOUT}.ignore_eos": ours["inference_model.ignore_eos"],
         f"{_ROLLOUT}.seed": config.seed,
-        f"{_ROLLOUT}.dtype": "bfloat16" if dtype == "auto" else dtype,
+        f"{_ROLLOUT}.dtype": "bfloat16" if dtype in ("auto", "native") else dtype,
         f"{_ROLLOUT}.tensor_model_parallel_size": ours["inference_model.tensor_parallel_size"],
         f"{_ROLLOUT}.gpu_memory_utilization": ours["inference_model.gpu_memory_utilization"],
         f"{_ROLLOUT}.enforce_eager": bool(ours["inference_model.enforce_eager"]),

@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,6 +27,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_folder
 from sota_grpo.policy import model_sizes
 from sota_grpo.policy.causal import base_model
+from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.lora import engine_layout, engine_weights
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
@@ -77,6 +79,8 @@ folder of a saved model, a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``name``; without a padding token it pads with its end-of-sequence token.
 
+    It knows all end tokens of the model (:func:`sota_grpo.policy.end_tokens.end_token_ids`).
+
     Args:
         name: as in :func:`resolve_model_path`.
         trust_remote_code: run Python code that the model's repository brings along.
@@ -88,7 +92,17 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     if tokenizer.pad_token_id is None:
         # Padding is told by masks, never by ids, so sharing the id with EOS is harmless.
         tokenizer.pad_token = tokenizer.eos_token
+    end_token_ids(tokenizer, _generation_config(name, trust_remote_code))
     return tokenizer
+
+
+def _generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | PretrainedConfig:
+    """The model's own, or what its config says where it has none."""
+    path = resolve_model_path(name)
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # not every model has one
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
 
 
 #: transformers replaces torch's initialisers while it builds a model, for all threads: one model at a time.

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -135,6 +136,26 @@ def padded(num_bytes: int) -> int:
     (0, 64, 64, 128)
     """
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Checksum(NamedTuple):
+    """What tells whether a tensor has these very bits: its dtype, and a sum of its bits that depends on their rows.
+
+    >>> one, other = (Checksum.of(torch.tensor(each)) for each in ([[1.0], [2.0]], [[2.0], [1.0]]))
+    >>> one == other, one == Checksum.of(torch.tensor([[1.0], [2.0]]))
+    (False, True)
+    """
+
+    dtype: torch.dtype
+    bits: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> Checksum:
+        """Of the tensor, rounded to ``dtype`` where that is given."""
+        values = tensor.detach().to(dtype or tensor.dtype).contiguous()
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        rows = values.view(whole).reshape(len(values) if values.ndim else 1, -1).sum(1, dtype=torch.int64)
+        return cls(values.dtype, int((rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()))
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

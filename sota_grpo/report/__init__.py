@@ -282,7 +282,7 @@ def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
     checks = [
         {
             "name": str(check.get("name")),
-            "passed": bool(check.get("passed")),
+            "passed": None if check.get("passed", False) is None else bool(check.get("passed")),
             "sentence": str(check.get("sentence")),
             "seconds": shown(check.get("seconds")),
         }

@@ -49,6 +49,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sota_grpo import keys
 from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, fill, row_weights
+from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rl.records import Example, Sample
 from sota_grpo.rl.table import Column, Key, Row, RowTable, in_place, plain_rows, row_list
 
@@ -112,7 +113,8 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     Args:
         drawn: of :func:`drawn_entries`.
         samples: responses ``[R_i]``; sample ``i`` becomes the row of ``sample_id = i``.
-        tokenizer: decodes the responses, special tokens left out, unless their worker has (``Sample.text``).
+        tokenizer: decodes the responses (:func:`sota_grpo.policy.end_tokens.response_text`), unless their worker has
+            (``Sample.text``).
 
     >>> class Letters:
     ...     def decode(self, ids, skip_special_tokens):
@@ -141,7 +143,7 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     rows.set(keys.POLICY_VERSION, _oldest(versions, produced, lengths))
     for name, flags in done_entries(torch.tensor([sample.truncated for sample in samples])).items():
         rows.set(("next", name), flags)
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    decode = partial(response_text, tokenizer)
     rows.set(keys.RESPONSE_TEXT, [decode(last_turn(one)) if one.text is None else one.text for one in samples])
     rows.set(keys.DIALOG, [None if one.record is None else json.dumps(one.record) for one in samples])
     if any(sample.kept is not None for sample in samples):

@@ -405,6 +405,18 @@ class GRPOLoss(LossModule):
         means = diagnostic_means(sums) | {"gradient_squared_max": squares.amax()}
         return GRPOLossOutput(**reduced, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
 
+    @torch.no_grad()
+    def coefficients(self, batch: TensorDictBase) -> Tensor:
+        """``-d loss_objective / d log_prob`` of each token ``[N, T]``: above 0 a step makes the token more likely.
+
+        It is 0 off the trained tokens. The actor runs without a graph, so this costs one forward pass.
+        """
+        tokens = self._read(batch)
+        with torch.enable_grad():
+            log_prob = tokens.log_prob.detach().requires_grad_()
+            value, _ = self._surrogate(replace(tokens, log_prob=log_prob))
+            return 0.0 - derivative(self._reduce(value, tokens), log_prob)  # no negative zeros
+
     def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
         """The loss of each token ``[N, T]``, and where the clip acts on it (bool)."""
         log_ratio = tokens.log_prob - tokens.old

@@ -192,7 +192,8 @@ class Sample:
     to say of itself to its grader (:class:`~sota_grpo.envs.agents.ToolTalk`); of another dialog of several turns it is
     ``replies``, the turns (``role``, ``content``) after each turn of the policy that was answered. ``kept`` is there
     where sampling was truncated and the engine can say so; log-probs are then those over the kept sets. ``text`` is the
-    response without special tokens, where a rollout worker has decoded it, so that the trainer's process need not.
+    response without end tokens and padding, where a rollout worker has decoded it, so that the trainer's process need
+    not.
     """
 
     token_ids: torch.Tensor

@@ -38,9 +38,10 @@ from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
-from sota_grpo.training.gate import Check, run_gate, write_gate
+from sota_grpo.training.gate import run_gate, write_gate
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.runs import CHECKPOINTS, RunDir, open_run
+from sota_grpo.training.subject import Check
 
 logger = logging.getLogger(__name__)
 
@@ -273,8 +274,12 @@ class Run:
         if self.parts.newcomers is not None:
             self.parts.newcomers.begin(subject)
         if checks:
-            passed = sum(check.passed for check in checks)
-            print(f"Checks before training: {passed} of {len(checks)} passed in {time.perf_counter() - began:.1f} s")
+            made = [check.passed for check in checks if check.passed is not None]
+            slowest = max(checks, key=lambda check: check.seconds)
+            print(
+                f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s "
+                f"(longest: {slowest.name}, {slowest.seconds:.1f} s)"
+            )
 
     def close(self) -> None:
         """Free the engine and the reference; idempotent."""

@@ -487,21 +487,34 @@ class ForwardPasses:
         finally:
             self.settings = trained
 
-    def _by_row(self, rows: Sequence[Row], measure: Callable[[TensorDictBase], Tensor], *width: int) -> list[Tensor]:
-        """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row."""
+    def _by_row(
+        self,
+        rows: Sequence[Row],
+        measure: Callable[[TensorDictBase], Tensor],
+        *width: int,
+        weight: float | None = None,
+    ) -> list[Tensor]:
+        """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row.
+
+        Args:
+            weight: the loss weight of each trained token; None: the batches have none.
+        """
         rows, places = list(rows), range(len(rows))
         micros = self._cut(rows, places, self.settings.scoring_tokens)
         lengths = [row[keys.FULL_TOKENS].shape[-1] for row in rows]
-        return self._whole(self._own(rows, micros, measure), places, lengths, *width)
+        return self._whole(self._own(rows, micros, measure, weight), places, lengths, *width)
 
     def _own(
         self,
         rows: Sequence[Row],
         micros: Sequence[tuple[list[int], bool]],
         measure: Callable[[TensorDictBase], Tensor],
+        weight: float | None = None,
     ) -> dict[int, Tensor]:
         """``measure`` of these micro-batches, by the place of the row."""
-        values = [measure(self.padded([rows[index] for index in micro])) for micro, _ in micros]  # fetched at the end
+        chosen = [[rows[index] for index in micro] for micro, _ in micros]
+        weights = [None if weight is None else [weight] * len(micro) for micro in chosen]
+        values = [measure(self.padded(*one)) for one in zip(chosen, weights)]  # fetched at the end
         return {
             index: own[: rows[index][keys.FULL_TOKENS].shape[-1]].clone()
             for (micro, real), batch in zip(micros, values)

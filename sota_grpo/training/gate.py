@@ -38,34 +38,33 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import RunFailed
 from sota_grpo.files import write_json
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 from sota_grpo.recording.run_files import GATE_FILE
-from sota_grpo.rl.records import Example, SampledText, Sampling, Score, sample_seed, task_of_example, total_reward
 from sota_grpo.rl.table import RowTable
-from sota_grpo.rl.task import Task
-from sota_grpo.source.source import Prompt, Rollouts
-from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
-from sota_grpo.training.learner import Learner, Publisher
-from sota_grpo.training.remote_learner import RemoteLearner
+from sota_grpo.training.sample_checks import (
+    every_sampled_token_is_trained,
+    gold_answers_earn_the_full_reward,
+    no_held_out_question_is_trained_on,
+    responses_end_and_are_graded,
+    rewards_and_advantages_belong_to_their_responses,
+)
+from sota_grpo.training.subject import NUM_SAMPLES, Check, CheckError, Subject, sampled_tokens
 
-NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on
-NUM_GRADED = 64  # examples whose gold and empty answers are graded
-NUM_GROUPS = 4  # examples for which a grader of groups is given a whole group: each may cost a call of a judge
-ENOUGH = 4  # failures of the grader, at texts or at whole groups, after which no more are graded
 NUM_COMPARED = 2 * NUM_SAMPLES  # rows whose gradient is computed twice: those of two prompts
+NUM_NAMED = 4  # tensors that are named in a sentence
 PROBE_TOKENS = 32  # of a response that shows which weights an engine has
 SPLIT = {True: 1e-4, False: 0.2}  # relative distance of two gradients that is allowed, in float32 or not
 
@@ -82,115 +81,6 @@ SLOPE = 0.05  # share by which the temperatures may differ
 RATIO = 0.01  # of the mean ratio's distance from 1
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Check:
-    """The outcome of one check; the sentence carries the measured figures."""
-
-    name: str
-    passed: bool
-    sentence: str
-    seconds: float = 0.0
-
-
-class CheckError(UserError):
-    """The gate found something that would make the training wrong: ``check``."""
-
-    def __init__(self, check: Check) -> None:
-        failed = f"The check before training failed ({check.name}): {check.sentence}"
-        super().__init__(f"{failed}; check.mode=warn trains all the same.")
-        self.check = check
-
-
-@dataclass(frozen=True)
-class NamedReference:
-    """A reference, or a teacher, that is not the policy at its start.
-
-    Args:
-        name, policy: what the two models are called.
-        vocabulary: its tokens with their ids.
-        context: tokens that it reads at most; None where it does not say.
-        longest: tokens of the longest prompt and response together that the run may have.
-    """
-
-    name: str
-    policy: str
-    vocabulary: Mapping[str, int]
-    context: int | None
-    longest: int
-
-
-@dataclass
-class Subject:
-    """What is checked: the parts of the run as they will train.
-
-    ``transforms`` are those of the source (reference log-probs, advantages). ``exact`` says that engine and trainer
-    both compute in float32, ``packs`` that the policy is of a family whose rows are known to be packed, and that nobody
-    asked for padded ones; ``num_layers`` is the number of its decoder layers. ``reference`` is there where it is
-    another model.
-    """
-
-    task: Task
-    rollouts: Rollouts
-    learner: Learner | RemoteLearner
-    publisher: Publisher
-    sampling: Sampling
-    seed: int
-    exact: bool
-    num_layers: int
-    transforms: Sequence[Callable[[RowTable], RowTable]] = ()
-    packs: bool = False
-    rows: RowTable = field(default_factory=lambda: RowTable(0, {}))
-    reference: NamedReference | None = None
-
-    @cached_property
-    def diagnosis(self) -> dict[str, float | None]:
-        """What the learner says of the rows; see :meth:`sota_grpo.training.learner.Learner.diagnose`."""
-        return self.learner.diagnose(self.rows)
-
-    @cached_property
-    def _measured(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.learner.measured_with_rounding(self.rows)
-
-    @property
-    def said(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trainer's log-prob of every sampled token of the rows, and its entropy there, flat, in nats."""
-        log_probs, entropies = self._measured[0][:, _sampled(self.rows)]
-        return log_probs, entropies
-
-    @property
-    def rounding(self) -> torch.Tensor | None:
-        """What half precision alone does to the trainer's log-probs of the sampled tokens; None: nobody can say."""
-        of_all = self._measured[1]
-        return None if of_all is None else of_all[_sampled(self.rows)]
-
-    @property
-    def gaps(self) -> torch.Tensor:
-        """Trainer's minus engine's log-prob of every sampled token of the rows, flat, in nats."""
-        return self.said[0] - self.rows.flat(keys.LOG_PROBS)[_sampled(self.rows)]
-
-    def sample(
-        self,
-        num_prompts: int = NUM_PROMPTS,
-        num_samples: int = NUM_SAMPLES,
-        salt: int = 0,
-        max_tokens: int | None = None,
-    ) -> RowTable:
-        """Fresh graded rows of the first training prompts, outside the run's own stream of prompts.
-
-        Args:
-            salt: another one draws other samples.
-            max_tokens: of a response at most; None: as in training.
-        """
-        limit = self.sampling.max_tokens if max_tokens is None else min(max_tokens, self.sampling.max_tokens)
-        sampling = replace(self.sampling, max_tokens=limit)
-        prompts = [
-            Prompt(index, example, num_samples, sample_seed(self.seed, index, 2 + salt))
-            for index, example in enumerate(self.task.train[:num_prompts])
-        ]
-        groups = sorted(self.rollouts.stream(prompts, sampling), key=lambda group: group.prompt.group_id)
-        return RowTable.cat([group.rows for group in groups])
 
 
 class Allowed(NamedTuple):
@@ -222,6 +112,40 @@ def allowed_gaps(subject: Subject) -> Allowed:
     )
 
 
+def the_reference_is_the_policy_at_its_start(subject: Subject) -> Check:
+    """The reference gives the samples the log-probs that the trainer gives them, at the same temperature."""
+    ref = subject.rows.flat(keys.REF_LOG_PROBS)[sampled_tokens(subject.rows)]
+    gaps, same = subject.said[0] - ref, replace(subject, exact=subject.exact and bool(subject.reference_exact))
+    allowed, slope = allowed_gaps(same), temperature_slope(gaps, *subject.said)
+    mean, steepest = float(gaps.abs().mean()), SLOPE + MARGIN * slope.error
+    return Check(
+        "the reference is the policy at its start",
+        mean <= allowed.gap and abs(slope.value) <= steepest,
+        f"mean log-prob gap {mean:.2g} (allowed {allowed.gap:.2g}: {allowed.why}), temperature {1 - slope.value:.3f} "
+        f"times the reference's (allowed 1 +- {steepest:.2g})",
+    )
+
+
+def the_objective_raises_better_responses(subject: Subject) -> Check:
+    """Where the policy is the sampling one, a step makes each token of a better response likelier, of a worse one less.
+
+    By the derivative of the objective with respect to the log-prob of every sampled token, under advantages of 1 and
+    -1, row by row. A surrogate of one's own without the minus sign, or without a gradient, would train all the same.
+    """
+    rows = subject.rows[:NUM_COMPARED].without(keys.ADVANTAGE)
+    signs = torch.tensor([1.0, -1.0]).repeat(len(rows))[: len(rows)]
+    rows.set(keys.ADVANTAGE, signs.reshape(-1, 1, 1))
+    found = subject.learner.coefficients(rows).split(rows.lengths(keys.FULL_TOKENS))
+    values = torch.cat([own * sign for own, sign in zip(found, signs)])[sampled_tokens(rows)]
+    right, none = int((values > 0).sum()), int((values == 0).sum())
+    sentence = f"{right} of {len(values)} sampled tokens move as their advantage says"
+    if none:
+        sentence += f"; {none} have no gradient"
+    if right + none < len(values):
+        sentence += f"; {len(values) - right - none} move the other way: negate the loss of algorithm.objective"
+    return Check("the objective raises better responses", right == len(values), sentence)
+
+
 def engine_and_trainer_have_one_temperature(subject: Subject) -> Check:
     """The slope of the gaps says by which share two temperatures differ: 0.2 for 0.8 against 1."""
     slope = temperature_slope(subject.gaps, *subject.said)
@@ -245,11 +169,26 @@ def engine_and_trainer_agree(subject: Subject) -> Check:
     left_out, far = (0, SINGLE_FAR) if subject.exact else (len(subject.rows) // 2, FAR)
     mean, highest = float(gaps.mean()), gaps.topk(min(left_out + 1, gaps.numel())).values
     within = f", all but {left_out} within {highest[-1]:.2g}" if left_out else ""
+    passed = mean <= allowed.gap and float(highest[-1]) <= far
     return Check(
         "engine and trainer agree",
-        mean <= allowed.gap and float(highest[-1]) <= far,
+        passed,
         f"mean log-prob gap {mean:.2g}, largest {highest[0]:.2g}{within}, over {gaps.numel()} tokens "
-        f"(allowed {allowed.gap:.2g} and {far:g}: {allowed.why})",
+        f"(allowed {allowed.gap:.2g} and {far:g}: {allowed.why}){'' if passed else _whose_gap(subject)}",
+    )
+
+
+def _whose_gap(subject: Subject) -> str:
+    """Where half precision is in play and rounding known: which side is far from float32, and what would mend it."""
+    if subject.exact or subject.rounding is None:
+        return ""
+    half = subject.learner.settings.precision != "fp32"
+    of_trainer = subject.rounding if half else torch.zeros_like(subject.rounding)
+    engine, trainer = (float(gap.abs().mean()) for gap in (subject.gaps - of_trainer, of_trainer))
+    mend = "inference_model.torch_dtype=float32" + (" train.precision=fp32" if half else "")
+    return (
+        f"; from the trainer in float32 the engine is {engine:.2g} away and the trainer {trainer:.2g}: if half "
+        f"precision is at fault, as on a CPU without bf16 instructions, use {mend}"
     )
 
 
@@ -271,84 +210,6 @@ def first_ratio_is_one(subject: Subject) -> Check:
         f"mean {ratio.value:.4f} (allowed 1 +- {mass:.2g}), effective sample size {ess:.6f} (allowed {1 - square:g}), "
         f"mismatch KL {kl:.2g} (allowed {square / 2:.2g}), {clipped:.2%} of the tokens clipped",
     )
-
-
-def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
-    """A gold answer is right and earns more than an empty one, for the first training and held-out examples.
-
-    Where the task knows no gold answer, the empty one must be gradable for at least one training example: as a whole
-    group where the grader looks at groups, as it will be in training.
-    """
-    task, num_texts, graded, applies = subject.task, 0, False, False
-    known: list[tuple[Example, Score, Score]] = []  # with the scores of the empty and of the gold answer
-    errors: list[str] = []
-    lost = 0
-    for example, siblings in _examples(subject):
-        gold = task.gold_response(example)
-        texts = [""] * siblings if gold is None else ["", gold]
-        env = subject.rollouts.env
-        scores = env.grader.scores([(_as_sampled(text, env.tokenizer), example) for text in texts]).result()
-        failures = [score.error for score in scores if score.error is not None]
-        known += [(example, scores[0], scores[1])] if gold is not None else []
-        graded |= len(failures) < len(scores)
-        applies |= any(value is not None for score in scores for value in score.terms.values())
-        errors += failures
-        num_texts += len(scores)
-        lost += len(failures) if siblings == 1 else len(failures) == siblings
-        if lost >= ENOUGH or (not graded and any("TimeoutError" in failure for failure in failures)):
-            break  # each may have cost the grader's whole deadline
-    full: dict[str | None, float] = {}  # of each task of a mixture
-    for example, _, right in known:
-        name = task_of_example(example.extra)
-        full[name] = max(full.get(name, -math.inf), _reward(task, right))
-    bad = [
-        example
-        for example, nothing, right in known
-        if not right.success
-        or _reward(task, right) < full[task_of_example(example.extra)]
-        or _reward(task, nothing) >= _reward(task, right)
-    ]
-    most = ", ".join(f"{full[each]:g}" + ("" if each is None else f" ({each})") for each in full)
-    name = "gold answers earn the full reward"
-    sentence = f"{len(known) - len(bad)} of {len(known)} gold answers earn the full reward of {most}"
-    if not known:
-        name = "responses can be graded"
-        sentence = "not checked against gold answers, of which the task knows none"
-    if bad:
-        sentence += f"; the first that does not: {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
-    if not applies:
-        sentence += f"; no reward applies to any of {num_texts} texts, and where that goes on nothing is learned"
-    if errors:
-        sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
-    return Check(name, not bad and graded, sentence)
-
-
-def _as_sampled(text: str, tokenizer: Any) -> SampledText:
-    """With the ids that an engine would have given; of no text, the end alone."""
-    return SampledText(text, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
-
-
-def _examples(subject: Subject) -> Iterator[tuple[Example, int]]:
-    """The examples whose answers are graded, each with the number of its siblings."""
-    task = subject.task
-    if hasattr(task.score, "score_group") or getattr(task, "is_judged", False):
-        count = max(NUM_GROUPS, len(getattr(task, "tasks", ())))  # of a mixture each task once
-        yield from ((example, subject.rollouts.env.group_size(example)) for example in task.train[:count])
-    else:
-        yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])
-
-
-def _reward(task: Task, score: Score) -> float:
-    return total_reward(score.terms, task.term_weights)
-
-
-def no_held_out_question_is_trained_on(subject: Subject) -> Check:
-    """The normalised questions of the two splits are disjoint."""
-    shared = {normalised(e.query) for e in subject.task.heldout} & {normalised(e.query) for e in subject.task.train}
-    sentence = f"{len(shared)} held-out questions stand in the training split"
-    if shared:
-        sentence += f", for example {min(shared)[:80]!r}; take them out of one of the two"
-    return Check("no held-out question is trained on", not shared, sentence)
 
 
 def prompts_are_computed_once(subject: Subject) -> Check:
@@ -411,17 +272,21 @@ def pushed_weights_landed(subject: Subject) -> Check:
     0.04 of that to the old ones; 0.43 to 1.5 of it when attention, MLP, norms or embeddings are left out of the push.
     On SmolLM2 in bfloat16 (9 seeds) a right push comes to 0.50 to 0.73 of what is allowed, one without a single one of
     the 30 layers to 1.5 and more.
+
+    A single tensor may be within the rounding. So engines that can say have the checksum of each compared; and in
+    float32, where none is within it, those that did not land are found by their effect, whatever the engine.
     """
     learner, version = subject.learner, subject.learner.version
     learner.perturb()
     try:
         subject.publisher.publish(version)
-        rows = subject.sample(salt=1, max_tokens=PROBE_TOKENS)
+        differing = subject.publisher.differing()
+        probe = subject.sample(salt=1, max_tokens=PROBE_TOKENS)
         subject.publisher.sleep()
-        new, rounding = _typical(subject, rows)
+        new, rounding = _typical(subject, probe)
     finally:
         learner.restore()
-    old, _ = _typical(subject, rows)
+    old, _ = _typical(subject, probe, round_too=False)
     subject.publisher.publish(version)
     rows = subject.sample(max_tokens=PROBE_TOKENS)
     subject.publisher.sleep()
@@ -432,12 +297,41 @@ def pushed_weights_landed(subject: Subject) -> Check:
         allowed = max(1.5 * back * rounding / usual, LEFT_OUT * old / math.sqrt(subject.num_layers))
     else:
         allowed = max(2 * back, old / 10)
-    return Check(
-        "pushed weights landed",
-        new <= allowed and back <= allowed_gaps(subject).gap and old > new,
+    passed = new <= allowed and back <= allowed_gaps(subject).gap and old > new and not differing
+    sentence = (
         f"mean log-prob gap {new:.2g} to the pushed weights (allowed {allowed:.2g}), {old:.2g} to the old ones, "
-        f"{back:.2g} after the push back",
+        f"{back:.2g} after the push back"
     )
+    if differing is not None:
+        sentence += f"; {len(differing)} tensors have another checksum in the engine"
+    if not passed and not differing and subject.exact and back <= SINGLE < min(new, old):
+        differing = _left_out(subject, probe, allowed)
+    if differing:
+        more = f" and {len(differing) - NUM_NAMED} more" if len(differing) > NUM_NAMED else ""
+        sentence += f"; these did not land: {', '.join(differing[:NUM_NAMED])}{more}"
+    return Check("pushed weights landed", passed, sentence)
+
+
+def _left_out(subject: Subject, rows: RowTable, allowed: float) -> list[str]:
+    """The tensors without whose change the trainer gives the rows' log-probs; empty where no such are found.
+
+    All of a kind (of every layer), all of a layer, and single ones are tried.
+    """
+    learner, names = subject.learner, subject.learner.trainable_names()
+    sets: dict[str, list[str]] = {}
+    for name in names:
+        numbers = re.findall(r"\.\d+\.", name)
+        for label in {re.sub(r"\.\d+\.", ".*.", name), *(f"layer {number}" for number in numbers[:1]), name}:
+            sets.setdefault(label, []).append(name)
+    for chosen in sorted(sets.values(), key=len, reverse=True):
+        learner.perturb(chosen)
+        try:
+            gap, _ = _typical(subject, rows)
+        finally:
+            learner.restore()
+        if gap <= allowed:
+            return [name.removeprefix("model.") for name in chosen]  # the scorer's own
+    return []
 
 
 def the_reference_reads_the_policys_tokens(subject: Subject) -> Check:
@@ -461,26 +355,35 @@ def the_reference_reads_the_policys_tokens(subject: Subject) -> Check:
     return Check("the reference reads the policy's tokens", not odd and not short, sentence)
 
 
-CHECKS: tuple[Callable[[Subject], Check], ...] = (
-    gold_answers_earn_the_full_reward,
-    no_held_out_question_is_trained_on,
-    engine_and_trainer_have_one_temperature,
-    engine_and_trainer_agree,
-    first_ratio_is_one,
-    prompts_are_computed_once,
-    gradient_does_not_depend_on_the_split,
-    pushed_weights_landed,
-)
-WITHOUT_SAMPLES = (
+WITHOUT_SAMPLES: tuple[Callable[[Subject], Check], ...] = (
     the_reference_reads_the_policys_tokens,
     gold_answers_earn_the_full_reward,
     no_held_out_question_is_trained_on,
 )
+WITH_SAMPLES: tuple[Callable[[Subject], Check], ...] = (
+    responses_end_and_are_graded,
+    every_sampled_token_is_trained,
+    rewards_and_advantages_belong_to_their_responses,
+    the_objective_raises_better_responses,
+    engine_and_trainer_have_one_temperature,
+    engine_and_trainer_agree,
+    first_ratio_is_one,
+    the_reference_is_the_policy_at_its_start,
+    prompts_are_computed_once,
+    gradient_does_not_depend_on_the_split,
+    pushed_weights_landed,
+)
+OF_A_REFERENCE = {
+    the_reference_reads_the_policys_tokens: "reference",  # with what the subject has it to be about
+    the_reference_is_the_policy_at_its_start: "reference_exact",
+}
+CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in OF_A_REFERENCE)  # of every run
 
 
-def checks_of(subject: Subject) -> tuple[Callable[[Subject], Check], ...]:
-    """Those that are made of it: the reference's only where that is another model."""
-    return ((the_reference_reads_the_policys_tokens,) if subject.reference is not None else ()) + CHECKS
+def checks_of(subject: Subject) -> list[Callable[[Subject], Check]]:
+    """Those that are made of it: a reference's only where there is one that they are about."""
+    left_out = {check for check, about in OF_A_REFERENCE.items() if getattr(subject, about) is None}
+    return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]
 
 
 def run_gate(
@@ -510,12 +413,11 @@ def run_gate(
         result = replace(check(subject), seconds=time.perf_counter() - began)
         done.append(result)
         on_check(result)
-        logger.info("check %s: %s, %s (%.2f s)", "passed" if result.passed else "FAILED", result.name, result.sentence,
-                    result.seconds)  # fmt: skip
-        if not result.passed and mode == "strict":
+        logger.info("check %s: %s, %s (%.2f s)", result.outcome, result.name, result.sentence, result.seconds)
+        if result.passed is False and mode == "strict":
             set_rng_state(random)
             raise CheckError(result)
-        if not result.passed:
+        if result.passed is False:
             logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
     subject.publisher.wake()
     set_rng_state(random)
@@ -548,14 +450,13 @@ def graded_rows(subject: Subject) -> RowTable:
     return batch
 
 
-def _sampled(rows: RowTable) -> torch.Tensor:
-    return rows.flat(keys.ASSISTANT_MASK)
-
-
-def _typical(subject: Subject, rows: RowTable) -> tuple[float, float | None]:
+def _typical(subject: Subject, rows: RowTable, *, round_too: bool = True) -> tuple[float, float | None]:
     """Size of the gaps to the learner's weights as they are, and of their rounding where that is needed and known."""
-    learner, mask = subject.learner, _sampled(rows)
-    measured, rounding = (learner.measured(rows), None) if subject.exact else learner.measured_with_rounding(rows)
+    learner, mask, rounding = subject.learner, sampled_tokens(rows), None
+    if subject.exact or not round_too:
+        measured = learner.measured(rows)
+    else:
+        measured, rounding = learner.measured_with_rounding(rows)
     gaps = measured[0] - rows.flat(keys.LOG_PROBS)
 
     def size(values: torch.Tensor) -> float:

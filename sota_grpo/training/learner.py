@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +32,13 @@ from sota_grpo.policy.sharding import (
     reduce_gradients,
     replicated,
 )
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable, plain_rows
+from sota_grpo.training.changed_weights import Changed, perturb, restore
 from sota_grpo.training.forward_passes import (
     ForwardPasses,
     LearnerSettings,
@@ -57,7 +59,6 @@ METRIC_NAMES = {
     "reverse_kl": "distill/reverse_kl",
 }
 SHARE = "gradient_share/max_token"
-PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
 
 
 class NonFiniteStep(UserError):
@@ -403,10 +404,14 @@ class Learner(ForwardPasses):
         own = torch.stack(list(parts)).norm() if parts else torch.zeros(())
         return float(own if self.ranks.size == 1 else self.ranks.total(own.double().square()).sqrt())
 
-    def perturb(self) -> None:
-        """Change every trainable tensor, in place, until :meth:`restore`."""
+    def perturb(self, but: Collection[str] = ()) -> None:
+        """Change every trainable tensor ``but`` these, by name, in place and each time alike, until :meth:`restore`."""
         self.before_change()
-        self.changed = perturb(self.parameters)
+        self.changed = perturb(parameter for name, parameter in self.trainable.items() if name not in but)
+
+    def trainable_names(self) -> list[str]:
+        """The names of the trainable tensors."""
+        return list(self.trainable)
 
     def restore(self) -> None:
         """Take back each bit of :meth:`perturb`."""
@@ -429,6 +434,24 @@ class Learner(ForwardPasses):
         metrics = self._dry_run(changed, self.settings.micro_batch_tokens, learn=False)
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
+    def coefficients(self, rows: Sequence[Row]) -> torch.Tensor:
+        """:meth:`GRPOLoss.coefficients` of every token, flat ``[sum T_i]``, as if this policy had sampled the rows.
+
+        Their advantages are used as they are; a teacher agrees with them.
+        """
+        sampled = []
+        for row, own in self._with_ratio(rows):
+            teacher = {keys.REF_LOG_PROBS: own + row[keys.ADVANTAGE].flatten()} if self.loss.distill_coeff else {}
+            sampled.append(row | teacher)
+        with without_dropout(self.policy), self.autocast():
+            return torch.cat(self._by_row(sampled, self.loss.coefficients, weight=1.0))
+
+    def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], torch.Tensor]]:
+        """Copies of the rows whose tokens all have this log-ratio, each with the policy's log-probs ``[T_i]``."""
+        for row, own in self.scored(plain_rows(rows)):
+            old = torch.where(row[keys.ASSISTANT_MASK], own - log_ratio, 0.0)
+            yield {**row, keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old}, own
+
     def _dry_run(self, rows: Sequence[Row], token_budget: int, *, learn: bool = True) -> dict[str, float | None]:
         with without_dropout(self.policy):
             return self._accumulate(rows, token_budget, keep_truncated=True, learn=learn)[1]
@@ -444,12 +467,10 @@ class Learner(ForwardPasses):
         from every clip; the correction's weight, from one stored log-prob to its equal, is exactly 1.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        shift = 0.0 if self.loss.surrogate.weighs_rows else math.log(2)
+        log_ratio = 0.0 if self.loss.surrogate.weighs_rows else -math.log(2)
         unclipped = []
-        for row, own in self.scored(plain_rows(rows)):
-            old = torch.where(row[keys.ASSISTANT_MASK], own + shift, 0.0)
-            advantage = 0.5 + torch.rand((1, 1), generator=generator)
-            row |= {keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old, keys.ADVANTAGE: advantage}
+        for row, own in self._with_ratio(rows, log_ratio):
+            row[keys.ADVANTAGE] = 0.5 + torch.rand((1, 1), generator=generator)
             if self.loss.distill_coeff:  # a teacher that likes every token better adds no token that is clipped
                 row[keys.REF_LOG_PROBS] = own + torch.rand(own.shape, generator=generator)
             unclipped.append(row)
@@ -511,51 +532,6 @@ class Learner(ForwardPasses):
         self.optimizer_steps = state["optimizer_steps"]
 
 
-class Changed(NamedTuple):
-    """Where a tensor was changed, and what stood there."""
-
-    tensor: torch.Tensor
-    places: torch.Tensor
-    values: torch.Tensor
-
-
-@torch.no_grad()
-def perturb(parameters: Iterable[torch.Tensor]) -> list[Changed]:
-    """Change every tensor in place; :func:`restore` of the result brings back each bit.
-
-    ``PROBE_SHARE`` of its elements, at least one, change their sign (zeros become 1). Noise on all elements would need
-    a copy of the whole model to restore; this keeps 3 to 5 % of its bytes. Of a sharded tensor each rank changes its
-    own part.
-
-    >>> weight = torch.tensor([0.0, 2.0])
-    >>> kept = perturb([weight])
-    >>> weight.tolist() in ([1.0, 2.0], [0.0, -2.0])
-    True
-    >>> restore(kept)
-    >>> weight.tolist()
-    [0.0, 2.0]
-    """
-    generator = torch.Generator().manual_seed(0)
-    kept = []
-    for parameter in parameters:
-        tensor = local(parameter.data)
-        if not tensor.numel():
-            continue
-        count = max(1, round(PROBE_SHARE * tensor.numel()))
-        places = torch.randint(tensor.numel(), (count,), generator=generator).to(tensor.device)
-        values = tensor.take(places)
-        kept.append(Changed(tensor, places, values))
-        tensor.put_(places, torch.where(values == 0, 1.0, -values))
-    return kept
-
-
-@torch.no_grad()
-def restore(kept: Iterable[Changed]) -> None:
-    """Put back what :func:`perturb` changed."""
-    for tensor, places, values in kept:
-        tensor.put_(places, values)
-
-
 class Totals(NamedTuple):
     """What an optimizer step's passes summed up, on the device, and the metric of :meth:`Learner._keep_top_entropy`."""
 
@@ -599,6 +575,20 @@ class Publisher:
             if engine.version != version:
                 raise RuntimeError(f"Engine {engine.name} serves version {engine.version} after a push of {version}.")
         self.seconds = time.perf_counter() - began
+
+    def differing(self) -> list[str] | None:
+        """The names of weights that an engine holds otherwise than the learner does; None where none can say.
+
+        Of an adapter, and of weights that go by broadcast, nothing is at hand here to compare with.
+        """
+        odd: set[str] = set()
+        for engine in self.engines:
+            pushed, held = self.weights(), engine.weight_sums()
+            if held is None or not isinstance(pushed, Iterable):
+                return None
+            known = ((name, value, held[name]) for name, value in pushed if name in held)
+            odd |= {name for name, value, own in known if Checksum.of(value, own.dtype) != own}
+        return sorted(odd)
 
     def sleep(self) -> None:
         """Leave shared GPUs to the learner; nothing where the engines have their own."""

@@ -12,9 +12,10 @@ from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.table import RowTable
 from sota_grpo.source.source import Graded, Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
-from sota_grpo.training.gate import PROBE_TOKENS, CheckError, Subject, pushed_weights_landed, run_gate
+from sota_grpo.training.gate import PROBE_TOKENS, pushed_weights_landed, run_gate
 from sota_grpo.training.learner import Publisher
 from sota_grpo.training.remote_learner import LearnerDied
+from sota_grpo.training.subject import CheckError, Subject
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.elastic import ElasticFleet, Newcomer
 from sota_grpo.workers.rollout import FleetEngine

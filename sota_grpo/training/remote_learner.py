@@ -397,9 +397,11 @@ class RemoteLearner:
     measured = _asked(Learner.measured)
     measured_with_rounding = _asked(Learner.measured_with_rounding)
     diagnose = _asked(Learner.diagnose)
+    coefficients = _asked(Learner.coefficients)
     gradient_gap = _asked(Learner.gradient_gap)
     perturb = _asked(Learner.perturb)
     restore = _asked(Learner.restore)
+    trainable_names = _asked(Learner.trainable_names)
     give_back = _asked(Learner.give_back)
 
     def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None:

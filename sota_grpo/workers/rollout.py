@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,9 +18,10 @@ import torch
 import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three tensors from here on)
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine, Streams, response_rooms
+from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import AdapterPack
-from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
+from sota_grpo.policy.weight_pack import Checksum, WeightPack, WeightPacks
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import OpenCalls, WorkerDied, promised
 from sota_grpo.workers.fleet import Fleet
@@ -101,6 +102,10 @@ class RolloutWorker:
     def weight_dtype(self) -> Future[torch.dtype | None]:
         """In which pushed weights may come (:class:`~sota_grpo.engines.Engine`)."""
         return self._submit(lambda engine: engine.weight_dtype)
+
+    def weight_sums(self) -> Future[Mapping[str, Checksum] | None]:
+        """:meth:`~sota_grpo.engines.Engine.weight_sums`."""
+        return self._submit(lambda engine: engine.weight_sums())
 
     def weight_member(self) -> str:
         """The name of this worker in a :class:`~sota_grpo.workers.weight_transfer.Rendezvous`."""
@@ -203,7 +208,7 @@ class RolloutWorker:
         if self._tokenizer is None:
             return group
         try:
-            texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
+            texts = [response_text(self._tokenizer, sample.token_ids) for sample in group.samples]
         except Exception:  # the driver decodes what has no text, and there the error ends the run
             return group
         return replace(group, samples=tuple(replace(sample, text=text) for sample, text in zip(group.samples, texts)))
@@ -312,6 +317,15 @@ class FleetEngine(Streams):
         """The one that all the engines' matrices have, so that pushed ones may come in it; None where there is none."""
         dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s))
         return dtypes.pop() if len(dtypes) == 1 else None
+
+    def weight_sums(self) -> dict[str, Checksum] | None:
+        """Those of all workers; of a weight in which they differ, one that no tensor has."""
+        answers = self.fleet.broadcast("weight_sums", deadline_s=self._deadline_s)
+        if not answers or None in answers:
+            return None
+        first, *others = answers
+        odd = {name for other in others for name, held in other.items() if held != first.get(name)}
+        return {**first, **{name: first[name]._replace(bits=-1) for name in odd}}
 
     def _send_base(self) -> None:
         """What the adapter is merged into, once; a worker that starts later gets it before its first adapter."""

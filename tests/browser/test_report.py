@@ -14,7 +14,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.recording.comparisons import save_comparison
 from sota_grpo.recording.run_files import note_failure
 from sota_grpo.report import write_report
-from sota_grpo.training.gate import Check, write_gate
+from sota_grpo.training.gate import write_gate
+from sota_grpo.training.subject import Check
 from tests.report_rigs import HOSTILE, comparison, step_metrics, write_run
 
 pytestmark = pytest.mark.browser

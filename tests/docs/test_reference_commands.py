@@ -50,7 +50,7 @@ def ran(name: str, workshop: Workshop) -> list[Path]:
         assert "VLLM_USE_V1=0 is accepted and has no effect" in done.stderr
         assert "Placement: 2 learner ranks, 2 engines, 2 reference workers on the CPU." in done.stderr
     if name == "async":
-        assert "Checks before training: 8 of 8 passed" in done.stdout
+        assert re.search(r"Checks before training: (\d+) of \1 passed", done.stdout)
     desk, folder = workshop.desk(f"reference_{name}"), "multirun" if "--multirun" in LINES[name] else "outputs"
     return sorted(path.parent for path in desk.glob(f"{folder}/**/metrics.jsonl"))
 

@@ -98,7 +98,7 @@ def test_sync_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> None
         run.wait_for(lambda: run.steps() >= 3)
         run.kill_server()
         assert run.end() == 1
-    assert "Checks before training: 8 of 8 passed" in run.console
+    assert re.search(r"Checks before training: (\d+) of \1 passed", run.console)
     rows = metrics(run_dir)
     assert all(row["mismatch_kl"] < 1e-8 and row["policy_age/max"] == 0 for row in rows)  # every push was served
     assert max(row["grad_norm"] for row in rows) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_engines_sleep_whenever_a_rank_or_the_reference_computes(tmp_path: Path,
     done = grpo(tmp_path / "run", *options, script="grpo-async.py", env={"TURNS": str(log), "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
     assert "Placement: 2 learner ranks, 2 engines, 1 reference worker on the CPU; engines sleep while" in done.stderr
-    assert "Checks before training: 8 of 8 passed" in done.stdout
+    assert re.search(r"Checks before training: (\d+) of \1 passed", done.stdout)
     rows = [row for row in metrics(tmp_path / "run") if "reward" in row]
     assert [row["step"] for row in rows] == list(range(4))
     groups = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]

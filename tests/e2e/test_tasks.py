@@ -60,7 +60,7 @@ def test_math(tmp_path: Path) -> None:
 
 def test_reasoning_in_two_turns_with_a_readable_log(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", problems())
-    dialog = ("env.reasoning=true", "env.max_steps=2")
+    dialog = ("env.reasoning=true", "env.max_steps=2", "inference_model.stop=['.','8']")  # else none of them ends
     steps, rollouts = run(tmp_path, "grpo_reasoning", f"env.dataset_path={path}", *dialog)
     assert all({"reward/answer", "reward/format", "reward/thinking"} <= row.keys() for row in steps)
     assert all(row["reward/thinking"] <= 0 for row in steps)
@@ -145,7 +145,9 @@ def add(a: int, b: int) -> int:
 
 def mixed(tmp_path: Path) -> tuple[dict[str, dict], tuple[str, ...]]:
     """Four tasks: functions, a token limit, tools and a group size of one task alone; and the options of their run."""
-    rows = [{"prompt": row["question"], "ground_truth": row["number"]} for row in problems()]
+    rows = [
+        {"prompt": [{"role": "user", "content": row["question"]}], "ground_truth": row["number"]} for row in problems()
+    ]
     (tmp_path / "rewards.py").write_text(REWARDS)
     mixture = {
         "maths": {"dataset": "gsm8k", "dataset_path": write(tmp_path / "maths.jsonl", problems()), "weight": 2},

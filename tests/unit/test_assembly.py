@@ -7,7 +7,6 @@ import os
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +15,7 @@ from omegaconf import OmegaConf
 from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo import engines
-from sota_grpo.assembly import build, learning, preflight
+from sota_grpo.assembly import build, learning, preflight, sampling
 from sota_grpo.assembly import cluster as cluster_module
 from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import (
@@ -28,17 +27,19 @@ from sota_grpo.assembly.devices import (
     resolve_device,
 )
 from sota_grpo.assembly.learning import make_model, make_reference
-from sota_grpo.assembly.sampling import end_token_ids, generation_config_of, task_of
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import UserError
+from sota_grpo.functional.log_probs import multiplies_bf16
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.recording import sinks
 from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.rollout import rollout_worker
+from tests.config.test_config import composed
 
 
 def config_of(*overrides: str) -> Config:
@@ -276,21 +277,6 @@ def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus, with_vllm) 
     assert resolve_engine_name("vllm", device="cpu") == resolve_engine_name("auto", device="cpu") == "vllm"
 
 
-@pytest.mark.parametrize(
-    ("of_tokenizer", "of_model", "expected"), [(2, 2, (2,)), (2, [7, 2], (2, 7)), (2, None, (2,)), (None, 9, (9,))]
-)
-def test_every_end_token_of_the_model_ends_a_response(of_tokenizer, of_model, expected) -> None:
-    assert end_token_ids(SimpleNamespace(eos_token_id=of_tokenizer), SimpleNamespace(eos_token_id=of_model)) == expected
-
-
-def test_a_model_without_end_token_is_refused_and_the_embedded_one_has_one() -> None:
-    with pytest.raises(UserError, match="no end token"):
-        end_token_ids(SimpleNamespace(eos_token_id=None), None)
-    tokenizer = load_tokenizer("tiny")
-    assert end_token_ids(tokenizer, generation_config_of(config_of())) == (tokenizer.eos_token_id,)
-    assert end_token_ids(tokenizer, load_model("tiny").generation_config) == (tokenizer.eos_token_id,)
-
-
 def test_an_unknown_attention_is_a_sentence() -> None:
     with pytest.raises(UserError, match=r"model.attn_implementation=swift cannot be used .*use sdpa, eager or null"):
         make_model(config_of("model.attn_implementation=swift"), torch.device("cpu"))
@@ -515,3 +501,28 @@ def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(UserError, match=rf"ray.address={address} does not answer .*ray start --head"):
             visible_gpus(config_of(f"ray.address={address}"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [
+        ("avx512f avx512_vnni", False),
+        ("avx512f avx512_bf16", True),
+        ("amx_bf16 amx_tile", True),
+        ("asimd BF16 i8mm", True),
+    ],
+)
+def test_the_presets_of_a_cpu_use_half_precision_where_it_has_instructions_for_it(
+    flags: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nflags\t\t: fpu sse {flags} cmov\n")
+    assert multiplies_bf16(cpuinfo) == native
+    assert not multiplies_bf16(tmp_path / "none")
+    monkeypatch.setattr("sota_grpo.functional.log_probs.multiplies_bf16", lambda: multiplies_bf16(cpuinfo))
+    for preset, exact in (("smollm_ifeval", not native), ("smollm_gsm8k", not native), ("grpo_gsm8k", True)):
+        config = composed(preset)
+        for device, single in (("cpu", exact), ("cuda", False)):
+            engine = sampling.engine_dtype(config.inference_model.torch_dtype, device)
+            trainer = learning.trainer_precision(config, device)
+            assert (engine, trainer) == (("float32", "fp32") if single else ("bfloat16", "bf16"))

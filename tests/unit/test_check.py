@@ -47,7 +47,7 @@ def test_a_reward_function_that_fails_at_every_text_fails_its_check(
     assert called("--json", "--run-dir", str(kept), *SMALL, f"reward.path={reward}") == 1
     found = json.loads(capsys.readouterr().out)
     failed = [check["name"] for check in found["checks"] if not check["passed"]]
-    assert failed == ["responses can be graded"]
+    assert failed == ["responses can be graded", "responses end and are graded"]
     assert found["passed"] is False
     assert json.loads((kept / "gate.json").read_text())
 

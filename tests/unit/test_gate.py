@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
 from sota_grpo import keys
+from sota_grpo.functional.advantages import Baseline, Scale
+from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.collate import prompt_groups
-from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.records import TASK, Example, Score
+from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.transforms import GroupAdvantage, ReferenceKL
 from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
-from sota_grpo.training.gate import Subject, graded_rows, pushed_weights_landed, run_gate
+from sota_grpo.training.gate import graded_rows, pushed_weights_landed, run_gate
 from sota_grpo.training.learner import Publisher, perturb
-from tests.l3_parts import make_subject
+from sota_grpo.training.sample_checks import ENOUGH, NUM_GROUPS
+from sota_grpo.training.subject import NUM_SAMPLES, CheckError, NamedReference, Subject, sampled_tokens
+from tests.l3_parts import TEMPERATURE, make_subject
 
 
 @pytest.fixture
@@ -29,7 +40,7 @@ def subject(tmp_path: Path) -> Subject:
 
 
 def failed(subject: Subject) -> list[str]:
-    return [check.name for check in run_gate(subject, "warn") if not check.passed]
+    return [check.name for check in run_gate(subject, "warn") if check.passed is False]
 
 
 def test_a_right_run_passes_and_keeps_its_state(subject: Subject) -> None:
@@ -149,6 +160,23 @@ def test_one_token_far_off_in_most_responses_is_found(tmp_path: Path) -> None:
     assert subject.gaps.abs().mean() < gate.allowed_gaps(subject).gap
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_side_that_half_precision_moves_too_far_is_told(precision: str, tmp_path: Path) -> None:
+    """Three distances: the engine's and the trainer's from float32, and theirs from each other."""
+    subject = make_subject(tmp_path, engine_dtype=torch.bfloat16, precision=precision)
+    subject.rows = subject.sample()
+    subject.rows.set(keys.LOG_PROBS, [row[keys.LOG_PROBS] - 0.3 * row[keys.ASSISTANT_MASK] for row in subject.rows])
+    single = make_subject(tmp_path, engine_dtype=torch.bfloat16).learner.measured(subject.rows)[0]
+    mask = sampled_tokens(subject.rows)
+    engine = float((single - subject.rows.flat(keys.LOG_PROBS))[mask].abs().mean())
+    trainer = float((subject.learner.measured(subject.rows)[0] - single)[mask].abs().mean())
+    assert (trainer == 0) == (precision == "fp32")
+    check = gate.engine_and_trainer_agree(subject)
+    assert check.passed is False
+    assert f"the engine is {engine:.2g} away and the trainer {trainer:.2g}: " in check.sentence
+    assert ("use inference_model.torch_dtype=float32 train.prec" in check.sentence) == (precision == "bf16")
+
+
 def test_one_token_off_in_float32_is_found(subject: Subject) -> None:
     subject.rows = subject.sample()
     assert gate.engine_and_trainer_agree(subject).passed
@@ -178,11 +206,252 @@ def test_rows_that_are_padded_for_no_reason_are_found(subject: Subject) -> None:
     assert gate.prompts_are_computed_once(subject).passed
 
 
-def test_rows_that_are_all_truncated_pass(tmp_path: Path) -> None:
-    """Under ``drop_truncated`` a step on them has no gradient; the check is about the split, not about them."""
+def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> None:
+    """Under ``drop_truncated`` a step on them has no gradient; the check of the split is about that, not about them."""
     subject = make_subject(tmp_path, drop_truncated=True, max_tokens=2)
     assert all(bool(row[keys.TRUNCATED]) for row in subject.sample())
-    assert failed(subject) == []
+    assert failed(subject) == ["responses end and are graded"]
+    check = gate.responses_end_and_are_graded(subject)
+    assert "0 of 8 responses end" in check.sentence
+    assert "raise inference_model.max_tokens (now 2)" in check.sentence
+
+
+def test_responses_that_are_cut_by_chance_are_not_the_rule(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject.rows = graded_rows(subject)
+    subject.rows.set(keys.TRUNCATED, torch.ones(len(subject.rows), 1, dtype=torch.bool))
+    assert gate.responses_end_and_are_graded(subject).passed  # of those that are drawn then, some end
+    subject.sampling = replace(subject.sampling, ignore_eos=True)
+    monkeypatch.setattr(subject, "sample", None)
+    assert gate.responses_end_and_are_graded(subject).passed  # nobody wants them to end
+
+
+def test_a_reward_that_fails_at_every_dialog_and_at_no_text_is_found(subject: Subject) -> None:
+    """As one that reads what an environment has left behind, which the gate's own texts have not."""
+    subject.task = with_gold(subject.task)
+
+    def broken(response: str, example: Example) -> Score:
+        if response:
+            raise AttributeError("no attribute 'accounts'")
+        return Score({"correct": None}, False)
+
+    subject.rollouts.env.grader = LocalGrader(broken, ["correct"])
+    assert gate.gold_answers_earn_the_full_reward(subject).passed is None  # nothing was looked at
+    subject.rows = graded_rows(subject)
+    check = gate.responses_end_and_are_graded(subject)
+    assert check.passed is False
+    assert "the grader failed at every response, the first time: AttributeError: no attribute 'acc" in check.sentence
+
+
+def test_a_reward_that_applies_to_no_response_is_found(subject: Subject) -> None:
+    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
+    subject.rows = graded_rows(subject)
+    check = gate.responses_end_and_are_graded(subject)
+    assert check.passed is False
+    assert "no reward applies to any response" in check.sentence
+
+
+def test_each_task_of_a_mixture_is_looked_at(subject: Subject) -> None:
+    subject.rows = graded_rows(subject)
+    errors = torch.zeros(8, 1, dtype=torch.bool)
+    errors[[3, 5]] = True  # all of one task's
+    subject.rows.set(keys.REWARD_ERROR, errors)
+    subject.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}'] * 8)
+    tasks = ["b" if failed else "a" for failed in errors.flatten()]
+    assert gate.responses_end_and_are_graded(subject).passed
+    subject.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
+    check = gate.responses_end_and_are_graded(subject)
+    assert check.passed is False
+    assert "the grader failed at every response of b, the first time: OSError: gone" in check.sentence
+
+
+def test_a_check_over_nothing_is_not_passed(subject: Subject) -> None:
+    subject.task = with_gold(subject.task, heldout=[])
+    subject.transforms = []
+    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
+    subject.rows = graded_rows(subject)
+    subject.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
+    assert gate.gold_answers_earn_the_full_reward(subject).passed is None
+    assert gate.no_held_out_question_is_trained_on(subject).passed is None
+    assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed is None
+
+
+def rolled(by: int):
+    """A transform after which every row has the advantage of another one."""
+    return lambda rows: (rows.set(keys.ADVANTAGE, rows.get(keys.ADVANTAGE).roll(by, 0)), rows)[1]
+
+
+def negated(rows: RowTable) -> RowTable:
+    rows.set(keys.ADVANTAGE, -rows.get(keys.ADVANTAGE))
+    return rows
+
+
+def test_advantages_of_other_rows_or_of_the_other_sign_are_found(subject: Subject) -> None:
+    own = subject.transforms
+    subject.transforms = [*own, negated]
+    assert failed(subject) == ["rewards and advantages belong to their responses"]
+    for by in (1, -1, 2, 3):
+        subject.transforms = [*own, rolled(by)]
+        assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed is False, by
+
+
+def test_every_baseline_and_scale_passes(subject: Subject) -> None:
+    """Whatever the rewards of the samples were: others are made up, no two siblings alike."""
+    subject.rows = subject.sample()
+    terms = subject.task.term_weights
+    for baseline, scale in itertools.product(get_args(Baseline), get_args(Scale)):
+        subject.transforms = [GroupAdvantage(baseline, scale)]
+        assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed, (baseline, scale)
+    subject.transforms = [GroupAdvantage(decouple_terms=True, term_weights=dict.fromkeys(terms, -1.0))]
+    assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed is False  # worse is better
+    subject.transforms = [GroupAdvantage(decouple_terms=True, term_weights=terms)]
+    assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed
+
+
+def test_scores_of_other_rows_are_found(subject: Subject) -> None:
+    subject.rollouts.env.grader = LocalGrader(
+        lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False), ["correct"]
+    )
+    subject.rows = graded_rows(subject)
+    assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed
+    rewards = subject.rows.get(keys.REWARD)
+    for by in (1, -1, 2):
+        subject.rows.set(keys.REWARD, rewards.roll(by, 0))
+        check = gate.rewards_and_advantages_belong_to_their_responses(subject)
+        assert check.passed is False
+        assert "when they are graded again; response" in check.sentence
+
+
+def test_a_reward_that_is_another_each_time_is_no_fault(subject: Subject) -> None:
+    drawn = itertools.count()
+    subject.rollouts.env.grader = LocalGrader(
+        lambda text, example: Score({"correct": float(next(drawn))}, False), ["correct"]
+    )
+    subject.rows = graded_rows(subject)
+    check = gate.rewards_and_advantages_belong_to_their_responses(subject)
+    assert check.passed
+    assert check.sentence.startswith("0 of 0 responses")
+
+
+def test_rewards_of_groups_are_graded_again_as_groups(subject: Subject) -> None:
+    subject.task.score = NeedsEverySibling(NUM_SAMPLES)
+    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    subject.rows = graded_rows(subject)
+    check = gate.rewards_and_advantages_belong_to_their_responses(subject)
+    assert check.passed
+    assert check.sentence.startswith("8 of 8 responses")
+
+
+MASKS = {
+    "the first sampled token is not trained": lambda mask, first: mask.index_fill(0, torch.tensor([first]), False),
+    "the last sampled token is not trained": lambda mask, first: mask.index_fill(0, torch.tensor([-1]), False),
+    "a sampled token is not trained": lambda mask, first: mask.index_fill(0, torch.tensor([first + 2]), False),
+    "a token of the prompt is trained": lambda mask, first: mask.roll(-1, 0),
+    "no token is trained": lambda mask, first: mask & False,
+}
+
+
+def test_a_sampled_token_that_is_not_trained_is_found(subject: Subject) -> None:
+    subject.rows = graded_rows(subject)
+    assert gate.every_sampled_token_is_trained(subject).passed
+    rows = subject.rows.rows()
+    for sentence, fault in MASKS.items():
+        masks = [fault(row[keys.ASSISTANT_MASK], len(row[keys.PROMPT_TOKENS])) for row in rows]
+        subject.rows.set(keys.ASSISTANT_MASK, masks)
+        check = gate.every_sampled_token_is_trained(subject)
+        assert check.passed is False
+        assert check.sentence.endswith(sentence)
+
+
+def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(subject: Subject) -> None:
+    subject.rows = graded_rows(subject)
+    ids = [row[keys.FULL_TOKENS].clone() for row in subject.rows]
+    assert not subject.rows.get(keys.TRUNCATED)[0]
+    ids[0][-1] = subject.rollouts.env.tokenizer("5")["input_ids"][0]
+    subject.rows.set(keys.FULL_TOKENS, ids)
+    assert gate.every_sampled_token_is_trained(subject).sentence.endswith("the end token is not trained")
+    subject.stop = ["5"]
+    assert gate.every_sampled_token_is_trained(subject).passed
+    subject.stop = []
+    subject.rows.set(keys.TRUNCATED, torch.ones(8, 1, dtype=torch.bool))
+    assert gate.every_sampled_token_is_trained(subject).passed
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "end"])
+def test_a_token_to_which_the_learner_gives_no_weight_is_found(
+    place: int, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded = subject.learner.padded
+
+    def unweighed(rows, weights=None):
+        batch = padded(rows, weights)
+        if weights is not None:
+            for mask, own in zip(batch[keys.ASSISTANT_MASK], batch[keys.LOSS_WEIGHT]):
+                own[mask.nonzero()[place]] = 0.0
+        return batch
+
+    monkeypatch.setattr(subject.learner, "padded", unweighed)
+    check = {check.name: check for check in run_gate(subject, "warn")}["the objective raises better responses"]
+    assert check.passed is False
+    assert check.sentence.endswith("; 4 have no gradient")  # one of each row
+
+
+def flipped(log_ratio, advantage):
+    return advantage * log_ratio.exp()
+
+
+def without_gradient(log_ratio, advantage):
+    return -advantage * log_ratio.detach().exp()
+
+
+@pytest.mark.parametrize(
+    ("objective", "sentence"), [(flipped, "move the other way"), (without_gradient, "have no gradient")]
+)
+def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckError, match=sentence) as raised:
+        run_gate(make_subject(tmp_path, objective=objective), "strict")
+    assert raised.value.check.name == "the objective raises better responses"
+
+
+@pytest.mark.parametrize("half", [None, "bf16 both"])
+def test_every_objective_raises_better_responses(half: str | None, tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, **HALF.get(half, {}))
+    subject.rows = graded_rows(subject)
+    for objective, surrogate in SURROGATES.items():
+        subject.learner.loss.surrogate = surrogate
+        check = gate.the_objective_raises_better_responses(subject)
+        assert check.passed, f"{objective}: {check.sentence}"
+
+
+def test_so_does_a_teacher(subject: Subject) -> None:
+    subject.learner.loss.distill_coeff, subject.learner.loss.advantage_coeff = 1.0, 0.0
+    subject.rows = graded_rows(subject)
+    assert gate.the_objective_raises_better_responses(subject).passed
+
+
+def with_reference(subject: Subject, temperature: float = TEMPERATURE, noise: float = 0.0) -> Subject:
+    model = load_model("tiny")
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        weight.data += noise * weight.data.std() * torch.randn(weight.shape, generator=generator)
+    reference = FrozenReference(model, temperature=temperature, autocast=subject.learner.autocast)
+    sizes = {"pad_token_id": subject.learner.pad_token_id, "token_budget": 512}
+    subject.transforms, subject.reference_exact = [ReferenceKL(reference, **sizes), *subject.transforms], True
+    return subject
+
+
+@pytest.mark.parametrize("half", [None, "bf16 both"])
+def test_a_reference_that_is_the_policy_passes(half: str | None, tmp_path: Path) -> None:
+    assert failed(with_reference(make_subject(tmp_path, max_tokens=96, **HALF.get(half, {})))) == []
+
+
+REFERENCES = {"another checkpoint": {"noise": 0.05}, "another temperature": {"temperature": 2 * TEMPERATURE}}
+
+
+@pytest.mark.parametrize("half", [None, "bf16 both"])
+@pytest.mark.parametrize("fault", REFERENCES)
+def test_another_reference_is_found(fault: str, half: str | None, tmp_path: Path) -> None:
+    subject = with_reference(make_subject(tmp_path, max_tokens=96, **HALF.get(half, {})), **REFERENCES[fault])
+    assert failed(subject) == ["the reference is the policy at its start"]
 
 
 def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +496,46 @@ def test_a_family_left_out_of_the_push_is_found(family: str, tmp_path: Path) -> 
     assert any(FAMILIES[family](name) for name in first)
     subject.publisher.weights = lambda: [(n, first[n] if FAMILIES[family](n) else w) for n, w in push()]
     assert not gate.pushed_weights_landed(subject).passed
+
+
+def without(subject: Subject, *stale: str) -> Subject:
+    """The same, with a push that leaves these tensors as they were."""
+    push, first = subject.publisher.weights, {}
+    for name, value in push():
+        first[name] = value.clone()
+    assert {*stale} <= first.keys()
+    engine, update = subject.rollouts.engine, subject.rollouts.engine.update_weights
+    engine.update_weights = lambda weights, version: update(
+        [(name, first[name] if name in stale else value) for name, value in weights], version
+    )
+    return subject
+
+
+LAYER = "model.layers.1"
+STALE = {
+    "a projection": [f"{LAYER}.self_attn.q_proj.weight"],
+    "a bias": [f"{LAYER}.self_attn.v_proj.bias"],
+    "a norm": [f"{LAYER}.input_layernorm.weight"],
+    "the last norm": ["model.norm.weight"],
+    "a kind": [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(4)],
+}
+
+
+@pytest.mark.parametrize("half", [None, "bf16 both"])
+@pytest.mark.parametrize("stale", ["a projection", "the last norm"])
+def test_a_single_tensor_that_did_not_land_is_named_by_its_checksum(stale: str, half: str | None, tmp_path) -> None:
+    """In half precision as well, where its effect is within the rounding."""
+    check = pushed_weights_landed(without(make_subject(tmp_path, **HALF.get(half, {})), *STALE[stale]))
+    assert check.passed is False
+    assert check.sentence.endswith(f"; these did not land: {STALE[stale][0]}")
+
+
+@pytest.mark.parametrize("stale", STALE)
+def test_in_float32_whatever_did_not_land_is_named_of_an_engine_that_does_not_tell(stale: str, subject) -> None:
+    subject.rollouts.engine.weight_sums = lambda: None
+    check = pushed_weights_landed(without(subject, *STALE[stale]))
+    assert check.passed is False
+    assert check.sentence.endswith(f"; these did not land: {', '.join(STALE[stale])}")
 
 
 def test_every_trainable_tensor_is_moved_and_restored_bit_for_bit(tmp_path: Path) -> None:
@@ -330,7 +639,7 @@ def test_one_example_that_a_function_of_groups_cannot_grade_is_told_and_no_more(
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed
     assert (
-        f"failed at {subject.rollouts.env.repeats} of {gate.NUM_GROUPS * subject.rollouts.env.repeats} texts"
+        f"failed at {subject.rollouts.env.repeats} of {NUM_GROUPS * subject.rollouts.env.repeats} texts"
         in check.sentence
     )
 
@@ -366,7 +675,7 @@ def test_a_strict_gate_ends_at_the_first_check_that_fails(subject: Subject) -> N
         return lambda subject: made.append(passed) or gate.Check("one", passed, "it is so")
 
     told: list[gate.Check] = []
-    with pytest.raises(gate.CheckError, match=r"failed \(one\): it is so; check.mode=warn trains all the same"):
+    with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains all the same"):
         gate.run_gate(subject, "strict", [check(True), check(False), check(True)], on_check=told.append)
     assert made == [True, False]
     assert [one.passed for one in told] == made
@@ -402,7 +711,7 @@ def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert not check.passed
     assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")
-    assert len(texts) == gate.ENOUGH, "a grader that hangs may take its deadline each time"
+    assert len(texts) == ENOUGH, "a grader that hangs may take its deadline each time"
 
 
 def test_empty_answers_that_cannot_be_graded_are_told_where_the_gold_ones_can(subject: Subject) -> None:
@@ -438,7 +747,7 @@ def test_a_question_in_other_letters_is_the_same_question(subject: Subject) -> N
 
 def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before_it_is_asked(subject: Subject) -> None:
     own = subject.rollouts.env.tokenizer.get_vocab()
-    right = gate.NamedReference("TEACHER", "POLICY", {**own, "<more>": len(own)}, context=2048, longest=2048)
+    right = NamedReference("TEACHER", "POLICY", {**own, "<more>": len(own)}, context=2048, longest=2048)
     subject.reference = right
     (first, *_) = run_gate(subject, "warn")
     assert (first.name, first.passed) == ("the reference reads the policy's tokens", True)
@@ -451,7 +760,7 @@ def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before
         ),
     ):
         subject.reference, subject.rows = other, subject.rows[:0]
-        with pytest.raises(gate.CheckError, match=sentence):
+        with pytest.raises(CheckError, match=sentence):
             run_gate(subject, "strict")
         assert not subject.rows  # nothing was sampled
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,18 +38,31 @@ def test_a_step_is_done_once_and_a_killed_one_again(tmp_path: Path, monkeypatch:
     assert (tmp_path / "ran").read_text() == "xx"
 
 
+def test_checks_that_fail_leave_nothing_that_looks_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write their file all the same, and nothing that takes an hour is begun."""
+    monkeypatch.chdir(tmp_path)
+    first, *_ = real.steps(given(tmp_path))
+    assert first.said == "Checking"
+    target = tmp_path / "gate.json"
+    failing = [sys.executable, "-c", f"{WRITE}; sys.exit(1)", str(target)]
+    with pytest.raises(subprocess.CalledProcessError):
+        real.do(replace(first, command=failing, target=target))
+    assert not target.exists()
+
+
 @pytest.mark.parametrize("preset", real.BENCHMARKS)
 def test_the_run_and_both_evaluations_have_the_same_seed_and_problems(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The options of the run's own config are those of its evaluation, so only the model's are composed here."""
     monkeypatch.setattr("sota_grpo.assembly.evaluation.resolve_model_path", lambda name: str(tmp_path))
-    before, train, after, _ = real.steps(given(tmp_path, "preset", preset))
+    checked, before, train, after, _ = real.steps(given(tmp_path, "preset", preset))
     benchmark = real.BENCHMARKS[preset]
     overrides = [word for word in before.command if "=" in word]
     config = find_target("smollm2", overrides, config_name=preset, task=benchmark.task).config
     run = composed(preset, *(word for word in train.command if "=" in word and not word.startswith("hydra.")))
     validate(run)
+    assert composed(preset, *(word for word in checked.command if "=" in word)).seed == run.seed
     assert run.eval.mode == "off"
     assert run.train.resume == "auto"
     assert (

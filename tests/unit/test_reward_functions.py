@@ -27,7 +27,7 @@ from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
-from sota_grpo.training.gate import _as_sampled
+from sota_grpo.training.sample_checks import _as_sampled
 from tests.l3_parts import make_env, make_saying
 from tests.unit.test_table import verl_row
 
@@ -97,7 +97,7 @@ def test_a_function_of_trls_form_is_given_the_sampled_ids(tmp_path: Path) -> Non
     prompts = [Prompt(0, env.task.train[0], 2, seed=1)]
     (group,) = Rollouts(env, make_saying(env, lambda request, index: "ab" * index)).stream(prompts, Sampling(8))
     assert given == [sample.token_ids.tolist() for sample in group.samples]
-    assert _as_sampled("ab", env.tokenizer).token_ids.tolist() == given[1]
+    assert _as_sampled("ab", env).token_ids.tolist() == given[1]
     asked = env.reset()
     for row in asked.unbind(0):
         row.set(("tokens", "response"), group.samples[1].token_ids)

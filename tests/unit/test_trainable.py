@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo.assembly.learning import trainable_tokenizer
-from sota_grpo.assembly.sampling import end_token_ids, max_model_len
+from sota_grpo.assembly.sampling import max_model_len
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import find_architecture, load_model, load_tokenizer, resolve_model_path, save_hf
 from tests.unit.tiny_models import SIZES, make_model, make_tokenizer
 

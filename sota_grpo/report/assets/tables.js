@@ -42,14 +42,16 @@ function startGate() {
   const without = RUNS.filter((run) => !run.gate);
   for (const run of RUNS.filter((run) => run.gate)) {
     const title = RUNS.length > 1 ? el("h3", {}, badge(run), " ", readable(run.name)) : null;
-    const passed = run.gate.checks.filter((check) => check.passed).length;
+    const made = run.gate.checks.filter((check) => check.passed !== null);
+    const passed = made.filter((check) => check.passed).length;
+    const outcome = (check) => check.passed === null ? ["", "– not made"] : check.passed ? ["passed", "✓ passed"] : ["failed", "✗ FAILED"];
     const rows = run.gate.checks.map((check) => [
-      el("td", { class: check.passed ? "passed" : "failed" }, check.passed ? "✓ passed" : "✗ FAILED"),
+      el("td", { class: outcome(check)[0] }, outcome(check)[1]),
       rowHead(readable(check.name)),
       el("td", {}, readable(check.sentence)),
       el("td", { class: "nowrap" }, Number.isFinite(Number(check.seconds)) ? duration(Number(check.seconds)) : "–"),
     ]);
-    const said = rows.length ? `check.mode=${run.gate.mode}: ${passed} of ${rows.length} passed, before the first step of the last start.` : `check.mode=${run.gate.mode}: no checks were made.`;
+    const said = rows.length ? `check.mode=${run.gate.mode}: ${passed} of ${made.length} passed, before the first step of the last start.` : `check.mode=${run.gate.mode}: no checks were made.`;
     byId("gate-table").append(...[title, el("p", {}, readable(said)), rows.length ? wide("Checks", table(["Result", "Check", "What was measured", "Time"], rows)) : null].filter(Boolean));
   }
   const whose = RUNS.length === 1 ? "this run" : without.map((run) => run.label).join(", ");

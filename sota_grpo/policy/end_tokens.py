@@ -1,0 +1,75 @@
+"""Where a response ends: its end tokens, and its text without them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from sota_grpo.errors import UserError
+
+_SAID = "plaintext"  # plain letters, which every template and every filter in it leaves alone
+
+
+def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's, those of the generation config, the chat template's end of turn.
+
+    They differ in common models: Llama 3 ends a turn with another token than a document, and Qwen2.5's base models name
+    ``<|endoftext|>`` while their template ends turns with ``<|im_end|>``. The ids are kept on the tokenizer, so that
+    all who have it agree.
+
+    Args:
+        tokenizer: of the policy.
+        generation_config: of the policy, where it is at hand.
+
+    Returns:
+        Sorted; empty where nothing names one.
+
+    Raises:
+        UserError: the generation config names something else than a number.
+
+    >>> from sota_grpo.policy.load import load_tokenizer
+    >>> tokenizer = load_tokenizer("tiny")
+    >>> tokenizer.convert_ids_to_tokens(end_token_ids(tokenizer))
+    ['<|im_end|>']
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    known = getattr(tokenizer, "known_ends", None)
+    if known is None or generation_config is not None:
+        named = getattr(generation_config, "eos_token_id", None)
+        known = {*(named if isinstance(named, (list, tuple)) else [named]), end_of_turn(tokenizer)}
+        if odd := [each for each in known - {None} if not isinstance(each, int)]:
+            raise UserError(f"generation_config.json has eos_token_id={odd[0]!r}, which is no token's number.")
+        with suppress(AttributeError):  # of a class with slots: asked again each time
+            tokenizer.known_ends = known
+    return tuple(sorted({*known, own} - {None}))
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token that ends an assistant's turn in the chat template; None without a template, or where it is text."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]
+    try:
+        _, said, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_SAID)
+    except Exception:  # a template is a program that came with the model; one that prompts need says so there
+        return None
+    added = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if said else []
+    return next((number for number in ids if number in added), None)
+
+
+def response_text(tokenizer: Any, token_ids: Any) -> str:
+    """A response as it is graded and shown: end tokens and padding left out, other special tokens written.
+
+    Args:
+        tokenizer: of the policy.
+        token_ids: ``[R]``, a tensor or a list.
+
+    >>> from sota_grpo.policy.load import load_tokenizer
+    >>> tokenizer = load_tokenizer("tiny")
+    >>> response_text(tokenizer, tokenizer("<|im_start|>4<|im_end|>")["input_ids"])
+    '<|im_start|>4'
+    """
+    left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
+    said = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    return tokenizer.decode([number for number in said if number not in left_out], skip_special_tokens=False)
