@@ -23,6 +23,7 @@ from sota_grpo.recording.run_files import (
     CONFIG_FILE,
     FAILURE_FILE,
     LOCK_FILE,
+    OWN_FOLDERS,
     RUN_FILE,
     is_held,
     read_config,
@@ -212,7 +213,7 @@ def open_run(
         path = Path(resume)
         _require_run(path, resume)
     if read_record(path) is not None:
-        require_plain(path, path)  # before anything is written there, through a link perhaps
+        require_plain(path, path, OWN_FOLDERS)  # before anything is written there, through a link perhaps
     lock = _lock(path)
     if lock is None:
         raise RunRefused(_is_busy(path))
