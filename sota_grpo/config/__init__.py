@@ -480,7 +480,9 @@ class TrainConfig:
     weight_update_frequency: int | None = opt(
         None, "mode=async: optimizer steps between two publishes; null: those of dialog_turns_per_batch"
     )
-    grace_s: float = opt(25.0, "after SIGTERM: longest wait for the step at hand before the run ends without its work")
+    grace_s: float = opt(
+        25.0, "after SIGTERM or SIGHUP: longest wait for the current step before the run ends without it"
+    )
     checkpoint_frequency: int = opt(25, "training steps between checkpoints; 0: only the last")
     keep_checkpoints: int = opt(3, "checkpoints kept")
     export_hf: bool = opt(True, "write the trained model to hf/ at the end")

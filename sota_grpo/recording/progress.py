@@ -9,11 +9,12 @@ from __future__ import annotations
 import io
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
+
+from sota_grpo.text import Output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -133,11 +134,11 @@ def closing_table(
     with plain.capture() as capture:
         plain.print(tables)
     text = capture.get()
-    if is_terminal(sys.stdout):
-        Console(file=sys.stdout).print(tables)
+    output = cast(TextIO, Output())
+    if is_terminal(output):
+        Console(file=output).print(tables)
     else:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        output.write(text)
     return text
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from sota_grpo.recording.run_log import ExamineLog, RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
 from sota_grpo.rl.records import Example, metric_tasks, task_of_example
 from sota_grpo.rl.table import Row, RowTable
-from sota_grpo.text import duration
+from sota_grpo.text import Output, duration
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -68,7 +68,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.total = total_steps
-        self._stream = stream or sys.stdout
+        self._stream = cast(TextIO, Output(stream))
         self._every_s = every_s
         self._clock = clock
         self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_WINDOW + 1)
@@ -79,7 +79,7 @@ class Progress:
             from rich.live import Live
 
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
-        self._notebook = NotebookLine() if in_notebook(self._stream) else None
+        self._notebook = NotebookLine() if in_notebook(stream or sys.stdout) else None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
         """Show and return the line after ``done`` steps of the run; what was not measured is left out."""
@@ -96,7 +96,6 @@ class Progress:
         elif done >= self.total or now - self._printed_at >= self._every_s:
             self._printed_at = now
             self._stream.write(line + "\n")
-            self._stream.flush()
         return line
 
     def close(self) -> None:
