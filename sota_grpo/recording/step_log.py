@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import torch
 
 from sota_grpo import keys
+from sota_grpo.recording.machine import system_metrics
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import in_notebook, is_terminal
 from sota_grpo.recording.run_log import ExamineLog, RunLog
@@ -381,6 +382,7 @@ class StepLog:
         metrics["tokens_per_s"] = tokens / seconds
         metrics["groups/trained"] = len(batch.get(keys.GROUP_ID).unique())
         metrics["dialog_turns"] = (step + 1) * len(batch)
+        metrics |= system_metrics()
         for name, value in metrics.items():
             if name.startswith("time/"):
                 self.add_seconds(name, value)

@@ -18,6 +18,7 @@ from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.spelling import flat
 from sota_grpo.errors import UserError
 from sota_grpo.files import drop_leftovers, write_text
+from sota_grpo.recording.machine import starts_of, this_start
 from sota_grpo.recording.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -158,10 +159,12 @@ class RunDir(AbstractContextManager["RunDir"]):
         before = num_steps if record is None else int(record.get("num_steps", num_steps))
         self.shorter = before if before < num_steps else None
         self._row = {"signature": digest, "num_steps": num_steps} | ({"passed": passed} if passed else {})
+        self._starts = starts_of(record)
         self._lock = lock
 
     def start(self, config_yaml: str) -> None:
         """The run trains from here on. Called before the first step, when nothing that could be mended is left."""
+        self._row["starts"] = [*self._starts, this_start()]
         self._write(CONFIG_FILE, config_yaml)
         self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
         (self.path / FAILURE_FILE).unlink(missing_ok=True)

@@ -104,5 +104,9 @@ def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, 
         page = (run_dir / "report.html").read_text(encoding="utf-8")
         shown = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
         assert (shown["state"], shown["done"]) == ("finished", 6)
+        starts = json.loads((run_dir / "run.json").read_text())["starts"]
+        assert len(starts) == len(shown["starts"]) == (2 if run_dir == first else 1)
+        assert starts[-1]["command"] in shown["starts"][-1]
+        assert wandb_config(run_dir)["start"] == starts[-1]
     assert "2 runs, 2 finished" in done.stdout
     assert (tmp_path / "sweep" / "report.html").exists()
