@@ -340,6 +340,7 @@ class LoraConfig:
     r: int = opt(16, "rank")
     alpha: int = opt(32, "scale; the update is alpha / r * B A")
     dropout: float = opt(0.0, "dropout on the adapter's input, active in the learner only")
+    target_modules: list[str] | None = opt(None, "linear layers with an adapter, such as [q_proj,v_proj]; null: all")
 
 
 @dataclass
