@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from sota_grpo.stopping import interrupt_once
-from sota_grpo.text import readable
+from sota_grpo.text import readable, say
 
 CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -48,10 +48,10 @@ def run_command(program: str, command: Callable[[], int], if_interrupted: str) -
     try:
         code = command()
     except UserError as error:
-        print(f"{program}: {readable(str(error))}", file=sys.stderr)  # it may quote what others wrote
+        say(f"{program}: {readable(str(error))}", sys.stderr)  # it may quote what others wrote
         code = error.exit_code
     except KeyboardInterrupt as stop:
-        print(f"{program}: interrupted; {str(stop) or if_interrupted}.", file=sys.stderr)
+        say(f"{program}: interrupted; {str(stop) or if_interrupted}.", sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has had enough
         sys.stderr.close()

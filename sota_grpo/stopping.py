@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the training step at hand is finished, its state saved, then the program ends."""
+"""Ctrl-C, SIGTERM and SIGHUP: the training step at hand is finished, its state saved, then the program ends."""
 
 from __future__ import annotations
 
@@ -40,15 +40,18 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """A context in which the first SIGINT or SIGTERM only sets :attr:`requested`; a second one interrupts at once.
+    """A context in which the first SIGINT, SIGTERM or SIGHUP only sets :attr:`requested`; a second one interrupts at
+    once.
 
     A preempted node sends SIGTERM and, some time later, SIGKILL. When the step at hand takes longer than ``grace_s``
     after SIGTERM, it is interrupted as by a second signal, so that the run still ends in good order; the last
     checkpoint is then the place to go on from. Where even that is not heeded, the process ends itself.
+    A terminal that goes away sends SIGHUP, which is taken as SIGTERM, often twice: further ones are ignored. Where it
+    is ignored already (``nohup``), it stays so.
     Outside the main thread, which alone is given signals, it asks for nothing.
 
     Args:
-        grace_s: longest wait for the step at hand after SIGTERM; None waits for ever.
+        grace_s: longest wait for the step at hand after SIGTERM or SIGHUP; None waits for ever.
 
     >>> with StopRequest() as stop:
     ...     stop.requested
@@ -63,7 +66,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -78,13 +82,15 @@ class StopRequest:
             timer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGHUP:
+            return
         if self.requested:
             interrupt = self._before[signal.SIGINT]
             (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
             return
         self.requested = True
         logger.warning("%s: stopping after this step; once more stops at once.", signal.Signals(number).name)
-        if number == signal.SIGTERM and self._grace_s is not None:
+        if number != signal.SIGINT and self._grace_s is not None:
             self._after(self._grace_s, self._interrupt)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:

@@ -1,4 +1,5 @@
-"""Text that models, graders, servers and libraries wrote, made fit for a terminal, a log, JSON lines or HTML; times.
+"""Text that models, graders, servers and libraries wrote, made fit for a terminal, a log, JSON lines or HTML; times;
+output that may fail.
 
 Standard library only, and nothing of ours.
 """
@@ -7,8 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from typing import Any
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 _KEPT = frozenset("\u00a0\u3000\u200c\u200d")  # spaces, and the joiners that some scripts need
 # What JSON leaves raw, though terminals obey it, lines break at it, or UTF-8 has no bytes for it: further control
@@ -99,3 +105,39 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+class Output:
+    """A text stream that ends no run when it cannot be written: a closed pipe, a lost terminal, a full disk.
+
+    One warning says so; what is written afterwards goes to the null device.
+
+    Args:
+        stream: None is standard output; a process may have none.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+
+    def write(self, text: str) -> int:
+        """Write and flush."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:
+            said = error.strerror or type(error).__name__
+            logger.warning("%s cannot be written (%s); the run continues without it.", self._stream.name, said)
+            with suppress(OSError), open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self._stream.fileno())  # what is still buffered goes there, too
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left to flush."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line on ``stream``, by default standard output, if that can be written."""
+    print(text, file=Output(stream))

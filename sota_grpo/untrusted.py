@@ -13,7 +13,8 @@ import os
 import pickle
 import stat
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 from zipfile import ZIP_STORED, ZipFile
@@ -70,13 +71,21 @@ def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, le
     return os.fdopen(descriptor, "rb")
 
 
-def require_plain(folder: Path, run_dir: Path) -> None:
+def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = None) -> None:
     """Check a folder before it is given to a library that opens files itself, or written to; one not there passes.
+
+    Args:
+        folder: the folder; it and its direct contents are checked.
+        run_dir: where links may lead.
+        below: of its folders, those whose contents are checked as well; None: all.
 
     Raises:
         UserError: something below it is a link that leaves ``run_dir``, a pipe or a device.
     """
-    for path in (folder, *folder.rglob("*")) if os.path.lexists(folder) else ():
+    if not os.path.lexists(folder):
+        return
+    deeper = (path for name in (("",) if below is None else below) for path in (folder / name).rglob("*"))
+    for path in chain([folder], folder.glob("*"), deeper):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode) and _leaves(path, run_dir):
             raise UserError(f"{path}: {_LINK}; put there what it names (a run directory may be linked as a whole).")

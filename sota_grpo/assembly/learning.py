@@ -122,7 +122,7 @@ def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | N
         model = quantize(model, config.model.quantization, device)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
+        return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
 
 
 def make_policy(

@@ -30,7 +30,8 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import OPTIONS, readers
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.recording.stored_steps import STEPS_FOLDER, StoredStep, read_step, step_of, stored_steps
+from sota_grpo.recording.run_files import STEPS_FOLDER
+from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens
 from sota_grpo.rl.records import sample_seed

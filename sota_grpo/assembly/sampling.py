@@ -405,9 +405,10 @@ def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedM
     options = engine_options(config, name, device_type, tokenizer, run_dir)
     try:
         return make_engine(replace(options, model=model, device=device))
-    except (ValueError, RuntimeError) as error:  # of vLLM: no memory, a model or dtype that it does not serve
+    except (ValueError, RuntimeError, ImportError) as error:  # of vLLM: no memory, a model that it does not serve
         if name != "vllm" or isinstance(error, UserError):
             raise
         logger.error("engine=vllm cannot start.", exc_info=error, extra={"file_only": True})
         reason = " ".join(str(error).split())
-        raise RunFailed(f"engine=vllm cannot start ({type(error).__name__}: {reason}).") from error
+        fix = "; install vLLM again, or use engine=transformers" if isinstance(error, ImportError) else ""
+        raise RunFailed(f"engine=vllm cannot start ({type(error).__name__}: {reason}){fix}.") from error

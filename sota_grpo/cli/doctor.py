@@ -383,6 +383,8 @@ def _answers(address: str, folder: str, mark: str) -> list[tuple[str, Any, float
         return each_node(address, _examine_there, folder, mark, deadline_s=_NODE_S)
     except ImportError:
         raise UserError("Ray is not installed; `pip install 'sota-grpo[ray]'`.") from None
+    except UserError:
+        raise
     except Exception as error:  # Ray's own, many kinds
         raise UserError(f"no cluster was reached at {address} ({sentence(error)}); see `ray status`.") from error
 

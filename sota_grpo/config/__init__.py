@@ -346,6 +346,7 @@ class LoraConfig:
     r: int = opt(16, "rank")
     alpha: int = opt(32, "scale; the update is alpha / r * B A")
     dropout: float = opt(0.0, "dropout on the adapter's input, active in the learner only")
+    target_modules: list[str] | None = opt(None, "linear layers with an adapter, such as [q_proj,v_proj]; null: all")
 
 
 @dataclass
@@ -490,7 +491,9 @@ class TrainConfig:
     weight_update_frequency: int | None = opt(
         None, "mode=async: optimizer steps between two publishes; null: those of dialog_turns_per_batch"
     )
-    grace_s: float = opt(25.0, "after SIGTERM: longest wait for the step at hand before the run ends without its work")
+    grace_s: float = opt(
+        25.0, "after SIGTERM or SIGHUP: longest wait for the current step before the run ends without it"
+    )
     checkpoint_frequency: int = opt(25, "training steps between checkpoints; 0: only the last")
     keep_checkpoints: int = opt(3, "checkpoints kept")
     export_hf: bool = opt(True, "write the trained model to hf/ at the end")

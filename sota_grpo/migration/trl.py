@@ -370,4 +370,5 @@ def _records(config: Config, ours: Account) -> dict[str, Any]:
 def _lora(config: Config) -> str:
     lora = config.train_model.lora
     sizes = f"r={lora.r}, lora_alpha={lora.alpha}, lora_dropout={lora.dropout}"
-    return f'LoraConfig({sizes}, target_modules="all-linear", task_type="CAUSAL_LM")' if lora.enabled else "None"
+    targets = lora.target_modules or "all-linear"
+    return f'LoraConfig({sizes}, target_modules={targets!r}, task_type="CAUSAL_LM")' if lora.enabled else "None"

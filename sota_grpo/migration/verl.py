@@ -261,7 +261,7 @@ def _model(ours: Account, facts: Facts) -> dict[str, Any]:
         options |= {
             f"{_MODEL}.lora_rank": ours["train_model.lora.r"],
             f"{_MODEL}.lora_alpha": ours["train_model.lora.alpha"],
-            f"{_MODEL}.target_modules": "all-linear",
+            f"{_MODEL}.target_modules": ours["train_model.lora.target_modules"] or "all-linear",
             f"{_ROLLOUT}.load_format": "safetensors",
         }
         if ours["train_model.lora.dropout"]:

@@ -7,7 +7,7 @@ training weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.quantization import dequantized, is_quantized
 from sota_grpo.policy.sharding import divided, gathered, replicated
@@ -28,8 +30,10 @@ if TYPE_CHECKING:  # where bitsandbytes is installed peft imports it, a second t
     from peft.tuners.lora import LoraLayer
 
 
-def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
-    """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r`` to every linear layer.
+def add_lora(
+    model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0, target_modules: Sequence[str] | None = None
+) -> PeftModel:
+    """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r`` to its linear layers.
 
     The LM head and the embedding get none: the log-probabilities read their weight directly, and tied weights would
     part. The new model computes exactly what ``model`` did until the first step, because ``B`` starts at zero. Its
@@ -40,9 +44,11 @@ def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0
         r: rank, at least 1.
         alpha: numerator of the scale.
         dropout: probability of dropping an input of ``A``, in [0, 1).
+        target_modules: last names of the layers that get an adapter, such as ``q_proj``; None: every one.
 
     Raises:
         ValueError: rank or dropout out of range.
+        UserError: no linear layer of that name, or it is the LM head.
     """
     if r < 1:
         raise ValueError(f"the LoRA rank is {r}, but it must be at least 1")
@@ -50,8 +56,21 @@ def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0
         raise ValueError(f"the LoRA dropout is {dropout}, but it must lie in [0, 1)")
     from peft import LoraConfig, get_peft_model
 
+    if target_modules is not None:
+        head = model.get_output_embeddings()
+        layers = ((name, one) for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)))
+        linear = dict.fromkeys(name.rpartition(".")[2] for name, one in layers if one is not head)
+        if missing := [name for name in target_modules if name not in linear]:
+            raise UserError(
+                f"train_model.lora.target_modules names {', '.join(missing)}; an adapter can be on {', '.join(linear)}."
+            )
     config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", bias="none", task_type="CAUSAL_LM"
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear" if target_modules is None else list(target_modules),
+        bias="none",
+        task_type="CAUSAL_LM",
     )
     model.is_loaded_in_4bit = is_quantized(model)  # type: ignore[assignment]  # asked by peft, which has layers for it
     return get_peft_model(model, config)

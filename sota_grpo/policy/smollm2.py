@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import logging
 import os
 import shutil
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from sota_grpo.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # whose weights these are, rounded to four bits and back
@@ -99,17 +103,21 @@ def _convert(source: Path, folder: Path) -> None:
     from sota_grpo.policy.load import save_hf
 
     print(f"{SMOLLM2}: converting {source.name} into {folder}, once", file=sys.stderr, flush=True)
+    logger.info("Converting %s", SMOLLM2, extra={"stage": f"Converting {SMOLLM2}, once", "file_only": True})
     begin = time.monotonic()
     model = _read_model(source)
     save_hf(model, _read_tokenizer(source, model.config.max_position_embeddings), folder)
     print(f"{SMOLLM2}: converted in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    logger.info("Loading %s", SMOLLM2, extra={"stage": f"Loading {SMOLLM2}", "file_only": True})
 
 
 def _read_model(source: Path) -> Any:
     """The model in float32; a plain one, since transformers saves none whose config names a quantization."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM, modeling_gguf_pytorch_utils
 
+    gguf: Any = modeling_gguf_pytorch_utils
+    gguf.tqdm = partial(gguf.tqdm, disable=True)
     read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = copy.deepcopy(read.config)
     del config.quantization_config

@@ -15,10 +15,10 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
+from sota_grpo.recording.run_files import COMPARISONS
 from sota_grpo.text import json_line, readable
 from sota_grpo.untrusted import open_file, require_plain
 
-COMPARISONS = "comparisons"
 _MOST_BYTES = 4 << 20  # of a record: three samples of 600 tokens under 23 algorithms are 1.5 MB at most
 _MOST = 64  # records that are read, the newest
 _COUNT = 1 << 53

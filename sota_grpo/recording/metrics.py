@@ -1,7 +1,7 @@
 """The glossary of metrics: a metric is a name, a reduction, a sentence and a unit; nothing else may be written.
 
-Whatever depends on the clock lives under ``time/`` or ends in ``_per_s``, so that two runs can be compared exactly on
-all the rest.
+Whatever depends on the clock or the machine lives under ``time/`` or ``system/`` or ends in ``_per_s``, so that two
+runs can be compared exactly on all the rest.
 """
 
 from __future__ import annotations
@@ -181,6 +181,11 @@ _DECLARED = (
     Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),
     Metric("time/store_s", "sum", "Time to look at a step that is kept whole, and to write it.", "s"),
     Metric("time/eval_s", "sum", "Time of a held-out evaluation.", "s"),
+    Metric("system/memory_gib", "last", "Resident memory of the run's own process.", "GiB"),
+    Metric("system/host_memory", "last", "Memory of this machine that is in use.", "share"),
+    Metric("system/cpu", "last", "Cores of this machine that were busy since the last step.", "share"),
+    Metric("system/gpu_memory_gib", "last", "Most GPU memory that the run's own process has reserved so far.", "GiB"),
+    Metric("system/gpu", "last", "Utilisation of the visible GPUs, their mean (NVML; where nvidia-ml-py is).", "share"),
     Metric("tokens_per_s", "mean", "Response tokens of the batch over the time of the step.", "tokens/s"),
 )
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import io
 import logging
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO, cast
+
+from sota_grpo.text import Output
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-EVERY_S = 6.0  # with the second between two looks, and what an import blocks all threads for, a line within 10 s
+# Longest silences of a stage: with the second between two looks, and what an import blocks all threads for, its first
+# line comes within 10 s; the last one is repeated.
+EVERY_S = (6.0, 12.0, 30.0, 60.0)
 _LOOK_S = 1.0
 _TEXT_WIDTH = 100
 
@@ -36,16 +39,17 @@ def started() -> None:
 
 
 class Heartbeat(logging.Handler):
-    """While it is open, and something is being started: no ``every_s`` seconds without a word on the console.
+    """While it is open, and something is being started: no long silence on the console.
 
     Args:
-        every_s: longest silence, to within a second.
+        every_s: longest silence before each line of a stage, to within a second; the last holds for all that follow.
     """
 
-    def __init__(self, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)
         self._every_s, self._clock = every_s, clock
         self._stage: str | None = None
+        self._beats = 0  # of this stage
         self._began = self._spoke = clock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
@@ -54,14 +58,15 @@ class Heartbeat(logging.Handler):
         """Take note of what is said, by whomever."""
         now = self._clock()
         if hasattr(record, "stage"):
-            self._stage, self._began = record.stage, now
+            self._stage, self._began, self._beats = record.stage, now, 0
         if not getattr(record, "file_only", False):
             self._spoke = now
 
     def beat(self) -> None:
         """Say what is being started and since when, if it is time to say something."""
         now, stage = self._clock(), self._stage
-        if stage is not None and now - self._spoke >= self._every_s:
+        if stage is not None and now - self._spoke >= self._every_s[min(self._beats, len(self._every_s) - 1)]:
+            self._beats += 1
             logger.info("%s: %.0f s so far", stage, now - self._began)
 
     def _watch(self) -> None:
@@ -133,11 +138,11 @@ def closing_table(
     with plain.capture() as capture:
         plain.print(tables)
     text = capture.get()
-    if is_terminal(sys.stdout):
-        Console(file=sys.stdout).print(tables)
+    output = cast(TextIO, Output())
+    if is_terminal(output):
+        Console(file=output).print(tables)
     else:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        output.write(text)
     return text
 
 

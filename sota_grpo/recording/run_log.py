@@ -22,12 +22,11 @@ from typing import Any
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import declared
-from sota_grpo.recording.run_files import METRICS_FILE, ROLLOUTS_FILE, whole_lines
+from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, whole_lines
 from sota_grpo.recording.sinks import CopySink
 from sota_grpo.text import ReadableFormatter, json_line, one_line, readable
 
 TRAINING_LOG = "training.log"
-DEBUG_FOLDER = "debug_logs"
 ROLLOUT_FIELDS = (
     "group_id",
     "sample_id",

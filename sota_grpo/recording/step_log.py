@@ -14,18 +14,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 
 from sota_grpo import keys
+from sota_grpo.recording.machine import system_metrics
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import in_notebook, is_terminal
 from sota_grpo.recording.run_log import ExamineLog, RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
 from sota_grpo.rl.records import VERDICTS, Example, metric_tasks, task_of_example
 from sota_grpo.rl.table import Row, RowTable
-from sota_grpo.text import duration
+from sota_grpo.text import Output, duration
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -72,7 +73,7 @@ class Progress:
     ):
         self._by_reward = by_reward
         self.total = total_steps
-        self._stream = stream or sys.stdout
+        self._stream = cast(TextIO, Output(stream))
         self._every_s = every_s
         self._clock = clock
         self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_WINDOW + 1)
@@ -83,7 +84,7 @@ class Progress:
             from rich.live import Live
 
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
-        self._notebook = NotebookLine() if in_notebook(self._stream) else None
+        self._notebook = NotebookLine() if in_notebook(stream or sys.stdout) else None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
         """Show and return the line after ``done`` steps of the run; what was not measured is left out."""
@@ -100,7 +101,6 @@ class Progress:
         elif done >= self.total or now - self._printed_at >= self._every_s:
             self._printed_at = now
             self._stream.write(line + "\n")
-            self._stream.flush()
         return line
 
     def close(self) -> None:
@@ -393,6 +393,7 @@ class StepLog:
         metrics["tokens_per_s"] = tokens / seconds
         metrics["groups/trained"] = len(batch.get(keys.GROUP_ID).unique())
         metrics["dialog_turns"] = (step + 1) * len(batch)
+        metrics |= system_metrics()
         for name, value in metrics.items():
             if name.startswith("time/"):
                 self.add_seconds(name, value)

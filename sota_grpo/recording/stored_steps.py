@@ -25,10 +25,10 @@ from torch import Tensor
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file, drop_leftovers
+from sota_grpo.recording.run_files import STEPS_FOLDER
 from sota_grpo.rl.table import Key, RowTable
 from sota_grpo.untrusted import TensorFileError, load_tensors, open_file
 
-STEPS_FOLDER = "steps"
 MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")

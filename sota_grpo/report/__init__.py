@@ -268,6 +268,7 @@ def _about(run: RunData, name: str) -> dict[str, Any]:
         "asked": run.num_steps,
         "state": run.state,
         "note": run.note,
+        "starts": list(run.starts),
         "written": f"{datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M} UTC",
         "phases": phases(run),
         "concurrent": run.config.get("mode") == "async",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.recording.machine import in_words, starts_of
 from sota_grpo.recording.metrics import METRICS
 from sota_grpo.recording.run_files import (
     GATE_FILE,
@@ -28,7 +29,7 @@ from sota_grpo.recording.run_files import (
     state_of,
 )
 from sota_grpo.rl.records import USED_UP
-from sota_grpo.text import json_line
+from sota_grpo.text import json_line, one_line
 
 Row = Mapping[str, Any]
 NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it steps are left out
@@ -62,6 +63,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),
     ("Evaluation beside its accuracy", ("eval/",)),
     ("Speed", ("tokens_per_s", "time/")),
+    ("Machine", ("system/",)),
 )
 _NO_CURVE = frozenset(
     ("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr", "eval/reward_stderr")
@@ -92,6 +94,7 @@ class RunData:
     note: str  # why it failed; empty where it did not
     gate: dict[str, Any] | None  # of gate.json
     written: float  # when the metrics were last written, seconds since the epoch
+    starts: tuple[str, ...] = ()  # command, code and machine of each, oldest first
     passed: Any = None  # digests of what was passed in Python, of which the config has only the places
 
     @property
@@ -172,6 +175,7 @@ def read_run(path: Path) -> RunData:
         note=note,
         gate=read_json(path / GATE_FILE),
         written=(path / METRICS_FILE).stat().st_mtime,
+        starts=tuple(one_line(in_words(start), limit=2000) for start in starts_of(record)),
         passed=record.get("passed"),
     )
 

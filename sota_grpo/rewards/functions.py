@@ -33,6 +33,8 @@ from sota_grpo.rewards.grading import graders_error
 from sota_grpo.rl.records import LARGEST
 from sota_grpo.text import sentence
 
+DEFAULT_NAME = "compute_score"  # verl's
+
 VERL, TRL = "verl", "trl"
 PICKLED = ".pkl"  # ending of a file of pickled functions
 PASSED = "(passed in Python)"  # the path of what was passed as an object, until the run has a directory
@@ -85,6 +87,8 @@ class RewardFunction:
 def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
     """The functions ``names`` of the Python file ``path``, which is run once (:func:`sota_grpo.files.run_python`).
 
+    For ``compute_score`` alone, the default, the only function of a file that has another stands.
+
     Raises:
         RewardFunctionError: no such file or function, an import that fails (with its line), or parameters that are
             neither verl's nor TRL's.
@@ -106,6 +110,8 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
         ) from error
     public = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
     own = [name for name in public if getattr(module, name).__module__ == module.__name__]
+    if list(names) == [DEFAULT_NAME] and len(own) == 1 and not callable(getattr(module, DEFAULT_NAME, None)):
+        names = own
     functions = []
     for name in names:
         call = getattr(module, name, None)

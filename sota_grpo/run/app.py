@@ -29,7 +29,7 @@ from sota_grpo.errors import RunFailed, UserError, collect_seldom
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
-from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations
+from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations, reason
 from sota_grpo.recording.run_log import TRAINING_LOG, ExamineLog, RunLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.step_log import Progress, StepLog, StoredSteps
@@ -37,6 +37,7 @@ from sota_grpo.recording.stored_steps import drop_steps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.stopping import Interrupted, StopRequest
+from sota_grpo.text import say
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
 from sota_grpo.training.gate import run_gate, write_gate
 from sota_grpo.training.learner import Learner
@@ -257,7 +258,7 @@ class Run:
             wall_s=time.perf_counter() - self.began,
         )
         logger.info("\n%s", text, extra={"file_only": True})  # the console has it already
-        print(f"Run directory: {self.run_dir}")
+        say(f"Run directory: {self.run_dir}")
 
     def _check(self) -> None:
         began = time.perf_counter()
@@ -276,7 +277,7 @@ class Run:
         if checks:
             made = [check.passed for check in checks if check.passed is not None]
             slowest = max(checks, key=lambda check: check.seconds)
-            print(
+            say(
                 f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s "
                 f"(longest: {slowest.name}, {slowest.seconds:.1f} s)"
             )
@@ -325,16 +326,19 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     with open_run(run_dir, signed, config.train.resume, num_steps=total, private=private) as directory:
         passed.write(directory.path, config)
         if directory.finished:
-            print(f"The run in {directory.path} is already finished.")
+            say(f"The run in {directory.path} is already finished.")
             return total
         try:
             with _no_log_of_a_refusal(directory.path):
                 job = Run(as_planned(config, directory), directory, passed.functions)
             with closing(job):
                 return job.train()
-        except UserError as error:
+        except Exception as error:
             with suppress(OSError):
                 note_failure(directory.path, error)
+            if isinstance(error, RunFailed) or not isinstance(error, UserError):  # the console may be gone
+                trace = not isinstance(error, UserError)
+                logger.error("The run ended: %s", reason(error), exc_info=trace, extra={"file_only": True})
             raise
         except KeyboardInterrupt:
             if CheckpointStore(directory.path / CHECKPOINTS).paths():

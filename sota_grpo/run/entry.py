@@ -34,7 +34,7 @@ from sota_grpo.recording.progress import Heartbeat
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
 from sota_grpo.run import sweep_jobs
 from sota_grpo.sweeps import SUMMARY, as_text, continued, mark_complete, note_command, objective, write_summary
-from sota_grpo.text import ReadableFormatter, readable
+from sota_grpo.text import Output, ReadableFormatter, readable, say
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Jobs:
             sweep_jobs.clear_outcomes(self._sweep_dir)
             self._began = self._waits = True
             self._with_report = composed.logging.report
-            print(f"The runs are jobs; sota-grpo sweep {self._sweep_dir} shows them.", file=sys.stderr)
+            say(f"The runs are jobs; sota-grpo sweep {self._sweep_dir} shows them.", sys.stderr)
         return {**vars(self), "_waits": False, "_is_job": True}
 
     def all(self, command: Callable[[], object]) -> int:
@@ -290,7 +290,7 @@ class Jobs:
 
     def _say(self, sentence: str) -> None:
         self._sentences.append(sentence)
-        print(f"{self._program}: {readable(sentence)}", file=sys.stderr)
+        say(f"{self._program}: {readable(sentence)}", sys.stderr)
 
     def _end_sweep(self, completed: bool) -> None:
         """Print the table of the sweep, and leave it and the report beside its runs."""
@@ -307,15 +307,15 @@ class Jobs:
         except (OSError, UserError) as error:
             self._say(f"the summary of the sweep cannot be written ({error}).")
             return
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        sys.stdout.write(f"\n{as_text(sweep, width)}")
+        width = shutil.get_terminal_size().columns if Output().isatty() else None
+        say(f"\n{as_text(sweep, width)}".removesuffix("\n"))
         report = ""
         if self._with_report:  # if the last run has one
             from sota_grpo.report import write_report
 
             with suppress(OSError, UserError):  # a page more or less is no reason to end a sweep otherwise
                 report = f", report: {write_report([self._sweep_dir], self._sweep_dir / 'report.html')}"
-        print(f"Summary: {self._sweep_dir / SUMMARY}.md and .json{report}", flush=True)
+        say(f"Summary: {self._sweep_dir / SUMMARY}.md and .json{report}")
 
 
 def note_options(run_dir: Path, composed: DictConfig) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.rewards.functions import (
+    DEFAULT_NAME,
     NEEDS_ENVIRONMENTS,
     PICKLED,
     TRL,
@@ -46,7 +47,6 @@ from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of, without_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.table import TableTask, source_of
 
-DEFAULT_NAME = "compute_score"  # verl's
 BUILTIN = "builtin"  # the task's own reward
 
 _TAKEN = ("kl", "overlong")  # reward terms that are not graders'
@@ -92,6 +92,9 @@ def with_reward_functions(
         raise RewardFunctionError(fault)
     term_weights = dict(zip(names, weights or [1.0] * len(names), strict=True))
     scorer = FunctionScorer(without_examples(task), path, term_weights, success_above, functions)
+    term_weights = scorer.term_weights
+    for fault in naming_faults([*term_weights], weights):
+        raise RewardFunctionError(fault)
     for example in task.train[:1]:
         scorer.require_columns(example)
     changes = {"term_weights": term_weights, "gold_response": _no_gold_response}
@@ -126,12 +129,14 @@ class FunctionScorer:
         success_above: float,
         functions: Functions | None = None,
     ) -> None:
-        self._task, self._term_weights, self._success_above = task, dict(term_weights), success_above
+        self._task, self.term_weights, self._success_above = task, dict(term_weights), success_above
         self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
         self._is_pickled = self._path.endswith(PICKLED)
         # a task that replies answers turns, whoever rewards them
         self._asks_task = BUILTIN in term_weights or getattr(task, "replies", False)
         self._passed = functions
+        if len(self._functions) == len(term_weights) == 1:  # the only function of a file needs no name
+            self.term_weights = dict.fromkeys(self._functions, *term_weights.values())
         forms = {function.form for function in self._functions.values()}
         if TRL in forms:  # without it no function sees groups, and each response has a deadline of its own
             self.score_group = self._scores
@@ -183,9 +188,9 @@ class FunctionScorer:
 
     @cached_property
     def _functions(self) -> dict[str, RewardFunction]:
-        names = [name for name in self._term_weights if name != BUILTIN]
+        names = [name for name in self.term_weights if name != BUILTIN]
         if self._passed is None and not self._is_pickled:
-            return dict(zip(names, load_functions(self._path, names), strict=True))
+            return {one.name: one for one in load_functions(self._path, names)}
         functions = unpickled(Path(self._path)) if self._passed is None else self._passed
         for name in names:
             if name not in functions:
@@ -213,16 +218,16 @@ class FunctionScorer:
             for name, value in one.info.items()
         }
         reply = None if builtin is None else builtin.reply
-        if builtin is not None and BUILTIN in self._term_weights:
+        if builtin is not None and BUILTIN in self.term_weights:
             terms[BUILTIN] = _reward(builtin.terms, self._task.term_weights)
             errors += [builtin.error] if builtin.error is not None else []
             verdicts.append(builtin.success)
             info |= dict(builtin.info)
         if errors:
-            return failed_score(self._term_weights, errors[0])
-        reward = _reward(terms, self._term_weights)
+            return failed_score(self.term_weights, errors[0])
+        reward = _reward(terms, self.term_weights)
         success = verdicts[0] if verdicts else reward is not None and reward > self._success_above
-        return Score({name: terms[name] for name in self._term_weights}, success, info=info, reply=reply)
+        return Score({name: terms[name] for name in self.term_weights}, success, info=info, reply=reply)
 
 
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
@@ -341,7 +346,7 @@ class DialogScorer(_ChangedScorer):
     def __init__(self, score: Scorer | None, term_weights: Mapping[str, float], success_above: float) -> None:
         super().__init__(score or _no_score)
         self._asks_task = score is not None
-        self._term_weights, self._success_above = dict(term_weights), success_above
+        self.term_weights, self._success_above = dict(term_weights), success_above
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
         sound = [pair for pair in pairs if not _record_of(pair[0]).get("error")]
@@ -357,9 +362,9 @@ class DialogScorer(_ChangedScorer):
             score = Score(dict.fromkeys(score.terms), success=False)  # a text that no dialog has led to: the gate's
         error = record.get("error") or score.error
         if error is not None:
-            return failed_score(self._term_weights, error)
+            return failed_score(self.term_weights, error)
         reward, terms = record.get("reward"), dict(score.terms)
-        if ENVIRONMENT in self._term_weights:
+        if ENVIRONMENT in self.term_weights:
             terms[ENVIRONMENT] = reward
         info = {name: record[name] for name in _COUNTED if name in record}
         info |= {f"ended_by_{name}": int(record["ended"] == name) for name in USED_UP if record}

@@ -18,11 +18,13 @@ from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.spelling import flat
 from sota_grpo.errors import UserError
 from sota_grpo.files import drop_leftovers, write_text
+from sota_grpo.recording.machine import starts_of, this_start
 from sota_grpo.recording.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
     FAILURE_FILE,
     LOCK_FILE,
+    OWN_FOLDERS,
     RUN_FILE,
     is_held,
     read_config,
@@ -158,6 +160,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.shorter = before if before < num_steps else None
         self._row: dict[str, Any] = {"signature": digest, "num_steps": num_steps}
         self._row |= {"passed": passed} if passed else {}
+        self._starts = starts_of(record)
         self._lock = lock
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
@@ -183,6 +186,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def start(self, config_yaml: str) -> None:
         """The run trains from here on. Called before the first step, when nothing that could be mended is left."""
+        self._row["starts"] = [*self._starts, this_start()]
         self._write(CONFIG_FILE, config_yaml)
         self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
         (self.path / FAILURE_FILE).unlink(missing_ok=True)
@@ -234,7 +238,7 @@ def open_run(
         path = Path(resume)
         _require_run(path, resume)
     if read_record(path) is not None:
-        require_plain(path, path)  # before anything is written there, through a link perhaps
+        require_plain(path, path, OWN_FOLDERS)  # before anything is written there, through a link perhaps
     lock = _lock(path)
     if lock is None:
         raise RunRefused(_is_busy(path))

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from sota_grpo.errors import collect_seldom
+from sota_grpo.errors import UserError, collect_seldom
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.orphans import die_with_parent, guard
 from sota_grpo.workers.base import Host, Launcher, OpenCalls, WorkerSpec, child_environment, descendants, outcome
@@ -45,7 +45,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
 }
-_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_MODE, _TOKEN, _TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _SOCKET_BYTES = len("/ray/session_2026-11-26_14-32-10_123456_4194304/sockets/plasma_store")
 _NO_IDLE_WORKERS = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
 
@@ -396,20 +396,25 @@ def _imported_ray(local: bool) -> Any:
         os.environ.update(_LOCAL_ENVIRONMENT)
         if not os.environ.get(_TOKEN) and not os.environ.get(_TOKEN_FILE):
             os.environ[_TOKEN] = secrets.token_hex(32)  # in no file: Ray's own is readable to all
+    elif _token_held() and _MODE not in os.environ:
+        os.environ[_MODE] = "token"  # as a head does that has one; a cluster without a token does not mind
     import ray
     from ray._private import ray_constants
     from ray._raylet import Config  # type: ignore[attr-defined]
 
-    if local and not ray.is_initialized():  # for the case that something else had imported Ray before
-        ray_constants.ENABLE_RAY_CLUSTER = False
+    if not ray.is_initialized():  # for the case that something else had imported Ray before
+        ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER and not local
         Config.initialize("")
     return ray
 
 
 def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: int | None) -> None:
-    """Call ``ray.init``, which would otherwise take over the process's SIGTERM."""
+    """Call ``ray.init``, which would otherwise take over the process's SIGTERM.
+
+    Ray's processes are in this one's process group: a terminal that closes sends SIGHUP to them too, which they ignore.
+    """
     options: dict[str, Any] = {"address": address or "local"}
-    _require_listener(address)
+    _require_cluster(address)
     if address is None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("A local Ray dies with the thread that starts it: make the RayLauncher on the main one.")
@@ -417,13 +422,16 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
         options |= {"include_dashboard": False, "_system_config": _NO_IDLE_WORKERS, "_node_ip_address": "127.0.0.1"}
         if "RAY_TMPDIR" not in os.environ:
             options["_temp_dir"] = f"{folder_for_sockets(room=_SOCKET_BYTES)}/ray"
+    on_main = threading.current_thread() is threading.main_thread()
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    on_hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN) if on_main else None
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
     try:
         ray.init(**options, namespace=f"sota_grpo_{uuid.uuid4().hex}", log_to_driver=False, logging_level=logging.ERROR)
     finally:
-        if threading.current_thread() is threading.main_thread():
+        if on_main:
             signal.signal(signal.SIGTERM, on_sigterm)
+            signal.signal(signal.SIGHUP, on_hangup)
     if address is None and free is not None and (store := ray.cluster_resources().get("object_store_memory", 0)) > free:
         logger.warning(  # Ray itself says it on a logger that is silenced here
             "%s has %.2f GiB free and Ray's object store takes %.1f GiB, so it lies on the disk and everything that "
@@ -435,15 +443,44 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
         )
 
 
-def _require_listener(address: str | None) -> None:
-    """Ray itself tries for many minutes to reach an address where nobody listens."""
+def _require_cluster(address: str | None) -> None:
+    """Ray itself tries for minutes to reach an address where nobody listens, or whose token it has not.
+
+    Raises:
+        ConnectionError: nobody listens at ``address``.
+        UserError: the cluster there asks for another token.
+    """
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.exceptions import AuthenticationError
+
+    address = canonicalize_bootstrap_address(address) if address == "auto" else address
     host, _, port = (address or "").rpartition(":")
-    if not host or "/" in host or not port.isdigit():  # auto, ray://..., local
+    if not host or "/" in host or not port.isdigit():  # ray://..., local
         return
     try:
         socket.create_connection((host, int(port)), timeout=_LISTENER_S).close()
     except OSError as error:
         raise ConnectionError(str(error)) from error
+    try:
+        GcsClient(address=address)
+    except AuthenticationError as error:
+        held = _token_held()
+        has = f"the one of this machine ({held}) is another" if held else "this machine has none"
+        raise UserError(
+            f"The Ray cluster at {address} asks for its token, and {has}: copy ~/.ray/auth_token of its head here, or "
+            f"export {_TOKEN} and {_MODE}=token."
+        ) from error
+    except Exception as error:  # ray.init tries longer, and says what it is
+        logger.debug("The first look at %s failed.", address, exc_info=error)
+
+
+def _token_held() -> str:
+    """Where a token of this machine is, that Ray would send; empty where there is none."""
+    if os.environ.get(_TOKEN):
+        return _TOKEN
+    file = Path(os.environ.get(_TOKEN_FILE) or "~/.ray/auth_token").expanduser()
+    return str(file) if file.is_file() else ""
 
 
 def _counts(resources: Mapping[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -512,3 +513,13 @@ def test_comparisons_show_the_table_and_the_tokens_that_differ(opened: Callable,
     assert "<img src=x onerror" in second.locator(".pieces").first.inner_text()
     assert page.evaluate("window.hacked") is None
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_each_start_of_a_run_says_which_code_and_machine_made_it(opened: Callable, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    record = json.loads((run_dir / "run.json").read_text())
+    starts = [{"command": f"python grpo.py seed={seed}", "commit": "abc-dirty", "host": "<b>a</b>"} for seed in (1, 2)]
+    (run_dir / "run.json").write_text(json.dumps({**record, "starts": starts}))
+    page = opened(write_report([run_dir], tmp_path / "report.html"))
+    shown = [text.strip() for text in page.locator("#starts li").all_text_contents()]
+    assert shown == [f"python grpo.py seed={seed} · commit abc-dirty · <b>a</b>" for seed in (1, 2)]

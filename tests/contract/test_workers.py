@@ -216,6 +216,18 @@ def test_pid_and_environment_are_its_own(steady: Worker) -> None:
     assert steady.pid not in (None, os.getpid())  # type: ignore[attr-defined]
 
 
+@needs_ray
+def test_a_terminal_that_closes_ends_the_driver_alone(places: dict[str, Place]) -> None:
+    """It sends SIGHUP to the whole process group; workers of a step that is still to be saved must outlive it."""
+    assert signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    reached = [one for one in psutil.Process().children(recursive=True) if os.getpgid(one.pid) == os.getpgrp()]
+    ignored = {}
+    for process in reached:
+        (line,) = [row for row in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigIgn" in row]
+        ignored[" ".join(process.cmdline())[:60]] = bool(int(line.split()[1], 16) & 1 << signal.SIGHUP - 1)
+    assert all(ignored.values()), ignored
+
+
 def test_ctrl_c_is_for_the_driver(steady: Worker) -> None:
     os.kill(steady.pid, signal.SIGINT)  # type: ignore[attr-defined]
     time.sleep(0.2)

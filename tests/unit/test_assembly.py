@@ -526,3 +526,33 @@ def test_the_presets_of_a_cpu_use_half_precision_where_it_has_instructions_for_i
             engine = sampling.engine_dtype(config.inference_model.torch_dtype, device)
             trainer = learning.trainer_precision(config, device)
             assert (engine, trainer) == (("float32", "fp32") if single else ("bfloat16", "bf16"))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_cluster_that_asks_for_another_token_is_named_at_once(
+    held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ~/.ray/auth_token that is left of another cluster is sent, as the head that has one sends its own."""
+    raylet = pytest.importorskip("ray._raylet")
+    from ray.exceptions import AuthenticationError
+
+    from sota_grpo.workers import ray_cluster
+
+    def refuse(address: str) -> None:
+        raise AuthenticationError("InvalidAuthToken")
+
+    monkeypatch.setattr(raylet, "GcsClient", refuse)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # what the code sets is undone
+        monkeypatch.delenv(name)
+    if held:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("of another cluster")
+    has = rf"the one of this machine \({tmp_path}/.ray/auth_token\) is another" if held else "this machine has none"
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with pytest.raises(UserError, match=rf"cluster at {address} asks for its token, and {has}: copy"):
+            ray_cluster.each_node(address, lambda: None, deadline_s=1.0)
+    assert os.environ.get("RAY_AUTH_MODE") == ("token" if held else None)
+    raylet.Config.initialize("")

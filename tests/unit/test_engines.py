@@ -502,6 +502,19 @@ def test_auto_is_vllm_where_it_is_installed(installed: bool, expected: str, monk
             resolve_engine_name("vllm")
 
 
+def test_auto_passes_over_a_vllm_whose_installation_was_not_finished(monkeypatch: pytest.MonkeyPatch, caplog):
+    needed = ["torch", "torchvision", "no-such-package>=2", "other-package; extra == 'audio'"]
+    monkeypatch.setattr(engines, "requires", lambda name: needed)
+    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+    engines.vllm_lacks.cache_clear()
+    try:
+        assert resolve_engine_name("auto") == "transformers"
+        assert resolve_engine_name("vllm") == "vllm"  # it says what is missing when it starts
+    finally:
+        engines.vllm_lacks.cache_clear()
+    assert "vLLM is installed without no-such-package, which it needs" in caplog.text
+
+
 def test_an_unknown_engine_is_refused():
     with pytest.raises(UserError, match="engine=sglang is unknown"):
         resolve_engine_name("sglang")

@@ -160,6 +160,11 @@ def test_vllm_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: p
     config.engine.name = "vllm"
     with pytest.raises(RunFailed, match=r"^engine=vllm cannot start \(ValueError: no room for the cache\)\.$"):
         sampling.start_engine(config, "cpu", tokenizer, None, tmp_path)
+    broken = ModuleNotFoundError("No module named 'cbor2'")
+    monkeypatch.setattr(sampling, "make_engine", lambda *_, **__: (_ for _ in ()).throw(broken))
+    with pytest.raises(RunFailed, match=r"'cbor2'\); install vLLM again, or use engine=transformers\.$"):
+        sampling.start_engine(config, "cpu", tokenizer, None, tmp_path)
+    monkeypatch.setattr(sampling, "make_engine", fail)
     config.engine.name = "transformers"  # ours: what it raises is a bug, and keeps its traceback
     with pytest.raises(ValueError, match="no room"):
         sampling.start_engine(config, "cpu", tokenizer, None, tmp_path)

@@ -128,15 +128,15 @@ def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCapt
     """A look every second; what else is said counts, what only the file is told does not, and a stage has its age."""
     now = 0.0
     heard = []
-    heartbeat = Heartbeat(every_s=6.0, clock=lambda: now)
+    heartbeat = Heartbeat(every_s=(6.0, 9.0), clock=lambda: now)
     logger = logging.getLogger("sota_grpo")
     logger.addHandler(heartbeat)
     try:
         with caplog.at_level(logging.INFO, logger="sota_grpo"):
-            for second in range(40):
+            for second in range(65):
                 now = float(second)
-                if second in (1, 4):
-                    starting({1: "Loading", 4: "Checking"}[second])
+                if second in (1, 4, 40):
+                    starting({1: "Loading", 4: "Checking", 40: "Exporting"}[second])
                 if second == 20:
                     logging.getLogger("sota_grpo.training.gate").info("check passed")
                 if second == 30:
@@ -148,9 +148,11 @@ def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCapt
         logger.removeHandler(heartbeat)
     assert heard == [
         (6, "Checking: 2 s so far"),
-        (12, "Checking: 8 s so far"),
-        (18, "Checking: 14 s so far"),
-        (26, "Checking: 22 s so far"),
+        (15, "Checking: 11 s so far"),
+        (29, "Checking: 25 s so far"),  # nine seconds after the sentence
+        (40, "Exporting: 0 s so far"),  # another stage begins with the short silence, which is over
+        (49, "Exporting: 9 s so far"),
+        (58, "Exporting: 18 s so far"),  # the last one is repeated
     ]
 
 

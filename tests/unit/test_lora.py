@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sota_grpo import keys
+from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy, base_model
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.lora import AdapterPack, adapter_disabled, add_lora, engine_weights, packed_weights
@@ -138,3 +139,21 @@ def test_an_export_holds_the_merged_model(tied, tmp_path):
 def test_what_cannot_work_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         add_lora(make_model(), **{"r": 2, "alpha": 4, **options})
+
+
+def test_an_adapter_is_on_the_layers_that_are_named_and_engines_load_it_merged():
+    model, rows = make_model(), make_rows([8, 5])
+    adapted = trained(model, target_modules=["q_proj", "v_proj"])
+    on = {name.split(".lora_")[0].rpartition(".")[2] for name, one in adapted.named_parameters() if one.requires_grad}
+    assert on == {"q_proj", "v_proj"}
+    expected = log_probs(adapted, rows)
+    plain = make_model()
+    plain.load_state_dict(dict(engine_weights(adapted)), strict=False)
+    assert torch.allclose(log_probs(plain, rows), expected, atol=1e-5)
+    assert not torch.allclose(log_probs(make_model(), rows), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["query", "lm_head"])
+def test_a_layer_that_can_have_no_adapter_is_named_with_those_that_can(name):
+    with pytest.raises(UserError, match=rf"target_modules names {name}; an adapter can be on q_proj, k_proj, v_proj"):
+        add_lora(make_model(), r=2, alpha=2, target_modules=["q_proj", name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -80,8 +81,8 @@ def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
         ("import sys\n\nsys.exit(1)\n", "rewards.py, line 3: the reward file cannot be imported (SystemExit: 1)"),
         ("\0", "the reward file cannot be imported (SyntaxError"),
         (
-            "import os\ndef grade(solution_str): ...\ndef _own(): ...\n",
-            "has no function 'compute_score'; its functions are grade:",
+            "import os\ndef grade(solution_str): ...\ndef mark(solution_str): ...\ndef _own(): ...\n",
+            "has no function 'compute_score'; its functions are grade, mark:",
         ),
         ("", "has no function 'compute_score'; its functions are none: correct reward.name"),
         ("compute_score = 3\n", "has no function 'compute_score'"),
@@ -153,3 +154,16 @@ def test_a_file_may_define_dataclasses_with_deferred_annotations(tmp_path: Path)
         "def compute_score(solution_str): return Settings().factor\n"
     )
     assert with_reward_functions(TASK, str(path)).score("", TASK.train[0]).terms == {"compute_score": 2.0}
+
+
+def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("from json import dumps\ndef brief(completions, **columns): return [0.5 for _ in completions]\n")
+    task = with_reward_functions(TASK, str(path), weights=[2.0])
+    scorer = pickle.loads(pickle.dumps(task.score))  # as a grader's process has it
+    assert task.term_weights == {"brief": 2.0}
+    assert scorer("four", TASK.train[0]).terms == {"brief": 0.5}
+    path.write_text("def kl(completions, **columns): return 0\n")
+    assert "kl is a reward term already" in refusal(path, None, ["compute_score"])
+    path.write_text("def a(completions): return 0\ndef b(completions): return 0\n")
+    assert "has no function 'compute_score'; its functions are a, b" in refusal(path, None, ["compute_score"])

@@ -74,3 +74,26 @@ def test_further_interrupts_do_not_disturb_what_is_being_closed_until_they_are_m
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (done.stdout, done.returncode) == (told, code)
         assert "Traceback" not in done.stderr
+
+
+HANGUP = """
+import signal, sys
+from sota_grpo.stopping import StopRequest
+if sys.argv[1] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with StopRequest(grace_s=0.2) as stop:
+    signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGHUP)  # a shell that ends passes it on, and the system sends it again
+    print(stop.requested, flush=True)
+"""
+
+
+def test_a_terminal_that_goes_away_asks_once_unless_nohup_says_otherwise() -> None:
+    for how, told in (("plain", "True\n"), ("nohup", "False\n")):
+        done = subprocess.run([sys.executable, "-c", HANGUP, how], capture_output=True, text=True, timeout=120)
+        assert (done.stdout, done.returncode) == (told, 0), done.stderr
+    hung_up = PROGRAM.replace("raise_signal(signal.SIGTERM)", "raise_signal(signal.SIGHUP)")
+    done = subprocess.run(
+        [sys.executable, "-c", hung_up, "0.2", "3600", "0"], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("given up\nend\n", 0), done.stderr

@@ -34,7 +34,7 @@ from sota_grpo.report import write_report
 from sota_grpo.sweeps import as_csv, as_text, read_sweep
 from sota_grpo.text import ReadableFormatter
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
-from sota_grpo.training.runs import open_run
+from sota_grpo.training.runs import RunRefused, open_run
 from tests.report_rigs import write_run
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
@@ -274,6 +274,26 @@ def test_a_run_is_not_continued_through_a_link(run_dir: Path) -> None:
     with pytest.raises(UserError, match=r"rollouts.jsonl: it is a link that leaves the run directory"):
         open_run(run_dir, {"train": {}}, str(run_dir), num_steps=1)
     assert victim.read_text() == "mine\n"
+
+
+def test_what_libraries_keep_in_a_run_directory_is_their_own(run_dir: Path) -> None:
+    """W&B 0.31 links its log into the user's cache; a run neither reads nor writes there. Its folder is no link."""
+    (run_dir / "run.json").write_text('{"signature": "x", "num_steps": 1, "finished": false}')
+    cache = run_dir.parent / "cache"
+    cache.mkdir()
+    logs = run_dir / "wandb" / "offline-run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(cache / "core.log")
+    (run_dir / "profile").mkdir()
+    (run_dir / "profile" / "trace").symlink_to("/tmp")
+    with pytest.raises(RunRefused, match="another config"):  # the directory itself is in order
+        open_run(run_dir, {"train": {}}, str(run_dir), num_steps=1)
+    for name in ("tensorboard", "steps/step_000000.pt", "debug_logs/a.txt"):
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / name).symlink_to(cache)
+        with pytest.raises(UserError, match=rf"{name}: it is a link that leaves the run directory"):
+            open_run(run_dir, {"train": {}}, str(run_dir), num_steps=1)
+        (run_dir / name).unlink()
 
 
 def test_a_temporary_name_that_somebody_prepared_is_not_written_through(tmp_path: Path) -> None:

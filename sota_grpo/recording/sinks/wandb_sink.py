@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.config import Config
+from sota_grpo.recording.machine import this_start
 from sota_grpo.recording.sinks import SECRET_NAMES, CopySink, without_secrets
 from sota_grpo.text import readable, sentence
 
@@ -79,7 +80,7 @@ class WandbSink(CopySink):
     def from_config(cls, config: Config, run_dir: Path) -> WandbSink:
         options = config.logging
         named: dict[str, Any] = {"project": options.project, "name": options.run_name, "tags": options.tags}
-        return cls(options.wandb, run_dir=run_dir, config=asdict(config), **named)
+        return cls(options.wandb, run_dir=run_dir, config=asdict(config) | {"start": this_start()}, **named)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})

@@ -74,6 +74,8 @@ function startRuns() {
     const said = DATA.left_out.map((sentence) => el("li", {}, readable(sentence)));
     byId("runs-notes").after(el("details", { id: "left-out", open: said.length < 4 }, el("summary", {}, `${said.length} left out`), el("ul", {}, said)));
   }
+  const starts = RUNS.flatMap((run) => run.starts.map((start) => el("li", {}, one ? null : badge(run), " ", readable(start))));
+  if (starts.length) byId("runs-notes").after(el("details", { id: "starts" }, el("summary", {}, "Command, code and machine of each start"), el("ul", {}, starts)));
   if (!one) byId("differences").append(el("h3", {}, "What differs in their configs"), differencesTable());
   fillKey();
 }

@@ -1,0 +1,133 @@
+"""Where a run runs: the code, the packages and the machine of each start, and how busy that machine is at each step."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
+_SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
+_GIT_S = 5.0  # a working tree on a slow disk is left out
+_GPUS = Path("/proc/driver/nvidia/gpus")  # torch would initialise CUDA to tell their names
+
+
+@lru_cache(maxsize=1)
+def this_start() -> dict[str, Any]:
+    """Command, commits, versions and machine of this process, as plain values without secrets.
+
+    ``commit`` is that of this package's source tree, ``working_tree`` that of the current folder; each ends in
+    ``-dirty`` where tracked files differ from it, and is missing where there is none.
+
+    >>> sorted(this_start().keys() - {"commit", "working_tree", "gpus"})
+    ['command', 'cpus', 'host', 'started', 'versions']
+    """
+    import torch
+
+    package = Path(__file__).parents[1]
+    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None  # not just installed below a tree
+    commits = {"commit": _commit(package) if tracked else None, "working_tree": _commit(Path.cwd())}
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    models = sorted({_model(path) for path in _GPUS.glob("*/information")})
+    count = torch.cuda.device_count()
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(without_secrets(sys.orig_argv)),
+        **{name: commit for name, commit in commits.items() if commit},
+        "versions": versions,
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        **({"gpus": " ".join([f"{count} x", ", ".join(models) or "GPU"])} if count else {}),
+    }
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with stars for the values of options whose names end as those of secrets do.
+
+    >>> without_secrets(["train.py", "engine.api_key=abc", "--hub-token", "def", "inference_model.max_tokens=9"])
+    ['train.py', 'engine.api_key=***', '--hub-token', '***', 'inference_model.max_tokens=9']
+    """
+    hidden = []
+    for before, argument in zip(["", *arguments], arguments):
+        name, is_pair, value = argument.partition("=")
+        if before.startswith("-") and "=" not in before and _SECRET.search(before):
+            argument = "***"
+        elif is_pair and _SECRET.search(name) and value not in ("", "null"):
+            argument = f"{name}=***"
+        hidden.append(argument)
+    return hidden
+
+
+def starts_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The starts that ``run.json`` names, oldest first; another program may have written it."""
+    starts = (record or {}).get("starts")
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+
+
+def in_words(start: Mapping[str, Any]) -> str:
+    """One line of :func:`this_start`, which another program may have written.
+
+    >>> in_words({"command": "grpo.py", "commit": "abc", "versions": {"torch": "2.13.0"}, "host": "a", "cpus": 2})
+    'grpo.py · commit abc · torch 2.13.0 · a · 2 cores'
+    """
+    versions = start.get("versions")
+    numbers = [f"{name} {number}" for name, number in versions.items()] if isinstance(versions, dict) else []
+    words = {"command": "{}", "commit": "commit {}", "working_tree": "working tree {}"}
+    after = {"host": "{}", "gpus": "{}", "cpus": "{} cores"}
+    if start.get("working_tree") == start.get("commit"):
+        del words["working_tree"]
+    before, last = (
+        [text.format(start[name]) for name, text in each.items() if name in start] for each in (words, after)
+    )
+    return " · ".join([*before, *numbers, *last])
+
+
+def system_metrics() -> dict[str, float]:
+    """The ``system/`` metrics now (busy cores: since the last call); what this machine has not is left out."""
+    import torch
+
+    values = {
+        "system/memory_gib": psutil.Process().memory_info().rss / 2**30,
+        "system/host_memory": psutil.virtual_memory().percent / 100,
+        "system/cpu": psutil.cpu_percent() / 100,
+    }
+    if torch.cuda.is_initialized():
+        values["system/gpu_memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    with suppress(Exception):  # NVML's package is missing, or its driver refuses: many types
+        busy = [torch.cuda.utilization(index) / 100 for index in range(torch.cuda.device_count())]
+        values |= {"system/gpu": sum(busy) / len(busy)}
+    return values
+
+
+def _commit(folder: Path) -> str | None:
+    return _git(folder, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints of the tree that ``folder`` is in; None without git or a tree, or where it takes too long."""
+    command = ["git", "-C", str(folder), "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _model(information: Path) -> str:
+    lines = information.read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "GPU")

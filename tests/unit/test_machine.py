@@ -1,0 +1,82 @@
+"""Which code and machine made a run, and how busy that machine was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from sota_grpo.recording import machine
+from sota_grpo.recording.metrics import declared
+from sota_grpo.report import data
+from sota_grpo.training.runs import open_run
+from tests.report_rigs import write_run
+
+
+def git(folder: Path, *arguments: str) -> str:
+    own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    return subprocess.run(["git", "-C", folder, *own, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def test_the_commit_is_that_of_the_tree_and_says_whether_tracked_files_differ(tmp_path: Path) -> None:
+    assert machine._commit(tmp_path) is None
+    git(tmp_path, "init")
+    (tmp_path / "code.py").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "A first one")
+    git(tmp_path, "tag", "v1")  # the commit is wanted, not its name
+    commit = git(tmp_path, "rev-parse", "HEAD").strip()
+    (tmp_path / "outputs").mkdir()  # of a run
+    (tmp_path / "outputs" / "run.json").touch()
+    assert machine._commit(tmp_path) == commit
+    (tmp_path / "code.py").write_text("22")
+    assert machine._commit(tmp_path) == f"{commit}-dirty"
+
+
+def test_a_package_that_is_only_installed_below_a_tree_has_not_its_commit(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "venv" / "sota_grpo" / "recording" / "machine.py"))
+    (tmp_path / "venv" / "sota_grpo").mkdir(parents=True)
+    git(tmp_path, "init")
+    git(tmp_path, "commit", "--allow-empty", "-m", "Of the user")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine.sys, "orig_argv", ["python", "my run.py", "engine.api_key=abc", "seed=1"])
+    start = machine.this_start.__wrapped__()
+    assert "commit" not in start
+    assert start["command"] == "python 'my run.py' 'engine.api_key=***' seed=1"
+    assert start["working_tree"] == git(tmp_path, "rev-parse", "HEAD").strip()
+
+
+def test_every_start_of_a_run_is_kept_and_shown(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "run.json").unlink(missing_ok=True)
+    for resume in (None, "auto"):
+        with open_run(run_dir, {"train": {}}, resume, num_steps=1) as place:
+            place.start("{}")
+    place.finish()
+    starts = json.loads((run_dir / "run.json").read_text())["starts"]
+    assert starts == [machine.this_start()] * 2
+    shown = data.read_run(run_dir).starts
+    assert len(shown) == 2
+    assert f"torch {torch.__version__}" in shown[0]
+
+
+@pytest.mark.parametrize("starts", [None, 3, [3], [{"versions": 3, "cpus": "\x1b[2J"}], [{"commit": "a"}]])
+def test_starts_of_another_program_are_no_failure(starts: object, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "run.json").write_text(json.dumps({"starts": starts}))
+    assert "\x1b" not in str(data.read_run(run_dir).starts)
+
+
+def test_what_is_measured_is_declared_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "utilization", {0: 50, 1: 100}.get)
+    values = machine.system_metrics()
+    assert {declared(name).name for name in values} == set(values)
+    assert (values["system/gpu_memory_gib"], values["system/gpu"]) == (3.0, 0.75)
+    assert values["system/memory_gib"] > 0.01
+    assert 0 < values["system/host_memory"] < 1
