@@ -19,6 +19,7 @@ from scripts.proof.kernels import synchronised
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory
 from sota_grpo.assembly.memory import Learning, MicroBatch, Parts, learner_memory
+from sota_grpo.functional.log_probs import kept_limit
 from sota_grpo.policy.load import architecture_from
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack
@@ -37,11 +38,17 @@ def predicted_learner(case: Case) -> Parts:
     rows = make_rows(case)
     longest = case.prompt + case.response
     prompts, spoken = case.prompt * len({int(row["group_id"]) for row in rows}), case.response * len(rows)
-    keys = prompts + len(rows) * longest  # of CUDA's attention, which gives each response its prompt's
-    batch = MicroBatch(prompts + spoken, spoken, len(rows) * longest, keys)
+    batch = MicroBatch(prompts + spoken, spoken, len(rows) * longest)
     half = case.precision != "fp32"
     on_cpu = case.device == "cpu"
-    how = Learning(product_bytes=2 if half else 4, checkpointing=case.checkpointing, on_cpu=on_cpu, compiled=not on_cpu)
+    kept = 0 if on_cpu else kept_limit(torch.device(case.device))
+    how = Learning(
+        product_bytes=2 if half else 4,
+        checkpointing=case.checkpointing,
+        on_cpu=on_cpu,
+        compiled=not on_cpu,
+        kept_tiles=kept,
+    )
     return learner_memory(architecture_from(CONFIG_MAPPING[family](**sizes)), how, [batch])
 
 

@@ -49,6 +49,7 @@ from sota_grpo.config.mixture import group_sizes, longest_response
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
+from sota_grpo.functional.log_probs import KEPT_SHARE
 from sota_grpo.functional.micro_batches import PromptGroup, fill
 from sota_grpo.policy.load import find_architecture
 from sota_grpo.policy.model_sizes import Architecture
@@ -242,6 +243,7 @@ class RunMemory:
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
             kept=min(most_kept(self.config), self.model.vocab),
+            kept_tiles=0 if on_cpu else self.machine.memory // KEPT_SHARE,
             heap=on_cpu and platform.libc_ver()[0] == "glibc" and THRESHOLD not in os.environ,
         )
 
@@ -428,7 +430,7 @@ def _micro_batches(prompt: int, response: int, rows: int, group: int, budget: in
         scale = max(tokens, min(budget, whole)) / tokens
         whole -= tokens
         slots = count * (prompt + response)
-        numbers = tokens if shared else slots, count * response, slots, tokens + count * prompt if shared else 0
+        numbers = tokens if shared else slots, count * response, slots
         micro_batches.append(MicroBatch(*(round(scale * number) for number in numbers)))
     return micro_batches
 

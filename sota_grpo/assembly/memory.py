@@ -20,8 +20,8 @@ of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the mat
 The output of the attention is the input of ``o``, and positions enter the queries by a product with constants, so
 neither is saved twice. With frozen weights (LoRA) the norms keep no ``w H``; each linear layer keeps ``rank`` numbers
 more, and under dropout its own noise and dropped input. Under checkpointing a layer keeps its input ``w H`` alone, and
-one layer at a time is there in full. Compiled layers keep less: on an H200 0.60 to 0.67 of it were measured, in float32
-under autocast without an adapter; 0.65 is taken, there alone.
+one layer at a time is there in full. Compiled layers keep less: 0.6 of it puts five peaks of an H100 within 6 %, in float32
+under autocast without an adapter, and is taken there alone.
 
 **The moments of an optimizer step** that can be its peak, for the first micro-batch, which finds no gradients, and the
 next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``)::
@@ -56,11 +56,11 @@ from dataclasses import dataclass
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
 
-TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 256 * 2**20  # of sota_grpo.functional.log_probs
+TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 2**30  # of sota_grpo.functional.log_probs
 HEAP_TENSOR = 32 * 2**20  # glibc's largest threshold above which memory comes in pages of its own
 LOST, LOST_WITH_ADAPTER, LOST_UNDER_CHECKPOINTING = 0.1, 0.8, 0.4  # see the module
 KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
-COMPILED = 0.65  # of what eager layers save, see the module
+COMPILED = 0.6  # of what eager layers save, see the module
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
 PREFILL_TOKENS = 2048  # of one pass over prompts, see sota_grpo.engines.decode_attention
 VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
@@ -82,6 +82,7 @@ class Learning:
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
     kept: int = 0  # most tokens of a kept set, where sampling is truncated
+    kept_tiles: int = 0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.kept_limit
     quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
     compiled: bool = False  # layers are compiled, on a GPU
     optimizer: str = "adamw"  # of sota_grpo.policy.optimizers
@@ -130,7 +131,6 @@ class MicroBatch:
     tokens: int  # packed, each prompt once
     predicted: int  # those that the policy wrote, which have logits
     slots: int  # rows times the longest row
-    keys: int = 0  # tokens whose keys and values are saved on CUDA, a prompt's for each response; 0: as many as tokens
 
 
 def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
@@ -149,7 +149,7 @@ def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     if model.qk_norm:
         per_token += (4 + (0 if how.rank else c)) * (width + model.kv_width) + 4 * (model.heads + model.kv_heads)
     per_key = 2 * c * (width if how.repeats_keys else model.kv_width)
-    return rows.tokens * per_token + (rows.tokens if how.on_cpu else rows.keys or rows.tokens) * per_key
+    return rows.tokens * (per_token + per_key)
 
 
 def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
@@ -183,6 +183,12 @@ def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
 
 
+def _kept_tiles_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """Of the probabilities that the head keeps from its forward to its backward pass, where they are few enough."""
+    size = rows.predicted * model.vocab * how.product_bytes
+    return size if size <= how.kept_tiles and not (how.rank or how.kept or how.parallel > 1) else 0
+
+
 def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """Of the head's backward pass: tiles, the gradient of the hidden states, one tile of that of the weight."""
     wide = 4 * rows.predicted * model.hidden
@@ -192,7 +198,8 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
         return how.tile_bytes + 2 * wide
     half = how.product_bytes if how.product_bytes < 4 else 0
     columns = math.isqrt(how.tile_bytes // (8 + half))
-    return how.tile_bytes + wide + half * rows.predicted * model.hidden + 4 * model.hidden * min(columns, model.vocab)
+    tile = how.tile_bytes + 4 * model.hidden * min(columns, model.vocab) + _kept_tiles_bytes(model, how, rows)
+    return tile + wide + half * rows.predicted * model.hidden
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> Parts:

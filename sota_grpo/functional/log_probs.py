@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 LN2 = math.log(2.0)
 LOGITS_BYTES_ON_CPU = 8 * 2**20
 LOGITS_BYTES = 2**30
+KEPT_SHARE = 12  # part of a GPU's memory that probabilities may take from the head's forward to its backward pass
 ALIGNED = 128  # rows of a tile begin where matrix products on a GPU read fastest
 
 
@@ -384,7 +385,7 @@ class _TiledLogProbs(torch.autograd.Function):
 
 def kept_limit(device: torch.device) -> int:
     """Most bytes of kept ``2^(z - top)`` on ``device``: a twelfth of a GPU's memory, none on a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory // 12 if device.type == "cuda" else 0
+    return torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE if device.type == "cuda" else 0
 
 
 def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options) -> tuple[_Scan, list[Tensor]]:
