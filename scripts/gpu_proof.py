@@ -2,8 +2,9 @@
 several: ``python scripts/gpu_proof.py kernels memory``.
 
 Every check prints one line of JSON with what was measured, what was allowed and whether it passed, and a table comes
-last. A stage starts no further check after 80 % of ``--limit`` seconds, and names those that it left out. Exit code 1
-if a check failed. ``--small`` takes shapes for a device that is slow (one that is only pretended, or a CPU).
+last. A stage starts no further check after 80 % of ``--limit`` seconds, nor any after ``--deadline`` seconds in all,
+and names those that it left out. Exit code 1 if a check failed. ``--small`` takes shapes for a device that is slow (one
+that is only pretended, or a CPU).
 """
 
 from __future__ import annotations
@@ -89,17 +90,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", choices=STAGES, nargs="+", metavar="stage", help=", ".join(STAGES))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds, of each stage")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds, of all stages together")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", nargs="+", help="names of checks")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_proof"), help="for profiles and runs")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    options, found = Options(given.device, given.small, given.out), []
+    options, found, began = Options(given.device, given.small, given.out), [], time.perf_counter()
     for stage in given.stages:
         forget()
         chosen = [check for check in checks_of(stage) if not given.only or check.__name__ in given.only]
-        found += run_stage(stage, chosen, options, given.limit)
+        left = given.deadline - (time.perf_counter() - began)
+        found += run_stage(stage, chosen, options, max(0.0, min(given.limit, left)))
     print(table(found), flush=True)
     sys.exit(any(finding.passed is False for finding in found))
 

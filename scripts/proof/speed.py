@@ -40,17 +40,17 @@ def large_model(options: Options) -> Iterator[Finding]:
 
 
 def micro_batches(options: Options) -> Iterator[Finding]:
-    """Smaller and larger micro-batches, and ragged GSM8K lengths."""
+    """Smaller and larger micro-batches; parameters in bfloat16."""
     yield from _run(options, [], shape="qwen3-0.6b", micro_tokens=4096)
-    yield from _run(options, [], shape="qwen3-0.6b", tokens=32768)
-    yield from _run(options, [], shape="qwen3-0.6b", tokens=32768, prompt=128, response=256, ragged=0.8, group=16)
+    yield from _run(options, [], shape="qwen3-0.6b", tokens=40960)
     yield from _run(options, [], shape="qwen3-0.6b", dtype="bfloat16")
 
 
 def beside_trl(options: Options) -> Iterator[Finding]:
-    """TRL at equal settings."""
+    """TRL on rows of 1,024 + 1,024 tokens and of GSM8K's lengths; an H100 gave ours 217, 218 and 362 ms."""
     yield from _run(options, ["trl"], shape="qwen3-0.6b")
-    yield from _run(options, ["trl"], shape="qwen2.5-1.5b", checkpointing=True)
+    yield from _run(options, ["trl"], shape="qwen3-0.6b", tokens=32768, prompt=128, response=256, ragged=0.8, group=16)
+    yield from _run(options, ["trl"], shape="qwen2.5-1.5b")
 
 
 def beside_liger(options: Options) -> Iterator[Finding]:

@@ -20,8 +20,8 @@ of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the mat
 The output of the attention is the input of ``o``, and positions enter the queries by a product with constants, so
 neither is saved twice. With frozen weights (LoRA) the norms keep no ``w H``; each linear layer keeps ``rank`` numbers
 more, and under dropout its own noise and dropped input. Under checkpointing a layer keeps its input ``w H`` alone, and
-one layer at a time is there in full. Compiled layers keep less: 0.6 of it puts five peaks of an H100 within 6 %, in float32
-under autocast without an adapter, and is taken there alone.
+one layer at a time is there in full. Compiled layers keep less: 0.6 of it puts five peaks of an H100 within 6 %, in
+float32 under autocast without an adapter, and is taken there alone.
 
 **The moments of an optimizer step** that can be its peak, for the first micro-batch, which finds no gradients, and the
 next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``)::

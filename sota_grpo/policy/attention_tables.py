@@ -100,7 +100,7 @@ def attention_tables(groups: Sequence[Group], length: int) -> Tables:
     >>> from sota_grpo.policy.shared_prompt import Block, Run
     >>> tables = attention_tables([Block(0, 130, (Run(130, 1, 3), Run(133, 1, 4)))], 137)
     >>> tables.query_tiles.tolist()
-    [[130, 137, 0, 130], [0, 128, 0, 0], [128, 130, 0, 0]]
+    [[130, 137, 0, 130], [128, 130, 0, 0], [0, 128, 0, 0]]
     >>> tables.key_tiles.tolist()
     [[0, 128, 0, 128, 137, -1, 130], [128, 130, 128, 130, 137, -1, 130], [130, 137, 130, 137, 137, -1, 1073741824]]
     """

@@ -147,4 +147,5 @@ class Subject:
 
 
 def sampled_tokens(rows: RowTable) -> torch.Tensor:
+    """Return which tokens of the flat rows the policy sampled, bool ``[sum T_i]``."""
     return rows.flat(keys.ASSISTANT_MASK)

@@ -169,7 +169,7 @@ def test_a_run_plans_the_micro_batches_of_its_estimate_once(
         return with_micro_batches(config, found.plan, 300).train.micro_batch_tokens
 
     with caplog.at_level("INFO", logger="sota_grpo"):
-        monkeypatch.setattr(estimating, "_find_machine", lambda *_: (replace(found.machine, count=1), ""))
+        monkeypatch.setattr(estimating, "_find_machine", lambda *_: (replace(found.machine, count=1, is_here=True), ""))
         assert tokens(config) == found.micro_batch_tokens
         assert [record.message for record in caplog.records] == [found.micro_batches_sentence]
         monkeypatch.undo()

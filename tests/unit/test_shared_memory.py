@@ -26,7 +26,10 @@ def free_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path) -> SimpleNamespace:
     return found
 
 
-def test_rays_store_on_the_disk_is_told(free_bytes: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_rays_store_on_the_disk_is_told(
+    free_bytes: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "_require_cluster", lambda address: None)
     ray = Mock()
     ray.cluster_resources.return_value = {"object_store_memory": 7.1 * 2**30}
     ray_cluster._connect(ray, None, 1, None)
