@@ -53,6 +53,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sota_grpo.policy.attention_tables import MOST_PIECES
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
 
@@ -269,6 +270,8 @@ def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: 
     of_head = head_bytes(model, how, rows)
     one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
     one_layer += how.dequantized_bytes(model)
+    if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.attention_tables
+        one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
     cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
     if how.checkpointing:
         one_layer += layer_bytes(model, how, rows) + cast

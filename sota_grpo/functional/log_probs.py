@@ -215,11 +215,11 @@ def chunked_log_probs(
 
     The forward pass keeps the inputs and ``[M]`` vectors. The backward pass computes the logits again tile by tile and
     carries ``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` on to ``hidden``, ``weight`` and ``bias``, as far as
-    they ask for a gradient. It leaves out the rows whose ``g`` and ``h`` are 0 (no advantage, clipped): that changes
-    nothing but the time. Where ``hidden`` alone asks for a gradient (LoRA: the head is frozen), the forward pass keeps
-    ``d log_prob_m / d hidden_m`` instead of ``hidden_m``, and the backward pass only scales it. On CUDA the forward
-    pass keeps ``2^(z - top)`` of every logit, where that is at most :func:`kept_limit` bytes, and the backward pass
-    computes no logit again.
+    they ask for a gradient. On a CPU it leaves out the rows whose ``g`` and ``h`` are 0 (no advantage, clipped): that
+    changes nothing but the time. Where ``hidden`` alone asks for a gradient (LoRA: the head is frozen), the forward
+    pass keeps ``d log_prob_m / d hidden_m`` instead of ``hidden_m``, and the backward pass only scales it. On CUDA the
+    forward pass keeps ``2^(z - top)`` of every logit, where that is at most :func:`kept_limit` bytes, and the backward
+    pass computes no logit again.
 
     The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
     all after is float32, or float64 when ``hidden`` is, sums over tiles too, whose size changes rounding only.

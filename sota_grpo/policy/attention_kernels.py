@@ -326,7 +326,7 @@ def _by_key_tile(
         tl.store(by_key + at, to_key.to(by_key.dtype.element_ty), mask=real)
         tl.store(by_value + at, to_value.to(by_value.dtype.element_ty), mask=real)
     else:
-        at = ((slot + j - begin)[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
+        at = ((slot.to(tl.int64) + j - begin)[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
         tl.store(key_sums + at, to_key, mask=real)
         tl.store(value_sums + at, to_value, mask=real)
 
@@ -338,7 +338,7 @@ def _join_pieces(
     """Sum the pieces of a prompt's keys, whose slots are ``stride`` rows apart, in order; ``row`` numbers each."""
     tile = tl.program_id(0) // (TILE // ROWS)
     begin, end = tl.load(tiles + 5 * tile), tl.load(tiles + 5 * tile + 1)
-    slot, stride = tl.load(tiles + 5 * tile + 2), tl.load(tiles + 5 * tile + 3)
+    slot, stride = tl.load(tiles + 5 * tile + 2).to(tl.int64), tl.load(tiles + 5 * tile + 3)
     pieces = tl.load(tiles + 5 * tile + 4)
     j = begin + tl.program_id(0) % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 TILE = 128  # most queries or keys of a row of a table
-PIECE = 1024  # most queries that one program runs over a prompt's keys without a mask
+PIECE = 1024  # queries that one program runs over a prompt's keys without a mask, unless that makes too many pieces
+MOST_PIECES = 8  # of a prompt's keys, each of which takes their size in float32
 NO_PROMPT = 2**30  # a prompt's end that lies behind every token
 
 
@@ -116,8 +117,9 @@ def attention_tables(groups: Sequence[Group], length: int) -> Tables:
             starts[run.start : run.end], ends[run.start : run.end] = own, own + run.length
         for first, end in _tiles(group.start, group.end):
             query_tiles.append((first, end, 0, 0))
-            cuts = list(range(end, group.stop, PIECE)) or [end]
-            pieces = [(first if cut == end else cut, cut, min(cut + PIECE, group.stop)) for cut in cuts]
+            piece = max(PIECE, -(-(group.stop - end) // MOST_PIECES))
+            cuts = list(range(end, group.stop, piece)) or [end]
+            pieces = [(first if cut == end else cut, cut, min(cut + piece, group.stop)) for cut in cuts]
             slots = [-1] if len(pieces) == 1 else [num_slots + index * (end - first) for index in range(len(pieces))]
             key_tiles += [(first, end, *piece, slot, group.end) for piece, slot in zip(pieces, slots)]
             if len(pieces) > 1:

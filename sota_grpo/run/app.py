@@ -55,6 +55,7 @@ def as_planned(config: Config, directory: RunDir) -> Config:
     if isinstance(config.train.micro_batch_tokens, int) or not directory.resumed:
         return config
     planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens", "auto")
+    logger.info("%s is %s, as when this run was started.", MEMORY, planned)
     return with_options(config, {MEMORY: planned})
 
 
@@ -268,8 +269,6 @@ class Run:
         try:
             subject = subject_of(self.config, self.parts)
             run_gate(subject, self.config.check.mode, on_check=checks.append)
-        except UnusableValues as error:
-            raise UserError(f"The responses sampled before training cannot be trained on: {error}") from error
         finally:
             write_gate(self.run_dir, self.config.check.mode, checks)
         if self.parts.newcomers is not None:

@@ -22,6 +22,7 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Inbox, completed
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
+from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.collate import drawn_entries, group_table, last_turn
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score, sample_seed
 from sota_grpo.rl.table import RowTable
@@ -172,7 +173,7 @@ class Rollouts:
             rows = group_table(drawn, samples, self.env.tokenizer)
             if not bool(rows.flat(keys.LOG_PROBS).isfinite().all()):
                 # the loss leaves out tokens whose log-prob is not known, which an engine of ours has to know
-                raise ValueError(
+                raise UnusableValues(
                     f"the engine gave a log-prob that is not finite for a token of group {prompt.group_id}; check its "
                     "weights and its sampling options."
                 )

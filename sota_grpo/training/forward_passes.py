@@ -537,7 +537,10 @@ class ForwardPasses:
 
     def log_prob_gaps(self, rows: Sequence[Row]) -> Tensor:
         """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""
-        gaps = [(own - row[keys.LOG_PROBS])[row[keys.ASSISTANT_MASK]] for row, own in self.scored(rows)]
+        gaps = [
+            (own - row[keys.LOG_PROBS])[row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite()]
+            for row, own in self.scored(rows)
+        ]
         return torch.cat(gaps)
 
     def planner(self, *, seed: int = 0, advantage_only: bool = False) -> Planner:

@@ -48,8 +48,9 @@ from typing import NamedTuple
 import torch
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import write_json
+from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rl.table import RowTable
@@ -401,6 +402,7 @@ def run_gate(
 
     Raises:
         CheckError: a check failed and ``mode`` is ``strict``.
+        UserError: the responses that were sampled cannot be trained on.
     """
     if mode == "off":
         return []
@@ -408,9 +410,12 @@ def run_gate(
     done: list[Check] = []
     for check in checks_of(subject) if checks is None else checks:
         began = time.perf_counter()  # the first that needs samples waits for them
-        if check not in WITHOUT_SAMPLES and not subject.rows:
-            subject.rows = graded_rows(subject)
-        result = replace(check(subject), seconds=time.perf_counter() - began)
+        try:
+            if check not in WITHOUT_SAMPLES and not subject.rows:
+                subject.rows = graded_rows(subject)
+            result = replace(check(subject), seconds=time.perf_counter() - began)
+        except UnusableValues as error:
+            raise UserError(f"The responses sampled before training cannot be trained on: {error}") from error
         done.append(result)
         on_check(result)
         logger.info("check %s: %s, %s (%.2f s)", result.outcome, result.name, result.sentence, result.seconds)

@@ -153,7 +153,7 @@ class Learner(ForwardPasses):
 
     def _mismatch(self, rows: Sequence[Row], own: Mapping[int, torch.Tensor]) -> float | None:
         """Mean KL of the log-probs that the ranks measured to the engine's; None over no token."""
-        masks = {index: rows[index][keys.ASSISTANT_MASK] for index in sorted(own)}
+        masks = {index: _known(rows[index]) for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat(gaps) if gaps else torch.zeros(0)
         terms = {"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))}
@@ -231,7 +231,7 @@ class Learner(ForwardPasses):
 
     @property
     def skips_by_itself(self) -> bool:
-        """Whether the optimizer clips, and skips a step that is not finite, without a word from the host.
+        """Whether the optimizer itself clips, and skips a step that is not finite.
 
         Then an optimizer step waits for the GPU once, after all of it is queued.
         """
@@ -241,7 +241,7 @@ class Learner(ForwardPasses):
 
     def _stepped(self, losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Take the step by fused AdamW, unless a loss or a gradient is not finite; the gradient's norm."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).float()
         finite = torch.stack([norm, *(loss.float() for loss in losses.values())]).isfinite().all()
         limit = self.settings.clip_grad_norm or math.inf
         self.before_change()
@@ -538,6 +538,11 @@ class Totals(NamedTuple):
     losses: dict[str, torch.Tensor]
     means: dict[str, torch.Tensor]
     threshold: dict[str, float]
+
+
+def _known(row: Row) -> torch.Tensor:
+    """Return which tokens the policy sampled under a log-prob that is known, bool ``[T]``."""
+    return row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite()
 
 
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
 from tests.docs.desk import write_program
-from tests.e2e.conftest import SMALL
+from tests.e2e.conftest import SMALL, of_machine
 from tests.forked import Done, ForkServer
 
 QUIET = ("engine=transformers", "check.mode=off", "eval.mode=off", "train.export_hf=false", "logging.report=false")
@@ -27,8 +26,8 @@ def replay(tmp_path: Path, fork_server: ForkServer) -> Callable[..., Done]:
 
 
 def content(stored: StoredStep) -> tuple:
-    """All but the clock, as plain values."""
-    figures = {name: value for name, value in stored.metrics.items() if declared(name).unit not in ("s", "tokens/s")}
+    """All but the clock and the machine, as plain values."""
+    figures = {name: value for name, value in stored.metrics.items() if not of_machine(name)}
     rows = [
         {str(name): value.tolist() for name, value in row.items() if isinstance(value, torch.Tensor)}
         for row in stored.rows

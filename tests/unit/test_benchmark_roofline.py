@@ -33,8 +33,9 @@ def test_the_roofline_of_a_tiny_step() -> None:
     once = forward_flops(shape, load) + backward_flops(shape, load)
     assert plain["useful_tflop"] == pytest.approx(once / 1e12)
     # checkpointing computes the layers again, but for the last product of each, whose result the backward pass does not
-    # read; the head computes its logits again, attention its scores (2 a pair)
-    again = forward_flops(shape, load) - 4 * 2 * 128 * 384 * 320 + 2 * 4 * 128 * pairs
+    # read; the head keeps its probabilities; attention computes scores twice (2 a pair each) and their gradients once
+    # more (2 a pair), for queries and for keys
+    again = forward_flops(shape, load) - 2 * 256 * 4096 * 128 - 4 * 2 * 128 * 384 * 320 + 6 * 4 * 128 * pairs
     assert total(plain, "tflop") == pytest.approx((once + again) / 1e12)
     assert total(fused, "tflop") == pytest.approx(total(plain, "tflop"))
     for kind in ("product half", "attention", "foreach", "marked"):
