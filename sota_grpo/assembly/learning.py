@@ -46,7 +46,7 @@ from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.reference import ReferenceService
 
-MOST_TOKENS = 65_536  # of a micro-batch that nobody chose: more is no faster
+MOST_TOKENS = 65_536  # of a micro-batch whose size was not chosen: more is no faster
 _TIMES_WITHOUT_GRADIENT = 4  # a pass that keeps nothing for a backward pass holds less than a tenth of one that does
 
 

@@ -484,7 +484,7 @@ class ScoreResponse(RowTransform):
     [[2.0]]
     """
 
-    written_key = keys.REWARD_ERROR  # which nobody else writes: a reward and a success may be of the env itself
+    written_key = keys.REWARD_ERROR  # which no environment writes: a reward and a success may be of the env itself
 
     def __init__(self, score: Scorer, term_weights: Mapping[str, float]) -> None:
         written = [keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO]

@@ -113,7 +113,7 @@ class Subject:
 
     @property
     def rounding(self) -> torch.Tensor | None:
-        """What half precision alone does to the trainer's log-probs of the sampled tokens; None: nobody can say."""
+        """What half precision alone does to the trainer's log-probs of the sampled tokens; None: not known."""
         of_all = self._measured[1]
         return None if of_all is None else of_all[sampled_tokens(self.rows)]
 

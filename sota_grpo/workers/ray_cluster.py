@@ -444,10 +444,10 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
 
 
 def _require_cluster(address: str | None) -> None:
-    """Ray itself tries for minutes to reach an address where nobody listens, or whose token it has not.
+    """Ray itself tries for minutes to reach an address where nothing listens, or whose token it lacks.
 
     Raises:
-        ConnectionError: nobody listens at ``address``.
+        ConnectionError: nothing listens at ``address``.
         UserError: the cluster there asks for another token.
     """
     from ray._private.services import canonicalize_bootstrap_address
