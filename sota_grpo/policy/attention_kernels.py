@@ -59,7 +59,7 @@ def launch_for(width: int, shared_memory: int) -> Launch:
         return Launch(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
     if width <= 128:
         return Launch(Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2))
-    return Launch(Blocks(64, 32, 4, 1), Blocks(64, 32, 4, 1), Blocks(32, 64, 4, 1))
+    return Launch(Blocks(64, 32, 4, 1), Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1))
 
 
 @triton.jit
@@ -326,9 +326,9 @@ def _by_key_tile(
         tl.store(by_key + at, to_key.to(by_key.dtype.element_ty), mask=real)
         tl.store(by_value + at, to_value.to(by_value.dtype.element_ty), mask=real)
     else:
-        at = ((slot.to(tl.int64) + j - begin)[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
-        tl.store(key_sums + at, to_key, mask=real)
-        tl.store(value_sums + at, to_value, mask=real)
+        piece = ((slot.to(tl.int64) + j - begin)[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
+        tl.store(key_sums + piece, to_key, mask=real)
+        tl.store(value_sums + piece, to_value, mask=real)
 
 
 @triton.jit

@@ -81,3 +81,39 @@ def test_values_and_gradients(device: str, case: str, heads: tuple[int, int, int
     for value, reference in zip(found[0], right):
         gap = (value.cpu().double() - reference).norm() / reference.norm()
         assert gap < (1e-6 if INTERPRETED else 5e-3), gap
+
+
+DEVICES = {90: 227 * 1024, 80: 163 * 1024, 89: 99 * 1024}  # shared memory of a program, by compute capability
+INTEGERS = ("query_row", "key_row", "value_row", "length", "window")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("capability", "width"), [(90, 128), (90, 256), (80, 128), (89, 64), (89, 256)])
+def test_they_compile_and_fit_where_they_are_said_to_fit(capability: int, width: int) -> None:
+    """For GPUs that are not here: Triton's own compiler takes more than its interpreter does, types of branches too."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sota_grpo.policy import attention_kernels as kernels
+
+    memory, target = DEVICES[capability], GPUTarget("cuda", capability, 32)
+    launch = kernels.launch_for(width, memory)
+    bf16 = ("query", "key", "value", "grad", "out", "by_query", "by_key", "by_value")
+    types = dict.fromkeys(bf16, "*bf16") | dict.fromkeys(INTEGERS, "i32") | {"starts": "*i32", "tiles": "*i32"}
+    types |= dict.fromkeys(("lse", "delta", "key_sums", "value_sums"), "*fp32")
+    types |= dict.fromkeys(("factor", "cap", "scale"), "fp32")
+    for kernel, blocks in (
+        (kernels._forward_tile, launch.forward),
+        (kernels._by_query_tile, launch.by_query),
+        (kernels._by_key_tile, launch.by_key),
+    ):
+        query = torch.empty(1, 4, width)
+        constants = kernels._constants(query, query[:, :2], blocks) | {"CAPPED": False, "WINDOWED": True}
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types[name] for name in names}
+        given = {(names.index(name),): value for name, value in constants.items()}
+        made = triton.compile(ASTSource(kernel, signature, given), target=target, options=options)
+        assert made.metadata.shared <= memory, (kernel, blocks)
