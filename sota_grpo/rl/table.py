@@ -485,7 +485,7 @@ def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def _plain(rows: Any) -> TensorDictBase:
-    """The TensorDict itself, where it stands in a class of tensors such as those that TorchRL's LLM wrappers write."""
+    """Return the TensorDict inside a class of tensors, which TorchRL's LLM wrappers write."""
     return rows if isinstance(rows, TensorDictBase) else rows._tensordict
 
 

@@ -65,7 +65,7 @@ def test_the_end_of_a_turn_is_the_one_that_the_template_writes(template: Any) ->
 def test_every_end_token_of_the_model_ends_a_response(of_tokenizer, of_model, expected) -> None:
     tokenizer = SimpleNamespace(eos_token_id=of_tokenizer)
     assert end_token_ids(tokenizer, SimpleNamespace(eos_token_id=of_model)) == expected
-    assert end_token_ids(tokenizer) == expected  # as whoever has only the tokenizer must say, too
+    assert end_token_ids(tokenizer) == expected  # and from the tokenizer alone
 
 
 def test_a_model_without_end_token_is_refused(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_responses_that_are_cut_by_chance_are_not_the_rule(subject: Subject, mon
     assert gate.responses_end_and_are_graded(subject).passed  # of those that are drawn then, some end
     subject.sampling = replace(subject.sampling, ignore_eos=True)
     monkeypatch.setattr(subject, "sample", None)
-    assert gate.responses_end_and_are_graded(subject).passed  # nobody wants them to end
+    assert gate.responses_end_and_are_graded(subject).passed  # they need not end
 
 
 def test_a_reward_that_fails_at_every_dialog_and_at_no_text_is_found(subject: Subject) -> None:

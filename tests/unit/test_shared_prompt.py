@@ -16,7 +16,7 @@ from sota_grpo.policy.attention_tables import Tables
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, pack, shared_attention
+from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, Block, Run, pack, shared_attention
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
 
 
@@ -326,3 +326,12 @@ def test_what_is_not_known_is_refused() -> None:
     for strange, said in (({"dropout": 0.1}, unlike), ({"s_aux": heads}, "s_aux"), ({"is_causal": False}, unlike)):
         with pytest.raises(NotImplementedError, match=said):
             shared_attention(torch.nn.Identity(), heads, heads, heads, None, layout=layout, **strange)
+
+
+def test_the_sums_of_a_long_prompt_take_eight_times_its_keys_at_most() -> None:
+    """However many queries read them: 2,048 keys, and 64 responses of 1,024 tokens."""
+    block = Block(0, 2048, (Run(2048, 64, 1024),))
+    tables = attention_tables.attention_tables([block], block.stop)
+    assert 2048 < tables.num_slots - 2 <= 8 * 2048
+    pieces = [row for row in tables.key_tiles.tolist() if row[1] <= 2048]
+    assert sum(row[4] - row[2] for row in pieces) == sum(block.stop - first for first in range(0, 2048, 128))

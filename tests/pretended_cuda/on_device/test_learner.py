@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, lazy_stack
+from torch import nn
 
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
@@ -226,3 +227,20 @@ def test_an_optimizer_step_waits_once_and_skips_itself_where_it_is_not_finite(tm
     assert all(
         torch.equal(moments[0][key][name], moments[1][key][name]) for key in moments[0] for name in moments[0][key]
     )
+
+
+def test_a_step_over_weights_in_half_precision_is_clipped_by_a_norm_in_float32(tmp_path: Path) -> None:
+    """Fused AdamW takes no other dtype for the factor that it divides gradients by."""
+    learner = build(tmp_path, "cuda", **{**FULL, "precision": "fp32", "optim_batch_size": 16})
+    for parameter in learner.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    norm = learner._stepped({"loss": torch.ones((), device="cuda")})
+    assert norm.dtype == learner.optimizer.grad_scale.dtype == torch.float32
+    halved = [nn.Parameter(torch.ones(4, device="cuda", dtype=torch.bfloat16)) for _ in range(2)]
+    learner.parameters, learner.optimizer = halved, torch.optim.AdamW(halved, lr=0.5, fused=True)
+    for parameter in halved:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    norm = learner._stepped({"loss": torch.ones((), device="cuda")})
+    assert float(norm) == pytest.approx(3 * 8**0.5, rel=1e-2)
+    assert learner.optimizer.grad_scale.dtype == torch.float32
+    assert all(bool((parameter < 1).all()) for parameter in halved)
