@@ -39,6 +39,7 @@ from sota_grpo import keys
 from sota_grpo.functional.flops import Load, ModelShape, recomputed_flops, step_flops
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.table import RowTable
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
 
@@ -88,7 +89,7 @@ class Ours:
             precision=case.precision,
         )
         self.learner = Learner(policy, loss, settings, pad_token_id=PAD, dump_dir=folder)
-        self.rows = lazy_stack(rows)
+        self.rows = RowTable.of(lazy_stack(rows))  # what a source gives
         self.load = shared_loads(rows)
 
     def step(self) -> float:

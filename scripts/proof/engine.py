@@ -25,6 +25,7 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 EOS = 1
+ROWS = 1024
 Answers = list[tuple[GroupRequest, GroupOutput]]
 
 
@@ -115,7 +116,7 @@ def started(options: Options, folder: Path) -> tuple[Engine, float]:
     engine = make_engine(
         EngineOptions(
             str(folder), engine="vllm", eos_token_ids=(EOS,), max_model_len=256 if options.small else 2048,
-            gpu_memory_utilization=0.3,
+            gpu_memory_utilization=0.6, max_rows=64 if options.small else ROWS,
         )
     )  # fmt: skip
     return engine, synchronised(options) - began
@@ -144,14 +145,21 @@ def vllm_engine(options: Options) -> Iterator[Finding]:
 
 
 def speed(options: Options, engine: Engine) -> Iterator[Finding]:
-    """Tokens per second of all samples at once."""
-    tokens = 8 if options.small else 512
-    many = requests_of(options, 2 if options.small else 32)
-    began = synchronised(options)
-    answers = sampled(engine, many, Sampling(max_tokens=tokens, ignore_eos=True))
-    seconds = synchronised(options) - began
-    count = sum(len(sample.token_ids) for _, output in answers for sample in output.samples)
-    yield Finding("vLLM samples", None, {"samples": 8 * len(many), "tokens_per_s": count / seconds})
+    """Tokens per second of responses of one length and of several, few rows and all at once."""
+    tokens, most = (8, 64) if options.small else (256, ROWS)
+    lengths = {"even": [tokens] * (most // 8), "ragged": [tokens // 4 + 4 * row for row in range(most // 8)]}
+    scheduler = engine._engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    for rows in (most // 4, most):
+        scheduler.max_num_active_reqs = rows
+        for name, each in lengths.items():
+            requests, began = requests_of(options, len(each)), synchronised(options)
+            asked = [Sampling(max_tokens=length, ignore_eos=True) for length in each]
+            futures = [engine.submit(request, sampling) for request, sampling in zip(requests, asked)]
+            while engine.advance():
+                pass
+            count = sum(len(sample.token_ids) for future in futures for sample in future.result().samples)
+            rate = count / (synchronised(options) - began)
+            yield Finding(f"vLLM samples, {name}", None, {"rows": rows, "tokens_per_s": rate, "tokens": count})
 
 
 def push_in_flight(options: Options, engine: Engine, old: torch.nn.Module, new: torch.nn.Module) -> Finding:

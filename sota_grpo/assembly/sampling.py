@@ -15,7 +15,14 @@ from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.assembly.judging import judged_task
 from sota_grpo.config import Config, model_name, most_kept, reward_names
-from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, task_configs, weights
+from sota_grpo.config.mixture import (
+    READERS,
+    group_sizes,
+    has_dialogs,
+    mean_responses_per_step,
+    task_configs,
+    weights,
+)
 from sota_grpo.config.secrets import api_key
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
@@ -43,7 +50,7 @@ from sota_grpo.workers.instances import Instances
 
 logger = logging.getLogger(__name__)
 
-GPU_ROWS = 256  # with fewer, a GPU reads its weights for few tokens
+GPU_ROWS = 256, 1024  # with fewer, a GPU reads its weights for few tokens; more, and keys and values are what it reads
 
 
 def heldout_task(config: Config) -> Task:
@@ -327,20 +334,28 @@ def engine_dtype(name: str, device_type: str) -> str:
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
     """Samples that each of ``num_engines`` engines computes at once; never less than the largest group.
 
-    Engines that give out memory for keys and values as rows grow take many rows on a GPU, whatever a training step
-    needs: an evaluation asks for thousands.
+    Engines that give out memory for keys and values as rows grow take many rows on a GPU: the responses that training
+    has in flight, so that a step is not sampled in waves with a tail each, and never few, since an evaluation asks for
+    thousands. Rows that the memory has no room for wait.
 
     >>> config = Config()
     >>> config.env.num_envs, config.env.repeats
     (64, 8)
     >>> [engine_rows(config, "vllm", device, engines) for device, engines in (("cpu", 2), ("cpu", 16), ("cuda", 2))]
     [32, 8, 256]
+    >>> config.train.dialog_turns_per_batch = 1024
+    >>> [engine_rows(config, "vllm", "cuda", engines) for engines in (1, 2)]
+    [1024, 512]
+    >>> engine_rows(config, "vllm", "cuda", 3)  # a multiple of 16, as the sizes of vLLM's CUDA graphs are
+    352
     """
     rows = config.inference_model.max_num_seqs
     if rows is None:
         rows = config.env.num_envs // num_engines
         if device_type == "cuda" and ENGINES[engine].memory == "vllm":
-            rows = max(rows, GPU_ROWS)
+            fewest, most = GPU_ROWS
+            in_flight = mean_responses_per_step(config) * (1 + config.train.max_policy_age)
+            rows = max(rows, fewest, min(most, -(-in_flight // (16 * num_engines)) * 16))
     return max(*group_sizes(config).values(), rows)
 
 

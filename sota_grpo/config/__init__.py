@@ -403,7 +403,9 @@ class InferenceModelConfig:
     torch_dtype: str = opt("auto", "of weights; auto: bfloat16 on CUDA; native: on CPUs that have it", ENGINE_DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
     max_num_seqs: int | None = opt(
-        None, "samples that one engine computes at once; null: its share of env.num_envs, of vLLM on a GPU at least 256"
+        None,
+        "samples that one engine computes at once; null: its share of env.num_envs, of vLLM on a GPU those of a step "
+        "(256 to 1,024)",
     )
     max_model_len: int | None = opt(None, "context: prompt plus response tokens; null: what the model allows")
     enforce_eager: bool | None = opt(None, "vLLM without CUDA graphs; null: only on CPU")
