@@ -23,7 +23,7 @@ import torch
 
 from sota_grpo.files import sync, write_json
 from sota_grpo.policy.weight_pack import as_bytes
-from sota_grpo.untrusted import TensorFileError, open_file
+from sota_grpo.untrusted import open_file
 
 SUFFIX = ".safetensors"
 _DTYPES = {
@@ -38,6 +38,10 @@ _SYNC_BYTES = 512 << 20  # what the disk has not taken is bounded, and a writer 
 _HEADER_BYTES = 64 << 20
 _MOST_DIMENSIONS = 64  # of torch's own tensors
 _LEVELS = 3  # from a run directory to such a file: checkpoints, the checkpoint's folder, the file
+
+
+class TensorFileError(ValueError):
+    """A file is not of the safetensors format, or not what was written; the text says which."""
 
 
 @dataclass(frozen=True)

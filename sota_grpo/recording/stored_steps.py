@@ -27,7 +27,7 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file, drop_leftovers
 from sota_grpo.recording.run_files import STEPS_FOLDER
 from sota_grpo.rl.table import Key, RowTable
-from sota_grpo.untrusted import TensorFileError, load_tensors, open_file
+from sota_grpo.untrusted import open_file
 
 MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
 
@@ -149,11 +149,9 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
     """
     try:
         with open_file(path, most_bytes=2 * MOST_BYTES, levels=2) as file:
-            return _stored(load_tensors(file))
+            return _stored(torch.load(file, map_location="cpu", weights_only=True))
     except OSError as error:
         raise UserError(f"The stored step {path} cannot be read: {error.strerror}.") from error
-    except TensorFileError as error:
-        raise UserError(f"{path} is damaged, or no stored step of this program: {error}.") from error
     except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged, or no stored step of this program ({type(error).__name__}).") from error
 

@@ -37,10 +37,10 @@ from torch.utils._pytree import tree_map_only
 
 from sota_grpo.errors import RunFailed
 from sota_grpo.files import atomic_file, drop_leftovers, sync
-from sota_grpo.policy.tensor_files import StoredTensor, stored_tensors
+from sota_grpo.policy.tensor_files import StoredTensor, TensorFileError, stored_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
 from sota_grpo.training.shards import Shards, filled
-from sota_grpo.untrusted import TensorFileError, load_tensors, open_file
+from sota_grpo.untrusted import open_file
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -187,7 +187,8 @@ class CheckpointStore:
         """
         try:
             with open_file(path, levels=2) as file:
-                state = load_tensors(file, _require_intact(file, path))
+                _require_intact(file, path)
+                state = torch.load(file, map_location="cpu", weights_only=True)
             if not isinstance(state, dict) or not state.keys() >= set(parts):
                 raise TypeError(state)
             shards = state.pop(_SHARDS, None)
@@ -416,8 +417,8 @@ def _write(path: Path, state: dict[str, Any]) -> None:
         file.write(_MAGIC + writer.digest())
 
 
-def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> int:
-    """Bytes of the archive, once they are known to be those that were written."""
+def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
+    """See that the bytes are those that were written; the file is at its beginning afterwards."""
     size = os.fstat(file.fileno()).st_size
     remaining = size - _FOOTER_BYTES
     digest = hashlib.sha256()
@@ -429,7 +430,7 @@ def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> int:
         raise CheckpointError(f"checkpoint {path} is truncated or was not written by this program ({size} bytes)")
     if footer[len(_MAGIC) :] != digest.digest():
         raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match its {size} bytes")
-    return size - _FOOTER_BYTES
+    file.seek(0)
 
 
 def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, StoredTensor]:

@@ -24,11 +24,10 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.policy.tensor_files import Kept, StoredTensor, in_memory, stored_tensors, write_tensors
+from sota_grpo.policy.tensor_files import Kept, StoredTensor, TensorFileError, in_memory, stored_tensors, write_tensors
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
 from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.training.shards import Shards, ShardWriter, emptied, filled
-from sota_grpo.untrusted import TensorFileError
 from sota_grpo.workers.base import WorkerDied, WorkerThread
 from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
