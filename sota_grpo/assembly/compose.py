@@ -13,7 +13,7 @@ from typing import Any
 from sota_grpo.config import Config, register
 from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
-from sota_grpo.config.secrets import use_config_token, without_token
+from sota_grpo.config.secrets import without_tokens
 from sota_grpo.config.spelling import flat, no_option, walk
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
@@ -56,7 +56,6 @@ _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no
 _BARE = re.compile(r"override '(\w+)' missing EQUAL")
 _NAMELESS = re.compile(r"[+~\s]*=")
 _NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
-_NO_SECRETS = {"model": {"hub_token": None}, "engine": {"api_key": None}}  # of a saved config
 _TRUST = "add --trust-run (in Python trust=True), or give the same option again where options are taken"
 _NO_NAME = "Config group override must be a string"
 _GLOBAL_PACKAGE = "@package _global_"  # a group whose options stand outside its own section
@@ -89,7 +88,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    kept = without_token(overrides)
+    kept = without_tokens(overrides)
     require_names(kept)
     register()
     try:
@@ -100,7 +99,6 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # what Hydra raises of odd values
         raise UserError(sentence_of(error, kept)) from None
     assert isinstance(config, Config)
-    use_config_token(config)
     return config
 
 
@@ -223,8 +221,7 @@ def load_config(
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
     require_names(overrides)
-    config, own = _saved(path, without_token(overrides))
-    use_config_token(own)
+    config, own = _saved(path, without_tokens(overrides))
     for folder in (EXPORTED, INPUTS):
         require_plain(run_dir / folder, run_dir)
     for one in (config, own):
@@ -252,7 +249,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
                     f"{path}: {name} has an interpolation (${{..}}), which no run saves; write its value there."
                 )
         default = OmegaConf.structured(Config)
-        config = _with_overrides(OmegaConf.merge(default, saved, _NO_SECRETS), overrides)
+        config = _with_overrides(OmegaConf.merge(default, saved), overrides)
         return config, _with_overrides(default, overrides)
     except OSError as error:
         raise unreadable(path, error) from error

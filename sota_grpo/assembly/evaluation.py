@@ -20,7 +20,7 @@ from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import heldout_task, open_env, start_engine
 from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, model_name
 from sota_grpo.config.mixture import OF_TOOLS, entry_faults, task_configs, tasks_named
-from sota_grpo.config.secrets import use_config_token
+from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
@@ -304,7 +304,7 @@ def check(
     Raises:
         UserError: the config breaks a rule, or its parts cannot be put together.
     """
-    use_config_token(config)
+    require_tokens()
     validate(config)
     config.logging.wandb = "disabled"  # nothing is logged
 

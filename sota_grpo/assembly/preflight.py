@@ -15,7 +15,7 @@ from pathlib import Path
 from sota_grpo.config import Config, model_name, num_steps
 from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import mean_responses_per_step, task_configs, tasks_named
-from sota_grpo.config.secrets import use_config_token
+from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.model_sizes import is_on_the_hub, missing_folder
@@ -44,7 +44,7 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     Raises:
         UserError: the run cannot start; the first reason.
     """
-    use_config_token(config)
+    require_tokens()
     validate(config)
     if run_dir is not None:
         _require_one_process()

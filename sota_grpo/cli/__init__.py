@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.config.secrets import hide_tokens
+from sota_grpo.config.secrets import without_tokens
 from sota_grpo.errors import UserError, run_command
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one tool; mistakes of the user are one sentence and exit code 2, Ctrl-C is one and 130."""
     argv = sys.argv[1:] if arguments is None else arguments
-    run_command("sota-grpo", lambda: _run(hide_tokens(argv)), "nothing was written")
+    run_command("sota-grpo", lambda: _run(without_tokens(argv)), "nothing was written")
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -214,7 +214,6 @@ class RewardConfig:
     judge: JudgeConfig = section(JudgeConfig, "a model that judges responses")
 
 
-SECRETS = ("engine.api_key", "model.hub_token")  # hidden in pages, cards, and copies of a config
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENGINE_DTYPES, PRECISIONS = (*DTYPES, "native"), ("auto", "fp32", "bf16", "fp16", "native")
 
@@ -310,9 +309,6 @@ class EngineConfig:
 
     name: str = opt("auto", "engine; auto is vllm where it is installed", ("auto", *ENGINES))
     url: str | None = opt(None, "servers only: one that runs already, http://HOST:PORT; null starts one on loopback")
-    api_key: str | None = opt(
-        None, "key of the server behind engine.url, never logged nor saved; null: SOTA_GRPO_API_KEY"
-    )
 
 
 @dataclass
@@ -325,9 +321,6 @@ class ModelConfig:
         "instruction-tuned Qwen of model.size",
     )
     size: str = opt("1.5B", "parameters of the model where model.name is null", SIZES)
-    hub_token: str | None = opt(
-        None, "token for gated models, never logged nor saved; null: HF_TOKEN, or the hub login"
-    )
     attn_implementation: str | None = opt(None, "sdpa, eager, ..: padded rows; null: packed, shared prompts, if it can")
     load_kwargs: Any = opt(
         None, "further arguments of from_pretrained for the learner and the reference, such as {use_safetensors: true}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
-from sota_grpo.config import SECRETS, AlgorithmConfig, Config
+from sota_grpo.config import AlgorithmConfig, Config
 from sota_grpo.config.elastic import SHARED
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import READERS
@@ -136,7 +136,7 @@ class Account:
         changed = [option for option in left if values[option] != self._defaults[option]]
         unchanged = ", ".join(option for option in left if option not in changed)
         notes = [f"{option}={values[option]}: {self.notes[option]}" for option in values if option in self.notes]
-        others = [option if option in SECRETS else f"{option}={values[option]}" for option in changed]
+        others = [f"{option}={values[option]}" for option in changed]
         lines = []
         for title, texts in (
             ("Not the same there:", notes),

@@ -30,7 +30,7 @@ from sota_grpo.assembly.compose import (
 from sota_grpo.assembly.evaluation import PRESET_OF, exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
-from sota_grpo.config import SECRETS, Config, model_name, responses_per_step
+from sota_grpo.config import Config, model_name, responses_per_step
 from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.errors import RunFailed, UserError
@@ -197,7 +197,7 @@ def _write_config(config: Config, folder: Path) -> None:
     from omegaconf import OmegaConf
 
     plain = asdict(config)
-    plain["engine"]["api_key"] = plain["engine"]["url"] = None
+    plain["engine"]["url"] = None
     path = config.reward.path
     if path is not None:
         source = Path(path).expanduser()
@@ -237,7 +237,7 @@ _AMOUNTS = (
     "seed",
 )
 _PRIVATE = (
-    *(*SECRETS, "engine.url", "ray.address", "logging.project", "logging.run_name"),
+    *("engine.url", "ray.address", "logging.project", "logging.run_name"),
     *("reward.judge.url", "reward.judge.cache"),
 )
 _PATHS = (*PATH_OPTIONS, "train.resume")
@@ -353,11 +353,11 @@ def _data_of(config: Config) -> str:
 
 
 def published(config: Config) -> Config:
-    """A copy that can be shown to everybody: no keys, addresses or names of projects, and files without their folders.
+    """A copy that can be shown to everybody: no addresses or names of projects, and files without their folders.
 
     >>> config = Config()
-    >>> config.env.dataset_path, config.engine.api_key = "/home/me/data/train.jsonl", "secret"
-    >>> published(config).env.dataset_path, published(config).engine.api_key
+    >>> config.env.dataset_path, config.engine.url = "/home/me/data/train.jsonl", "http://host:8000"
+    >>> published(config).env.dataset_path, published(config).engine.url
     ('train.jsonl', None)
     """
     from omegaconf import OmegaConf

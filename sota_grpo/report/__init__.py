@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.assembly.compose import PATH_OPTIONS
-from sota_grpo.config import SECRETS
 from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
@@ -294,7 +293,7 @@ def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _value(name: str, value: Any) -> str:
-    secret = name in SECRETS or name.endswith(("_token", "_secret", "password", "api_key"))  # of another version, too
+    secret = name.endswith(("_token", "_secret", "password", "api_key"))  # of another program
     return _HIDDEN if secret and value is not None else shown(value)
 
 

@@ -22,7 +22,7 @@ from sota_grpo.assembly.learning import model_digests
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.config import Config, num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
-from sota_grpo.config.secrets import use_config_token
+from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError, collect_seldom
@@ -316,7 +316,7 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
         UserError: the run cannot start, or it cannot go on (``RunFailed``).
         KeyboardInterrupt: it was interrupted; the text says how to go on, where anything was saved.
     """
-    use_config_token(config)  # before anything keeps a copy
+    require_tokens()
     validate(config)
     passed = passed or Passed()
     anchor_paths(config)

@@ -27,7 +27,7 @@ from sota_grpo.assembly.compose import (
 )
 from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import Config, num_steps, register
-from sota_grpo.config.secrets import protect_token
+from sota_grpo.config.secrets import without_tokens
 from sota_grpo.errors import CRASHED, USER_MISTAKE, UserError, run_command
 from sota_grpo.files import write_text
 from sota_grpo.recording.progress import Heartbeat
@@ -54,7 +54,7 @@ def entry(mode: str, command: str | None = None) -> None:
     """
 
     def run() -> int:
-        arguments = protect_token(sys.argv[1:])
+        arguments = without_tokens(sys.argv[1:])
         if {"-h", "--help"} & set(arguments):
             print(help_heading(command or _program()))
             # Hydra's own --help looks through all of its own groups for a second

@@ -47,7 +47,6 @@ FREE_OPTIONS = (
     ("env", "reward_workers"),
     ("env", "reward_timeout_s"),
     ("engine", "url"),
-    ("engine", "api_key"),
     ("inference_model", "gone_s"),
     ("inference_model", "gpu_memory_utilization"),
     ("inference_model", "max_num_seqs"),

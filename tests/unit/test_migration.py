@@ -302,11 +302,6 @@ def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
     assert found == {}
 
 
-def test_secrets_stay_here() -> None:
-    config = config_of("engine.api_key=sk-secret", "engine=vllm_server")
-    assert "sk-secret" not in verl_script(*verl_options(config, FACTS), []) + trl_text(config)
-
-
 def exported(config: Config, folder: Path) -> Path:
     file = folder / "config.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sota_grpo import Result
-from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, compose, load_config
+from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, load_config
 from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.cli import main
 from sota_grpo.config import Config
@@ -176,14 +176,6 @@ def test_an_interpolation_is_refused_by_name_and_not_resolved(
     with pytest.raises(UserError, match=r"(env.system_prompt|logging.tags) has an interpolation") as refused:
         load_config(saved(run_dir, text))
     assert "hush" not in str(refused.value)
-
-
-def test_secrets_of_a_saved_config_count_for_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "SOTA_GRPO_API_KEY"):
-        monkeypatch.setenv(name, "mine")
-    config = load_config(saved(run_dir, "model: {hub_token: theirs}\nengine: {api_key: theirs}"))
-    assert (config.model.hub_token, config.engine.api_key) == (None, None)
-    assert {os.environ[name] for name in ("HF_TOKEN", "SOTA_GRPO_API_KEY")} == {"mine"}
 
 
 def aliases() -> str:
@@ -373,10 +365,3 @@ def test_no_control_sequence_of_a_run_reaches_the_terminal(
 def test_a_private_run_is_its_users_alone(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", {"train": {}}, None, num_steps=1, private=True):
         assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
-
-
-def test_a_key_of_a_server_stays_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SOTA_GRPO_API_KEY", raising=False)
-    given = ["engine=vllm_server", "engine.url=http://127.0.0.1:1", "engine.api_key=sk-1"]
-    assert compose("grpo_cpu", given).engine.api_key is None
-    assert os.environ["SOTA_GRPO_API_KEY"] == "sk-1"

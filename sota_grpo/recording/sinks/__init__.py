@@ -14,11 +14,10 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Self
 
-from sota_grpo.config import SECRETS, Config, LoggingConfig
+from sota_grpo.config import Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.text import sentence
 
-SECRET_NAMES = tuple(name.rpartition(".")[2] for name in SECRETS)
 logger = logging.getLogger(__name__)
 
 
@@ -87,16 +86,6 @@ class CopySink:
 
     def _finish(self, exit_code: int) -> None:
         raise NotImplementedError
-
-
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested plain values in which keys and tokens are starred: a config that leaves the machine.
-
-    >>> without_secrets({"engine": {"url": "http://h:1", "api_key": "abc"}, "seed": 1})
-    {'engine': {'url': 'http://h:1', 'api_key': '***'}, 'seed': 1}
-    """
-    copy = {name: without_secrets(value) if isinstance(value, Mapping) else value for name, value in config.items()}
-    return copy | {name: "***" for name in SECRET_NAMES if copy.get(name) is not None}
 
 
 for _file in iter_modules(__path__):

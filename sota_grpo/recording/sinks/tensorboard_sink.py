@@ -11,7 +11,7 @@ from typing import Any
 
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import flat
-from sota_grpo.recording.sinks import CopySink, without_secrets
+from sota_grpo.recording.sinks import CopySink
 from sota_grpo.text import readable
 
 FOLDER = "tensorboard"
@@ -37,7 +37,7 @@ class TensorBoardSink(CopySink):
     def __init__(self, run_dir: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None):
         super().__init__()
         self._dir = Path(run_dir) / FOLDER
-        self._config = without_secrets(config or {})
+        self._config = config or {}
         self._first_step: int | None = None
         self._open: Any = None
 

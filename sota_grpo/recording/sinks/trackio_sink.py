@@ -13,7 +13,7 @@ from typing import Any
 
 from sota_grpo.config import Config
 from sota_grpo.recording.run_files import read_rows
-from sota_grpo.recording.sinks import CopySink, without_secrets
+from sota_grpo.recording.sinks import CopySink
 from sota_grpo.recording.sinks.tensorboard_sink import as_markdown
 
 RUN_ID_FILE = "trackio_run_id.txt"
@@ -45,7 +45,7 @@ class TrackioSink(CopySink):
         super().__init__()
         self._dir, self._project = Path(run_dir), project
         self._name = name or "/".join(self._dir.resolve().parts[-2:])
-        self._config = without_secrets(config or {})
+        self._config = config or {}
         self._open: Any = None
 
     @classmethod

@@ -8,7 +8,6 @@ import netrc
 import os
 import secrets
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 from sota_grpo.config import Config
 from sota_grpo.recording.machine import this_start
-from sota_grpo.recording.sinks import SECRET_NAMES, CopySink, without_secrets
+from sota_grpo.recording.sinks import CopySink
 from sota_grpo.text import readable, sentence
 
 RUN_ID_FILE = "wandb_run_id.txt"
@@ -73,7 +72,7 @@ class WandbSink(CopySink):
         if mode == "online" and not has_api_key():
             self._go_offline("no API key was found (WANDB_API_KEY or netrc)")
         title = name or "/".join(self._dir.resolve().parts[-2:])
-        options = {"project": project, "name": title, "tags": list(tags), "config": without_secrets(config or {})}
+        options = {"project": project, "name": title, "tags": list(tags), "config": config or {}}
         self._attempt(lambda: self._start(options))
 
     @classmethod
@@ -98,9 +97,7 @@ class WandbSink(CopySink):
         import wandb
 
         self._wandb = wandb
-        settings = wandb.Settings(
-            silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S, x_disable_meta=_command_line_has_a_secret()
-        )
+        settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S)
         run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
         try:
             self._run = wandb.init(settings=settings, **run, **options)
@@ -127,12 +124,6 @@ class WandbSink(CopySink):
             self._dir.mkdir(parents=True, exist_ok=True)
             path.write_text(known + "\n", encoding="utf-8")
         return known
-
-
-def _command_line_has_a_secret() -> bool:
-    """W&B's description of the machine holds the command line; where a key is in it, it goes without."""
-    pairs = [argument.partition("=") for argument in sys.argv]
-    return any(name.endswith(SECRET_NAMES) and value not in ("", "null") for name, _, value in pairs)
 
 
 def _cell(value: Any) -> Any:
