@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -376,13 +377,26 @@ def save_hf(
     try:
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
             raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
-        with atomic_folder(target) as partial:
-            _write_weights(inner, partial, chain([first], weights), written)
-            tokenizer.save_pretrained(partial)
+        own, inner.generation_config = inner.generation_config, GenerationConfig()  # some that it reads are not written
+        try:
+            with atomic_folder(target) as partial:
+                _write_weights(inner, partial, chain([first], weights), written)
+                tokenizer.save_pretrained(partial)
+                _ending(own, tokenizer).to_json_file(partial / "generation_config.json")
+        finally:
+            inner.generation_config = own
     finally:
         for _ in weights:  # whatever failed: the other ranks are taking part
             pass
     return target
+
+
+def _ending(own: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The model's own, with every end token of training."""
+    made = copy.deepcopy(own) or GenerationConfig()
+    ends = end_token_ids(tokenizer, made)
+    made.eos_token_id = list(ends) if len(ends) > 1 else next(iter(ends), None)
+    return made
 
 
 def _export_dtype(model: PreTrainedModel) -> torch.dtype:
