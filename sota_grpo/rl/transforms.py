@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 Ask = Callable[[RowTable], tuple[Sequence[Row], Callable[[Sequence[Tensor]], list[Tensor]]]]
 Reference = Callable[[TensorDictBase], Tensor | TensorDictBase]
 _INFO = json.JSONEncoder(default=str)
+_NO_REWARD = "NoReward: no term of the reward applies to the response (its functions returned None)"
 Rows = TypeVar("Rows", RowTable, TensorDictBase)
 
 
@@ -102,7 +104,8 @@ def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
 def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
     """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), and all that is beside it.
 
-    A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row.
+    A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row. A response to
+    which none applies has no reward, as one whose grader failed: 0 would be a verdict.
 
     Args:
         rows: a batch of ``N`` rows; TensorDicts may be lazily stacked or dense.
@@ -117,6 +120,10 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
     >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
     ([[2.0], [0.0]], [[False], [True]])
     """
+    scores = [
+        replace(score, error=score.error or _NO_REWARD) if {*score.terms.values()} == {None} else score
+        for score in scores
+    ]
     for name in term_weights:
         values = [score.terms[name] for score in scores]
         applying = [row for row, value in enumerate(values) if value is not None]
