@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,14 +31,13 @@ from sota_grpo.functional.advantages import (
     zero_advantage_mask,
 )
 from sota_grpo.rl.collate import complete_rows, graded_rows, micro_batches, pad_rows
-from sota_grpo.rl.records import Example, Score, total_reward
+from sota_grpo.rl.records import Example, Score, rewarded, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
 #: Rows in; out come other rows for a reference, and what puts its values of those, one ``[T_i]`` each, behind these.
 Ask = Callable[[RowTable], tuple[Sequence[Row], Callable[[Sequence[Tensor]], list[Tensor]]]]
 Reference = Callable[[TensorDictBase], Tensor | TensorDictBase]
 _INFO = json.JSONEncoder(default=str)
-_NO_REWARD = "NoReward: no term of the reward applies to the response (its functions returned None)"
 Rows = TypeVar("Rows", RowTable, TensorDictBase)
 
 
@@ -120,10 +118,7 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
     >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
     ([[2.0], [0.0]], [[False], [True]])
     """
-    scores = [
-        replace(score, error=score.error or _NO_REWARD) if {*score.terms.values()} == {None} else score
-        for score in scores
-    ]
+    scores = [*map(rewarded, scores)]
     for name in term_weights:
         values = [score.terms[name] for score in scores]
         applying = [row for row, value in enumerate(values) if value is not None]
