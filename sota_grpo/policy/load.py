@@ -412,10 +412,11 @@ def save_hf(
 
 
 def _ending(own: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """The model's own, with every end token of training."""
+    """The model's own, with every end token of training behind its own."""
     made = copy.deepcopy(own) or GenerationConfig()
-    ends = end_token_ids(tokenizer, made)
-    made.eos_token_id = list(ends) if len(ends) > 1 else next(iter(ends), None)
+    named = made.eos_token_id if isinstance(made.eos_token_id, list) else [made.eos_token_id]
+    ends = [each for each in dict.fromkeys([*named, *end_token_ids(tokenizer, made)]) if each is not None]
+    made.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return made
 
 
