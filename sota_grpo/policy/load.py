@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import chain
@@ -148,8 +149,7 @@ def load_model(
     config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
     if weights:
         _require_stored(config, name)
-    silence_dropout(config)
-    stored = config.dtype
+    stored = config.dtype, silence_dropout(config)
     options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -162,7 +162,7 @@ def load_model(
             _fill(model)
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
-    model.stored_dtype = stored  # read by save_hf
+    model.stored_dtype, model.stored_dropout = stored  # read by save_hf
     return model.to(device).train()
 
 
@@ -224,20 +224,38 @@ def _fill(model: nn.Module) -> None:
                     table[name] = made[id(value)]  # type: ignore[assignment]
 
 
-def silence_dropout(config: PretrainedConfig) -> None:
+def silence_dropout(config: PretrainedConfig) -> list[dict[str, float]]:
     """Set every dropout, layer-drop and router-jitter rate of the configuration to 0, nested text part included.
 
+    Returns:
+        What they were, for :func:`_set_rates`.
+
     >>> from transformers import GPT2Config
-    >>> config = GPT2Config(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
-    >>> silence_dropout(config)
-    >>> config.attn_pdrop, config.resid_pdrop, config.embd_pdrop
-    (0.0, 0.0, 0.0)
+    >>> config = GPT2Config(attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
+    >>> rates = silence_dropout(config)
+    >>> config.attn_pdrop, config.resid_pdrop, config.embd_pdrop, rates[0]["resid_pdrop"]
+    (0.0, 0.0, 0.0, 0.2)
     """
-    for each in {id(config): config, id(text := config.get_text_config()): text}.values():
-        for key, value in list(vars(each).items()):
-            is_rate = isinstance(value, float) and any(word in key for word in ("drop", "jitter"))
-            if is_rate:
-                setattr(each, key, 0.0)
+    words = ("drop", "jitter")
+    rates = [
+        {
+            key: rate
+            for key, rate in vars(each).items()
+            if isinstance(rate, float) and any(word in key for word in words)
+        }
+        for each in _parts(config)
+    ]
+    _set_rates(config, [dict.fromkeys(own, 0.0) for own in rates])
+    return rates
+
+
+def _set_rates(config: PretrainedConfig, rates: Sequence[Mapping[str, float]]) -> None:
+    for each, own in zip(_parts(config), rates):
+        vars(each).update(own)
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    return list({id(each): each for each in (config, config.get_text_config())}.values())
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -376,13 +394,30 @@ def save_hf(
     try:
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
             raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
-        with atomic_folder(target) as partial:
-            _write_weights(inner, partial, chain([first], weights), written)
-            tokenizer.save_pretrained(partial)
+        own, inner.generation_config = inner.generation_config, GenerationConfig()  # some that it reads are not written
+        dropout = getattr(inner, "stored_dropout", [])
+        _set_rates(inner.config, dropout)
+        try:
+            with atomic_folder(target) as partial:
+                _write_weights(inner, partial, chain([first], weights), written)
+                tokenizer.save_pretrained(partial)
+                _ending(own, tokenizer).to_json_file(partial / "generation_config.json")
+        finally:
+            inner.generation_config = own
+            _set_rates(inner.config, [dict.fromkeys(rates, 0.0) for rates in dropout])
     finally:
         for _ in weights:  # whatever failed: the other ranks are taking part
             pass
     return target
+
+
+def _ending(own: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The model's own, with every end token of training behind its own."""
+    made = copy.deepcopy(own) or GenerationConfig()
+    named = made.eos_token_id if isinstance(made.eos_token_id, list) else [made.eos_token_id]
+    ends = [each for each in dict.fromkeys([*named, *end_token_ids(tokenizer, made)]) if each is not None]
+    made.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
+    return made
 
 
 def _export_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # named in annotations only: a grader's process lives without torch
@@ -87,6 +87,16 @@ def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]
     1.5
     """
     return sum((weights[name] * value for name, value in terms.items() if value is not None), 0.0)
+
+
+def rewarded(score: Score) -> Score:
+    """The score; an error where no term applies, since a reward of 0 would be a verdict.
+
+    >>> rewarded(Score({"right": None}, False)).error
+    'NoReward: no term of the reward applies to the response (its functions returned None)'
+    """
+    reason = "NoReward: no term of the reward applies to the response (its functions returned None)"
+    return replace(score, error=score.error or reason) if {*score.terms.values()} == {None} else score
 
 
 class SampledText(str):

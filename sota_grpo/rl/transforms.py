@@ -31,7 +31,7 @@ from sota_grpo.functional.advantages import (
     zero_advantage_mask,
 )
 from sota_grpo.rl.collate import complete_rows, graded_rows, micro_batches, pad_rows
-from sota_grpo.rl.records import Example, Score, total_reward
+from sota_grpo.rl.records import Example, Score, rewarded, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
 #: Rows in; out come other rows for a reference, and what puts its values of those, one ``[T_i]`` each, behind these.
@@ -102,7 +102,8 @@ def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
 def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
     """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), and all that is beside it.
 
-    A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row.
+    A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row. A response to
+    which none applies has no reward, as one whose grader failed: 0 would be a verdict.
 
     Args:
         rows: a batch of ``N`` rows; TensorDicts may be lazily stacked or dense.
@@ -117,6 +118,7 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
     >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
     ([[2.0], [0.0]], [[False], [True]])
     """
+    scores = [*map(rewarded, scores)]
     for name in term_weights:
         values = [score.terms[name] for score in scores]
         applying = [row for row, value in enumerate(values) if value is not None]

@@ -24,7 +24,17 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.collate import drawn_entries, group_table, last_turn
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score, sample_seed
+from sota_grpo.rl.records import (
+    Example,
+    GroupOutput,
+    GroupRequest,
+    Sample,
+    SampledText,
+    Sampling,
+    Score,
+    rewarded,
+    sample_seed,
+)
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_scores
 from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
@@ -192,7 +202,7 @@ class Rollouts:
     ) -> None:
         move(GRADE, None)
         if graded.set_running_or_notify_cancel():
-            resolve(graded, lambda: self._written(group(scores.result())))
+            resolve(graded, lambda: self._written(group([*map(rewarded, scores.result())])))
 
     def _written(self, group: Graded) -> Graded:
         write_scores(group.rows, group.scores, self.env.task.term_weights)

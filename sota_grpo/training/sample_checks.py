@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -127,14 +127,11 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
                 f"(now {subject.sampling.max_tokens}), or name in inference_model.stop what ends a response"
             )
     failed = rows.get(keys.REWARD_ERROR).flatten()
-    earning = _rows_with_terms(rows, subject.rollouts.env.task.term_weights)
     for name, places in _by_task(rows).items():
         of_task = "" if name is None else f" of {name}"
         if bool(failed[places].all()):
             reason = json.loads(rows[places[0]][keys.REWARD_INFO]).get("error")
             faults.append(f"the grader failed at every response{of_task}, the first time: {reason}")
-        elif not earning & {*places}:
-            faults.append(f"no reward applies to any response{of_task}, and where that goes on nothing is learned")
     counts = f"{ended} of {len(rows)} responses end before their limit, {len(rows) - int(failed.sum())} are graded"
     return Check("responses end and are graded", not faults, "; ".join([counts, *faults]))
 
@@ -145,17 +142,6 @@ def _by_task(rows: RowTable) -> dict[str | None, list[int]]:
     for place, row in enumerate(rows.rows(keys.EXTRA)):
         places.setdefault(task_of_example(json.loads(row[keys.EXTRA])), []).append(place)
     return places
-
-
-def _rows_with_terms(rows: RowTable, names: Iterable[str]) -> set[int]:
-    """The places of rows to which one of these reward terms applies."""
-    columns = [rows.columns[key] for name in names if rows.has(key := (*keys.REWARD_TERMS, name))]
-    return {
-        place
-        for column in columns
-        for place, value in zip(column.places(len(rows)), column.values.flatten().tolist())
-        if not math.isnan(value)
-    }
 
 
 def every_sampled_token_is_trained(subject: Subject) -> Check:

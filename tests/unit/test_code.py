@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -119,6 +121,23 @@ def test_assertions_and_pairs_are_a_test_each() -> None:
     double = "print(int(input()) * 2)"
     pairs = [{"stdin": "4\n", "stdout": "8"}, {"stdin": "5", "stdout": "11"}, {"stdin": "x", "stdout": ""}]
     assert run_tests(RUNNER, double, pairs) == [True, False, False]
+
+
+class PlainRunner:
+    """Runs programs of these tests as a process of its own, where there is no sandbox."""
+
+    def run(self, code: str, stdin: str) -> Ran:
+        done = subprocess.run([sys.executable, "-I", "-c", code], input=stdin, capture_output=True, text=True)
+        return Ran(done.stdout, done.returncode == 0)
+
+
+@pytest.mark.parametrize("fault", ["xs[0]", "1 / len(xs)", "undefined if not xs else 1", "exit(0) if not xs else 1"])
+def test_a_test_at_which_a_program_raises_fails_alone(fault: str) -> None:
+    """The share of the tests that pass is the same in whichever order they stand."""
+    program = f"def first(xs):\n    {fault}\n    return xs[0]"
+    raises, *right = "assert first([]) is None", "assert first([1]) == 1", "assert first([2, 3]) == 2"
+    assert run_tests(PlainRunner(), program, "\n".join([*right, raises])) == [True, True, False]
+    assert run_tests(PlainRunner(), program, "\n".join([raises, *right])) == [False, True, True]
 
 
 @needs_bwrap

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from sota_grpo import keys
 from sota_grpo.assembly.sampling import engine_options
@@ -17,7 +18,7 @@ from sota_grpo.config import Config
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import end_of_turn, end_token_ids
-from sota_grpo.policy.load import load_tokenizer, resolve_model_path
+from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, Sample
 from tests.l3_parts import make_env
@@ -48,6 +49,31 @@ def test_the_template_of_a_base_model_ends_its_turns(base_model: str, tmp_path: 
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == END_OF_TEXT
     options = engine_options(config, "transformers", "cpu", tokenizer, tmp_path)
     assert options.eos_token_ids == (END_OF_TEXT, END_OF_TURN)
+
+
+def test_a_model_that_is_exported_ends_where_it_ended_in_training(base_model: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(base_model)
+    folder = save_hf(load_model(base_model), tokenizer, tmp_path / "hf")
+    made = GenerationConfig.from_pretrained(folder)  # what transformers and vLLM stop by
+    assert made.eos_token_id == [END_OF_TEXT, END_OF_TURN]
+    assert GenerationConfig.from_pretrained(save_hf(load_model("tiny"), load_tokenizer("tiny"), folder)) == (
+        GenerationConfig.from_pretrained(resolve_model_path("tiny"))
+    ), "one that names its ends is left as it was"
+
+
+def test_sampling_options_that_transformers_would_not_write_do_not_keep_a_trained_model_from_its_export(
+    base_model: str, tmp_path: Path
+) -> None:
+    """Llama 2 and Vicuna came with a temperature and without ``do_sample``: read with a warning, refused on saving."""
+    options = {"temperature": 0.9, "top_p": 0.6, "early_stopping": True}
+    (Path(base_model) / "generation_config.json").write_text(json.dumps(options | {"eos_token_id": END_OF_TEXT}))
+    model = load_model(base_model)
+    before = model.generation_config
+    folder = save_hf(model, load_tokenizer(base_model), tmp_path / "hf")
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert written.items() >= (options | {"eos_token_id": [END_OF_TEXT, END_OF_TURN]}).items()
+    assert load_model(str(folder)).generation_config.temperature == 0.9
+    assert model.generation_config is before
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL, THINKING])

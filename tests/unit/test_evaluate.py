@@ -41,20 +41,21 @@ def measured(env, say, **options) -> dict[str, float]:
     ).measure()
 
 
-def test_failed_gradings_count_as_wrong_and_are_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("reason", ["OSError: no judge", "NoReward: no term of the reward applies"])
+def test_failed_gradings_count_as_wrong_and_are_told(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     env = make_env()
 
     def score(response: str, example: Example) -> Score:
         if example == env.task.heldout[2]:
-            raise OSError("no judge")
+            if "judge" in reason:
+                raise OSError("no judge")
+            return Score({"correct": None}, False)
         return Score({"correct": 1.0}, True)
 
     env.grader = LocalGrader(score, ["correct"])
     assert measured(env, lambda request, index: "say")["eval/accuracy"] == 7 / 8
-    assert (
-        "failed at 1 of 8 responses of this evaluation, which count as wrong; the first: OSError: no judge"
-        in caplog.text
-    )
+    told = f"failed at 1 of 8 responses of this evaluation, which count as wrong; the first: {reason}"
+    assert told in caplog.text
 
 
 def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -247,7 +247,7 @@ def test_a_reward_that_applies_to_no_response_is_found(subject: Subject) -> None
     subject.rows = graded_rows(subject)
     check = gate.responses_end_and_are_graded(subject)
     assert check.passed is False
-    assert "no reward applies to any response" in check.sentence
+    assert "the first time: NoReward: no term of the reward applies" in check.sentence
 
 
 def test_each_task_of_a_mixture_is_looked_at(subject: Subject) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError
@@ -268,6 +268,17 @@ def test_an_export_reloads_to_equal_logits(family, tmp_path):
     (tmp_path / "mine" / "thesis.txt").write_text("ten years")
     with pytest.raises(ValueError, match="holds no exported model"):
         save_hf(model, make_tokenizer(), tmp_path / "mine")
+
+
+def test_an_export_has_the_dropout_of_the_model_that_was_trained(tmp_path: Path) -> None:
+    """It is off in training; who trains the export further finds the configuration that the model came with."""
+    config = GPT2Config(vocab_size=len(make_tokenizer()), n_embd=8, n_layer=1, n_head=1, n_positions=32, attn_pdrop=0.2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    model = load_model(str(tmp_path / "base"))
+    exported = AutoConfig.from_pretrained(save_hf(model, make_tokenizer(), tmp_path / "hf"))
+    assert (exported.attn_pdrop, exported.resid_pdrop) == (0.2, 0.1)
+    assert (model.config.attn_pdrop, model.config.resid_pdrop) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -19,7 +19,7 @@ from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import row_list
-from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, write_scores
 from tests.builders import VOCAB, generator, random_row, random_rows
 
 WEIGHTS = {"right": 1.0, "short": 0.25}
@@ -191,6 +191,17 @@ class FakeReference:
         tokens = padded[keys.FULL_TOKENS]
         self.widths.append(int(padded[keys.ATTENTION_MASK].sum()))  # where prompts differ: the packed tokens
         return torch.where(padded[keys.ATTENTION_MASK], -tokens / 10, torch.nan)
+
+
+def test_a_response_to_which_no_reward_function_applies_is_in_no_statistic() -> None:
+    """Its functions said None, and not 0: (3, 1) have the mean 2 and the standard deviation 1.4142."""
+    rows = TensorDict({"group_id": torch.zeros(4, dtype=torch.int64)}, [4])
+    terms = [{"f": 3.0, "g": None}, {"f": None, "g": None}, {"f": None, "g": 1.0}, {"f": None, "g": None}]
+    rows = lazy_stack(list(rows.unbind(0)))
+    write_scores(rows, [Score(each, False) for each in terms], {"f": 1.0, "g": 1.0})
+    advantage = GroupAdvantage()(rows)["advantage"].flatten()
+    torch.testing.assert_close(advantage, torch.tensor([0.7071, 0.0, -0.7071, 0.0]), atol=1e-4, rtol=0)
+    assert rows["next", "reward_error"].flatten().tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
