@@ -24,7 +24,7 @@ from sota_grpo.tasks import TASKS
 
 
 def opt(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
-    """A config field: its default, what it changes, and the values it accepts when they are few."""
+    """A config field: its default, what it changes, and the values it accepts beside it when they are few."""
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
@@ -307,7 +307,7 @@ class AlgorithmConfig:
 class EngineConfig:
     """The inference engine."""
 
-    name: str = opt("auto", "engine; auto is vllm where it is installed", ("auto", *ENGINES))
+    name: str = opt("auto", "engine; auto is vllm where it is installed", ENGINES)
     url: str | None = opt(None, "servers only: one that runs already, http://HOST:PORT; null starts one on loopback")
 
 
@@ -454,7 +454,7 @@ class OptimizerConfig:
     name: str = opt(
         "adamw",
         "AdamW; AdamW with moments of 8 bits (bitsandbytes); or Muon for matrices of layers, AdamW for the rest",
-        OPTIMIZERS.keys(),
+        OPTIMIZERS,
     )
     lr: float = opt(1e-6, "peak learning rate")
     weight_decay: float = opt(0.0, "decoupled weight decay of matrices and embeddings; norms and biases have none")

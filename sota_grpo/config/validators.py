@@ -52,8 +52,9 @@ def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
         choices = item.metadata["choices"]
         if name == "algorithm.objective" and in_file(value):  # it is looked at by the rules that ask what it reads
             continue
-        if choices and value not in choices and (value is not None or item.default is not None):
-            yield f"{name}={value} is not one of {', '.join(choices)}."
+        if choices and value != item.default and value not in choices:
+            others = [choice for choice in choices if choice != item.default]
+            yield f"{name}={value} is not one of {', '.join(filter(None, [item.default, *others]))}."
 
 
 _AMOUNTS = (

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from packaging.requirements import Requirement
 
 from sota_grpo.errors import UserError
+from sota_grpo.plugins import Registry
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 
 if TYPE_CHECKING:
@@ -189,7 +190,8 @@ class Kind:
     """What the rest of the program has to know of an engine: all that a new one declares, beside its own module.
 
     Args:
-        builder: ``module:function`` in this folder, called with resolved ``EngineOptions``.
+        builder: ``module:function``, of this folder where the module has no dot; called with resolved
+            ``EngineOptions``.
         memory: whose formula says what it holds: ``vllm`` (a share of the device), ``transformers``, or ``none``.
         server: samples in a process of its own, started here or reached by ``engine.url``.
         expandable_segments: takes memory that torch can grow, on a GPU.
@@ -210,8 +212,9 @@ class Kind:
     trl: str | None = None
 
 
-#: By the name that ``engine=`` takes; each has a preset in ``config/engine/``.
-ENGINES: Mapping[str, Kind] = {
+#: By the name that ``engine.name=`` takes; each of ours has a preset in ``config/engine/``, and packages add theirs as
+#: entry points of "sota_grpo.engines".
+_OWN: Mapping[str, Kind] = {
     "vllm": Kind(
         "vllm_engine:VLLMEngine",
         "vllm",
@@ -236,6 +239,7 @@ ENGINES: Mapping[str, Kind] = {
     ),
     "sglang_server": Kind("server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"),
 }
+ENGINES: Registry[Kind] = Registry("sota_grpo.engines", _OWN)
 
 
 def is_server(name: str) -> bool:
@@ -334,7 +338,8 @@ def make_engine(options: EngineOptions) -> SteppingEngine:
     name = resolve_engine_name(options.engine, device=options.device)
     module, _, builder = ENGINES[name].builder.partition(":")
     options = replace(options.resolved(), engine=name)
-    engine: SteppingEngine = getattr(import_module(f"{__name__}.{module}"), builder)(options)
+    module = module if "." in module else f"{__name__}.{module}"
+    engine: SteppingEngine = getattr(import_module(module), builder)(options)
     if options.stop:
         from sota_grpo.engines.stop_strings import StopStrings
         from sota_grpo.policy.load import load_tokenizer

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.plugins import Registry
 from sota_grpo.policy.model_sizes import Architecture
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _orthogonalised(trained: Trained) -> int:
     return (trained.weight_bytes + 6) * rows * columns + 4 * min(rows, columns) ** 2
 
 
-OPTIMIZERS: Mapping[str, OptimizerKind] = {
+_OWN: Mapping[str, OptimizerKind] = {
     "adamw": OptimizerKind(_adamw, _two_moments),
     "adamw_8bit": OptimizerKind(
         _adamw_8bit,
@@ -180,6 +181,8 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
         trains_adapters=False,
     ),
 }
+#: By the name that ``optimizer.name=`` takes; packages add theirs as entry points of "sota_grpo.optimizers".
+OPTIMIZERS: Registry[OptimizerKind] = Registry("sota_grpo.optimizers", _OWN)
 
 
 def make_optimizer(

@@ -7,14 +7,14 @@ response, ``calls_tools`` that a response may call one. No task imports torch: o
 
 from __future__ import annotations
 
-from importlib import import_module
 from inspect import signature
 from typing import Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.plugins import Registry
 from sota_grpo.rl.task import Task
 
-_CLASSES = {
+_OWN = {
     "gsm8k": "gsm8k:GSM8KTask",
     "math": "math:MathTask",
     "ifeval": "ifeval:IFEvalTask",
@@ -27,7 +27,8 @@ _CLASSES = {
     "calculator": "calculator:CalculatorTask",
     "reasoning_gym": "reasoning_gym:ReasoningGymTask",
 }
-TASKS = _CLASSES.keys()
+#: The class of each, by name; packages add theirs as entry points of "sota_grpo.tasks".
+TASKS: Registry[Any] = Registry("sota_grpo.tasks", {name: f"{__name__}.{place}" for name, place in _OWN.items()})
 
 
 def make_task(name: str, **kwargs: Any) -> Task:
@@ -100,7 +101,6 @@ def task_class(name: str) -> Any:
     >>> task_class("gsm8k").hub_name
     'openai/gsm8k'
     """
-    if name not in _CLASSES:
+    if name not in TASKS:
         raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
-    module, _, kind = _CLASSES[name].partition(":")
-    return getattr(import_module(f"sota_grpo.tasks.{module}"), kind)
+    return TASKS[name]

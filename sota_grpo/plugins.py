@@ -1,0 +1,69 @@
+"""What the names of options stand for: our own classes, and those that installed packages declare as entry points.
+
+A package of yours adds a task, for one, by a line of its ``pyproject.toml``::
+
+    [project.entry-points."sota_grpo.tasks"]
+    riddles = "my_package.riddles:RiddlesTask"
+
+after which ``env.dataset=riddles`` trains on it. ``sota_grpo.engines`` and ``sota_grpo.optimizers`` are the other
+groups. A package cannot take a name of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from sota_grpo.errors import UserError
+
+Value = TypeVar("Value")
+
+
+class Registry(Mapping[str, Value], Generic[Value]):
+    """By name what ``own`` has and what entry points of ``group`` add; the latter are imported when they are asked for.
+
+    Args:
+        group: of the entry points.
+        own: by name, the values, or ``module:name`` of what is imported when it is asked for.
+
+    >>> registry = Registry("sota_grpo.tasks", {"gsm8k": "sota_grpo.tasks.gsm8k:GSM8KTask"})
+    >>> list(registry), registry["gsm8k"].__name__
+    (['gsm8k'], 'GSM8KTask')
+    """
+
+    def __init__(self, group: str, own: Mapping[str, Value | str]) -> None:
+        self._group, self._own = group, own
+
+    @cached_property
+    def _installed(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in entry_points(group=self._group) if entry.name not in self._own}
+
+    def __getitem__(self, name: str) -> Value:
+        """Raises UserError where a package's entry point cannot be imported; KeyError for an unknown name."""
+        own = self._own.get(name)
+        if isinstance(own, str):
+            module, _, member = own.partition(":")
+            return getattr(import_module(module), member)  # type: ignore[no-any-return]
+        if own is not None:
+            return own
+        entry = self._installed[name]
+        try:
+            return entry.load()  # type: ignore[no-any-return]
+        except Exception as error:  # somebody else's code
+            package = "a package" if entry.dist is None else f"the package {entry.dist.name}"
+            raise UserError(
+                f"{name} of {self._group} is {entry.value} of {package}, which cannot be imported "
+                f"({type(error).__name__}: {error}); mend or remove the package."
+            ) from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own or name in self._installed
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self._own, *self._installed)
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._installed)

@@ -1,0 +1,88 @@
+"""A package that is installed beside this one adds a task, which the command line knows by its name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.errors import UserError
+from sota_grpo.plugins import Registry
+from tests.e2e.conftest import ENVIRONMENT, SMALL, command, metrics
+
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "riddles"
+version = "1"
+[project.entry-points."sota_grpo.tasks"]
+riddles = "riddles:RiddlesTask"
+broken = "riddles:Missing"
+table = "riddles:RiddlesTask"
+"""
+MODULE = '''
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.task import chat
+
+
+class RiddlesTask:
+    """Say the number that is asked for."""
+
+    name, term_weights = "riddles", {"correct": 1.0}
+
+    def __init__(self, *, num_train: int = 16, num_heldout: int = 8) -> None:
+        made = [Example(f"Ann has {number} pens. How many pens has Ann?", str(number)) for number in range(1, 200)]
+        self.train, self.heldout = made[:num_train], made[num_train : num_train + num_heldout]
+
+    def messages(self, example):
+        return chat(None, example.query)
+
+    def score(self, response, example):
+        correct = float(example.answer in response)
+        return Score({"correct": correct}, correct == 1.0)
+
+    def gold_response(self, example):
+        return example.answer
+
+    def read_row(self, row, place):
+        return Example(row.get("question", ""), str(row["answer"]))
+'''
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, built as a wheel and installed."""
+    folder = tmp_path_factory.mktemp("riddles")
+    (folder / "pyproject.toml").write_text(PROJECT)
+    (folder / "riddles.py").write_text(MODULE)
+    site = folder / "site"
+    how = ["install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(site), str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", *how], check=True, cwd=folder)
+    return site
+
+
+def test_a_task_of_a_package_trains(installed: Path, tmp_path: Path) -> None:
+    given = command(
+        tmp_path / "run", *SMALL, "env.dataset=riddles", "env.max_samples=16", "train.total_dialog_turns=32"
+    )
+    paths = os.pathsep.join(filter(None, (str(installed), ENVIRONMENT.get("PYTHONPATH"))))
+    done = subprocess.run(given, env=ENVIRONMENT | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [row["reward"] is not None for row in metrics(tmp_path / "run") if "reward" in row] == [True, True]
+
+
+def test_names_of_ours_stay_ours_and_a_broken_package_is_a_sentence(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(installed))
+    tasks: Registry[object] = Registry("sota_grpo.tasks", {"table": "sota_grpo.tasks.table:TableTask"})
+    assert sorted(tasks) == ["broken", "riddles", "table"]
+    assert (tasks["table"].__name__, tasks["riddles"].__name__) == ("TableTask", "RiddlesTask")  # type: ignore[attr-defined]
+    assert "nothing" not in tasks
+    with pytest.raises(UserError, match=r"broken of sota_grpo.tasks is riddles:Missing of the package riddles"):
+        tasks["broken"]
