@@ -285,7 +285,7 @@ class Jobs:
         elif isinstance(error, UserError):
             self._say(str(error))
         else:
-            self._say(sentence_of(error) if mistake else reason(error))
+            self._say(sentence_of(error, self._arguments) if mistake else reason(error))
         self._codes.append(getattr(error, "exit_code", USER_MISTAKE if mistake else CRASHED))
 
     def _say(self, sentence: str) -> None:

@@ -26,6 +26,7 @@ def test_the_process_of_these_tests_cannot_import_torch(typed) -> None:
 MISTAKES = {
     "option": (["env.num_env=3"], "There is no option env.num_env; did you mean env.num_envs?"),
     "added option": (["+foo=1"], "There is no option foo."),
+    "value of TRL": (["loss_type=dapo"], "There is no option loss_type; here loss_type=dapo is algorithm.aggregatio"),
     "preset": (["--config-name", "grpo_gpu"], "There is no config grpo_gpu; the presets are grpo_cpu, "),
     "preset that is no name": (["algorithm=0"], "algorithm, engine, hardware, mode are set to the name of a preset, "),
     "preset of a group": (["algorithm=dappo"], "There is no algorithm=dappo; the presets are cispo, "),
