@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sota_grpo import keys
+from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import Baseline, Scale
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.load import load_model
@@ -410,6 +411,11 @@ def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_p
     with pytest.raises(CheckError, match=sentence) as raised:
         run_gate(make_subject(tmp_path, objective=objective), "strict")
     assert raised.value.check.name == "the objective raises better responses"
+
+
+def test_an_objective_without_a_gradient_is_named_where_checks_only_warn(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="algorithm.objective gives no log-prob a gradient"):
+        run_gate(make_subject(tmp_path, objective=without_gradient), "warn")
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
