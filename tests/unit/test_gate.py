@@ -256,9 +256,11 @@ def test_each_task_of_a_mixture_is_looked_at(subject: Subject) -> None:
     errors = torch.zeros(8, 1, dtype=torch.bool)
     errors[[3, 5]] = True  # all of one task's
     subject.rows.set(keys.REWARD_ERROR, errors)
-    subject.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}'] * 8)
+    subject.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}' if lost else "{}" for lost in errors.flatten()])
     tasks = ["b" if failed else "a" for failed in errors.flatten()]
-    assert gate.responses_end_and_are_graded(subject).passed
+    check = gate.responses_end_and_are_graded(subject)
+    assert check.passed
+    assert check.sentence.endswith("6 are graded; the grader failed at 2 of 8, the first time: OSError: gone")
     subject.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
     check = gate.responses_end_and_are_graded(subject)
     assert check.passed is False
