@@ -416,7 +416,7 @@ def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_p
 
 
 def test_an_objective_without_a_gradient_is_named_where_checks_only_warn(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="algorithm.objective gives no log-prob a gradient"):
+    with pytest.raises(UserError, match=r"algorithm\.objective gives no log-prob a gradient"):
         run_gate(make_subject(tmp_path, objective=without_gradient), "warn")
 
 
