@@ -102,11 +102,12 @@ def with_help(shown: str) -> str:
     >>> print(with_help("optimizer:\\n  schedule: linear\\n").splitlines()[1])
       schedule: linear  # learning rate after the warm-up (constant, linear, cosine)
     """
-    texts = {}
+    texts: dict[str, str] = {}
     for name, option, _ in walk():
         choices = option.metadata["choices"]
         texts[name] = option.metadata["help"] + (f" ({', '.join(map(str, choices))})" if choices else "")
-    lines, path = [], [""]
+    lines: list[str] = []
+    path = [""]
     for line in shown.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         path[depth:] = [line.strip().partition(":")[0]]
