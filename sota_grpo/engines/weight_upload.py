@@ -13,7 +13,7 @@ lay on this machine.
     POST   /sota_grpo/weights/SESSION/NUMBER/whole   all are there: the folder to load from
     DELETE /sota_grpo/weights/SESSION/NUMBER         it is loaded, or given up
 
-All may be repeated. This module needs nothing that a vLLM server has not (``pip install --no-deps sota-grpo``).
+All may be repeated. This module needs nothing that a vLLM server has not (``pip install --no-deps .`` in a checkout).
 """
 
 from __future__ import annotations

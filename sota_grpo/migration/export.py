@@ -118,7 +118,7 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Account:
     heading = [
         f"{facts.name}, a run of sota_grpo {ours}, as a command of verl {VERL_VERSION}, whose options are in",
         f"verl/trainer/config at the tag v{VERL_VERSION} of github.com/verl-project/verl.",
-        "reward.py is sota_grpo's grader: it has to be installed where verl runs (pip install --no-deps sota-grpo).",
+        "reward.py is sota_grpo's grader: install it where verl runs (pip install --no-deps . in a checkout of it).",
     ]
     with _new_folder(out, run_dir) as folder:
         write_parquet(folder / "train.parquet", verl_rows(task, task.train, "train"))

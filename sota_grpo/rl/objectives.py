@@ -22,7 +22,7 @@ from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, 
 from sota_grpo.functional.micro_batches import loss_weights
 from sota_grpo.functional.surrogates import OPTIONS, of_terms, sequence_log_ratio
 from sota_grpo.rl.collate import pad_rows, unpad_rows
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.objective_files import ObjectiveError, surrogate
 
 TORCHRL_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "sequence", "none": "none"}
 _CHOICES: dict[str, Collection[Any]] = {
@@ -274,6 +274,8 @@ class GRPOLoss(LossModule):
         ValueError: on a choice that does not exist or has no effect here; from ``forward``, where an entropy bonus is
             asked of an actor that gives no differentiable entropy, or the objective reads an entropy that it does not
             give.
+        ObjectiveError: from ``forward``, where an objective of one's own gives another shape than ``[N, T]``, or
+            nothing that can be differentiated.
         KeyError: from ``forward``, where the batch lacks a key that the chosen terms read.
 
     Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.surrogates`.
@@ -400,6 +402,8 @@ class GRPOLoss(LossModule):
             losses["loss_entropy"] = -self.entropy_coeff * self._entropy(tokens)
         reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
         loss = torch.stack([value.sum() for value in reduced.values()]).sum()
+        if tokens.log_prob.requires_grad and not loss.requires_grad:
+            raise ObjectiveError("algorithm.objective gives no log-prob a gradient: it detaches what it reads.")
         squares = derivative(loss, tokens.log_prob).double().square()
         sums["gradient_squared"] = squares.sum()
         means = diagnostic_means(sums) | {"gradient_squared_max": squares.amax()}
@@ -434,6 +438,11 @@ class GRPOLoss(LossModule):
             terms["entropy"] = tokens.entropy.detach()
         clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
         value = of_terms(chosen.loss, terms)
+        if value.shape != tokens.mask.shape:
+            raise ObjectiveError(
+                f"algorithm.objective gives a loss of shape {list(value.shape)} where tokens are "
+                f"{list(tokens.mask.shape)}; return one number for each token, without a sum or a mean over them."
+            )
         return (value, clipped) if tokens.kept is None else (value.where(tokens.kept, 0.0), clipped & tokens.kept)
 
     def _advantage(self, tokens: LossTokens) -> Tensor:

@@ -6,6 +6,7 @@ start.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +29,7 @@ from sota_grpo.assembly.compose import (
 from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import Config, num_steps, register
 from sota_grpo.config.secrets import without_tokens
+from sota_grpo.config.spelling import walk
 from sota_grpo.errors import CRASHED, USER_MISTAKE, UserError, run_command
 from sota_grpo.files import write_text
 from sota_grpo.recording.progress import Heartbeat
@@ -55,7 +57,8 @@ def entry(mode: str, command: str | None = None) -> None:
 
     def run() -> int:
         arguments = without_tokens(sys.argv[1:])
-        if {"-h", "--help"} & set(arguments):
+        wants_help = not {"-h", "--help"}.isdisjoint(arguments)
+        if wants_help:
             print(help_heading(command or _program()))
             # Hydra's own --help looks through all of its own groups for a second
             arguments = [one for one in arguments if one not in ("-h", "--help", "-m", "--multirun")]
@@ -63,7 +66,12 @@ def entry(mode: str, command: str | None = None) -> None:
         # Hydra saves what it is given, and is to write nothing into a directory that may be another run's
         require_names(arguments)
         sys.argv[1:] = continued([_NO_FILES, sweep_jobs.KEEP_SWEEP, *with_mode(arguments, mode)])
-        return _run()
+        if not wants_help:
+            return _run()
+        with redirect_stdout(io.StringIO()) as shown:
+            code = _run()
+        print(with_help(shown.getvalue()), end="")
+        return code
 
     run_command(_program(), run, "nothing was saved")
 
@@ -83,9 +91,29 @@ def help_heading(command: str) -> str:
             "Presets and groups:",
             *(f"  {name}: {', '.join(preset_names(folder))}" for name, folder in named.items()),
             "",
-            "Every option with the value that this command gives it (--hydra-help: Hydra's own):",
+            "Every option, the value that this command gives it and what it changes (--hydra-help: Hydra's own):",
         ]
     )
+
+
+def with_help(shown: str) -> str:
+    """A config in YAML with the help text of each option, and its choices, as a comment.
+
+    >>> print(with_help("optimizer:\\n  schedule: linear\\n").splitlines()[1])
+      schedule: linear  # learning rate after the warm-up (constant, linear, cosine)
+    """
+    texts: dict[str, str] = {}
+    for name, option, _ in walk():
+        choices = option.metadata["choices"]
+        texts[name] = option.metadata["help"] + (f" ({', '.join(map(str, choices))})" if choices else "")
+    lines: list[str] = []
+    path = [""]
+    for line in shown.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        path[depth:] = [line.strip().partition(":")[0]]
+        text = texts.get(".".join(path))
+        lines.append(line if text is None else f"{line}  # {text}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
@@ -285,7 +313,7 @@ class Jobs:
         elif isinstance(error, UserError):
             self._say(str(error))
         else:
-            self._say(sentence_of(error) if mistake else reason(error))
+            self._say(sentence_of(error, self._arguments) if mistake else reason(error))
         self._codes.append(getattr(error, "exit_code", USER_MISTAKE if mistake else CRASHED))
 
     def _say(self, sentence: str) -> None:

@@ -127,12 +127,15 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
                 f"(now {subject.sampling.max_tokens}), or name in inference_model.stop what ends a response"
             )
     failed = rows.get(keys.REWARD_ERROR).flatten()
+    reasons = [json.loads(text).get("error") for text in rows.get(keys.REWARD_INFO)]
     for name, places in _by_task(rows).items():
         of_task = "" if name is None else f" of {name}"
         if bool(failed[places].all()):
-            reason = json.loads(rows[places[0]][keys.REWARD_INFO]).get("error")
-            faults.append(f"the grader failed at every response{of_task}, the first time: {reason}")
+            faults.append(f"the grader failed at every response{of_task}, the first time: {reasons[places[0]]}")
     counts = f"{ended} of {len(rows)} responses end before their limit, {len(rows) - int(failed.sum())} are graded"
+    if failed.any() and not faults:
+        first = reasons[int(failed.int().argmax())]
+        counts += f"; the grader failed at {int(failed.sum())} of {len(rows)}, the first time: {first}"
     return Check("responses end and are graded", not faults, "; ".join([counts, *faults]))
 
 

@@ -12,6 +12,7 @@ from threading import Semaphore
 import pytest
 
 from sota_grpo.assembly.preflight import has_no_gpu
+from sota_grpo.config.spelling import walk
 from sota_grpo.recording import progress
 from sota_grpo.recording.progress import Heartbeat, started, starting
 
@@ -26,6 +27,7 @@ def test_the_process_of_these_tests_cannot_import_torch(typed) -> None:
 MISTAKES = {
     "option": (["env.num_env=3"], "There is no option env.num_env; did you mean env.num_envs?"),
     "added option": (["+foo=1"], "There is no option foo."),
+    "value of TRL": (["loss_type=dapo"], "There is no option loss_type; here loss_type=dapo is algorithm.aggregatio"),
     "preset": (["--config-name", "grpo_gpu"], "There is no config grpo_gpu; the presets are grpo_cpu, "),
     "preset that is no name": (["algorithm=0"], "algorithm, engine, hardware, mode are set to the name of a preset, "),
     "preset of a group": (["algorithm=dappo"], "There is no algorithm=dappo; the presets are cispo, "),
@@ -122,6 +124,16 @@ def test_help_needs_nothing_heavy(command: str, expected: str, typed) -> None:
     done = typed(*command.split(), "--help")
     assert done.code == 0, done.stderr
     assert expected in done.stdout
+
+
+def test_help_says_what_each_option_changes(typed) -> None:
+    """Every option of the schema has its line, with its own text: two sections have a ``torch_dtype``, each another."""
+    shown = typed("grpo.py", "--config-name", "grpo_cpu", "--help").stdout.splitlines()
+    explained = [line.strip().rpartition("  # ") for line in shown if "  # " in line]
+    assert [key.partition(":")[0] for key, _, _ in explained] == [name.rpartition(".")[2] for name, _, _ in walk()]
+    for (_, _, text), (name, option, _) in zip(explained, walk()):
+        assert text.startswith(option.metadata["help"]), name
+        assert all(str(choice) in text for choice in option.metadata["choices"] or ()), name
 
 
 def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sota_grpo import keys
+from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import Baseline, Scale
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.load import load_model
@@ -255,9 +256,11 @@ def test_each_task_of_a_mixture_is_looked_at(subject: Subject) -> None:
     errors = torch.zeros(8, 1, dtype=torch.bool)
     errors[[3, 5]] = True  # all of one task's
     subject.rows.set(keys.REWARD_ERROR, errors)
-    subject.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}'] * 8)
+    subject.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}' if lost else "{}" for lost in errors.flatten()])
     tasks = ["b" if failed else "a" for failed in errors.flatten()]
-    assert gate.responses_end_and_are_graded(subject).passed
+    check = gate.responses_end_and_are_graded(subject)
+    assert check.passed
+    assert check.sentence.endswith("6 are graded; the grader failed at 2 of 8, the first time: OSError: gone")
     subject.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
     check = gate.responses_end_and_are_graded(subject)
     assert check.passed is False
@@ -410,6 +413,11 @@ def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_p
     with pytest.raises(CheckError, match=sentence) as raised:
         run_gate(make_subject(tmp_path, objective=objective), "strict")
     assert raised.value.check.name == "the objective raises better responses"
+
+
+def test_an_objective_without_a_gradient_is_named_where_checks_only_warn(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"algorithm\.objective gives no log-prob a gradient"):
+        run_gate(make_subject(tmp_path, objective=without_gradient), "warn")
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -138,6 +139,15 @@ def test_a_surrogate_may_read_the_entropy_without_its_gradient() -> None:
     loss.actor_network.forward = lambda td: td.set(keys.LOG_PROBS, actor.log_probs[:, : td[keys.LOG_PROBS].shape[1]])
     with pytest.raises(ValueError, match="reads the entropy but actor_network gives none"):
         loss(pad_rows(rows, pad_token_id=0))
+
+
+def test_a_loss_that_is_not_one_of_each_token_is_refused() -> None:
+    """A loss of a row ``[N]`` would be broadcast over tokens where there are as many tokens as rows."""
+    rows, loss, _ = scene(objective=lambda log_prob, advantage: -(advantage * log_prob).sum(-1), entropy_bonus=False)
+    batch = pad_rows(rows, pad_token_id=0)
+    shape = list(batch[keys.ASSISTANT_MASK].shape)
+    with pytest.raises(UserError, match=re.escape(f"gives a loss of shape [{len(rows)}] where tokens are {shape}")):
+        loss(batch)
 
 
 def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
