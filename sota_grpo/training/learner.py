@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.errors import UserError
+from sota_grpo.errors import UserError, memory_for
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
 from sota_grpo.policy.optimizers import make_optimizer
@@ -200,6 +200,10 @@ class Learner(ForwardPasses):
         by_rank = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
         return [one._replace(learns=one.learns and learn) for one in by_rank[self.share]]
 
+    @memory_for(
+        "the optimizer's update",
+        "use optimizer.name=adamw_8bit, train_model.lora.enabled=true or more train_model.num_devices",
+    )
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
         totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes)))

@@ -8,6 +8,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -231,6 +232,14 @@ def test_out_of_memory_again_or_on_several_ranks_ends_the_run_in_a_sentence(rank
         learner.within_memory(lambda: learner.loss.forward(None))
     assert learner.halved == (ranks == 1)
     assert largest_gap(before, weights(learner)) == 0
+
+
+def test_out_of_memory_in_the_update_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
+    """AdamW allocates its moments in the first one, when no smaller micro-batch helps any more."""
+    learner, fit = make_learner(tmp_path), "optimizer.name=adamw_8bit, train_model.lora.enabled=true or more "
+    learner.optimizer.step = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details"))
+    with pytest.raises(RunFailed, match=rf"lacks memory for the optimizer's update \(CUDA .* Tried\.\); use {fit}"):
+        learner.update(lazy_stack(siblings()))
 
 
 def test_the_share_of_a_token_is_that_of_its_squared_derivative_in_the_whole_step(tmp_path: Path) -> None:
@@ -531,6 +540,14 @@ def test_dropout_does_not_enter_the_mismatch(tmp_path: Path) -> None:
     metrics = learner.update(lazy_stack(rows))
     assert metrics["mismatch_kl"] < 1e-9
     assert metrics["ess"] < 0.999
+
+
+def test_a_token_of_unknown_log_prob_is_not_in_the_mismatch(tmp_path: Path) -> None:
+    """Of two sampled tokens one is half a nat off and the engine does not know the other: e^g - 1 - g at g = 1/2."""
+    learner, mask = make_learner(tmp_path), torch.tensor([False, True, True])
+    row = {keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.tensor([0.0, -2.5, math.nan])}
+    found = learner._mismatch([row], {0: torch.tensor([0.0, -2.0, -1.0])})
+    assert found == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
 
 
 def test_scores_belong_to_their_rows(tmp_path: Path) -> None:
