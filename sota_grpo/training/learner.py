@@ -507,6 +507,7 @@ class Learner(ForwardPasses):
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             **({} if self.settings.entropy_target is None else {"entropy_coef": self._entropy_coefs}),
+            **({"halved_to": self.settings.micro_batch_tokens} if self.halved else {}),
             "version": self.version,
             "optimizer_steps": self.optimizer_steps,
         }
@@ -532,6 +533,8 @@ class Learner(ForwardPasses):
         if self.settings.entropy_target is not None and "entropy_coef" in state:  # older ones had no such coefficient
             self.entropy_coef, applied = state["entropy_coef"]
             self._apply_entropy_coef(applied)
+        if not self.halved and state.get("halved_to") == self.half:  # else it was given other micro-batches
+            self.halve()
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
 

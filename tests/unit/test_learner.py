@@ -234,6 +234,17 @@ def test_out_of_memory_again_or_on_several_ranks_ends_the_run_in_a_sentence(rank
     assert largest_gap(before, weights(learner)) == 0
 
 
+@pytest.mark.parametrize(("budget", "expected"), [(26, 13), (20, 20)])
+def test_a_resumed_run_has_the_micro_batches_that_were_halved(budget: int, expected: int, tmp_path: Path) -> None:
+    """Unless it was given others."""
+    halved = make_learner(tmp_path, micro_batch_tokens=26)
+    out_of_memory_at({0}, halved)
+    halved.update(lazy_stack(siblings()))
+    resumed = make_learner(tmp_path, micro_batch_tokens=budget)
+    resumed.load_state_dict(halved.state_dict())
+    assert (resumed.settings.micro_batch_tokens, resumed.halved) == (expected, expected == 13)
+
+
 def test_out_of_memory_in_the_update_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
     """AdamW allocates its moments in the first one, when no smaller micro-batch helps any more."""
     learner, fit = make_learner(tmp_path), "optimizer.name=adamw_8bit, train_model.lora.enabled=true or more "
