@@ -504,6 +504,7 @@ BROKEN = [
         ["env.dataset=table", "env.dataset_path=rows.jsonl", "env.num_heldout=0"],
         "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off",
     ),
+    ("an_evaluation_has_problems", ["env.num_heldout=0"], "env.num_heldout=0 leaves eval.mode=on nothing to measure"),
     ("a_size_chooses_a_model_that_has_no_name", ["model.size=3B"], "no effect beside model.name=tiny"),
     ("several_turns_have_something_to_say", ["env.dataset=calculator"], "leaves no turn to answer it"),
     ("every_reward_function_has_a_weight", ["reward.path=r.py", "reward.name=builtin"], "leave both out"),
