@@ -34,7 +34,7 @@ from sota_grpo.policy.sharding import (
 )
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.rl.collate import pad_rows, row_prompts
+from sota_grpo.rl.collate import known_tokens, pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable, plain_rows
@@ -153,7 +153,7 @@ class Learner(ForwardPasses):
 
     def _mismatch(self, rows: Sequence[Row], own: Mapping[int, torch.Tensor]) -> float | None:
         """Mean KL of the log-probs that the ranks measured to the engine's; None over no token."""
-        masks = {index: _known(rows[index]) for index in sorted(own)}
+        masks = {index: known_tokens(rows[index]) for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat(gaps) if gaps else torch.zeros(0)
         terms = {"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))}
@@ -545,11 +545,6 @@ class Totals(NamedTuple):
     losses: dict[str, torch.Tensor]
     means: dict[str, torch.Tensor]
     threshold: dict[str, float]
-
-
-def _known(row: Row) -> torch.Tensor:
-    """Return which tokens the policy sampled under a log-prob that is known, bool ``[T]``."""
-    return row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite()
 
 
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.rl.collate import set_loss_weights
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import plain_rows, row_list
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -559,6 +559,19 @@ def test_a_token_of_unknown_log_prob_is_not_in_the_mismatch(tmp_path: Path) -> N
     row = {keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.tensor([0.0, -2.5, math.nan])}
     found = learner._mismatch([row], {0: torch.tensor([0.0, -2.0, -1.0])})
     assert found == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(("aggregation", "torchrls"), [("token", "token_mean"), ("sequence", "prompt_mean")])
+def test_a_token_of_unknown_log_prob_counts_for_no_weight(aggregation: str, torchrls: str, tmp_path: Path) -> None:
+    """The loss that the learner weighs row by row is that of the whole batch, whose weights the loss finds itself."""
+    learner, rows = make_learner(tmp_path, aggregation=aggregation, micro_batch_tokens=13), make_rows()
+    for row in rows[::3]:
+        row[keys.LOG_PROBS][-1] = math.nan
+    alone = GRPOLoss(learner.policy, entropy_bonus=False, kl_to_ref_coeff=None, aggregation=torchrls)
+    expected = float(alone(pad_rows(rows, pad_token_id=PAD)).loss_objective)
+    assert learner.loss_gradient(rows)["loss/objective"] == pytest.approx(expected, rel=1e-4)
+    weighed = set_loss_weights(rows, aggregation)
+    assert float(learner.loss(pad_rows(weighed, pad_token_id=PAD)).loss_objective) == pytest.approx(expected, rel=1e-4)
 
 
 def test_scores_belong_to_their_rows(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_made_up_problems_are_held_out_where_somebody_wants_some(name: str) -> N
     task = make_task(name, num_train=3, num_heldout=0, **options)
     assert (len(task.train), [*task.heldout], task.heldout[:5]) == (3, [], [])
     for sizes in ({"num_heldout": -1}, {"num_train": 0}):
-        with pytest.raises(ValueError, match=rf"{[*sizes][0]}={[*sizes.values()][0]} must be at least [01]"):
+        with pytest.raises(ValueError, match="{}={} must be at least [01]".format(*sizes.popitem())):
             make_task(name, **sizes, **options)
 
 
