@@ -284,6 +284,7 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
         prompt = torch.full((3,), 5 + int(row[keys.GROUP_ID]))
         row[keys.FULL_TOKENS] = torch.cat([prompt, row[keys.FULL_TOKENS][-1:]])
         row[keys.ASSISTANT_MASK] = torch.arange(4) == 3
+        row[keys.LOG_PROBS] = torch.zeros(4)
     position = {id(row): index for index, row in enumerate(rows)}
     orders = [
         [[position[id(row)] for row in step] for step in learner._mini_batches(rows, epoch)] for epoch in range(20)
