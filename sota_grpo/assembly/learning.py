@@ -237,6 +237,7 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
     """The objective of a config around ``actor``."""
     algorithm: Any = config.algorithm  # its words are validated choices
     options = surrogate_options(config)
+    dual_clip = options.pop("dual_clip", algorithm.dual_clip if algorithm.kl_unbiased else None)
     return objective(
         actor,
         clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
@@ -245,7 +246,7 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
         entropy_coeff=algorithm.entropy_coef,
         objective=algorithm.objective,
         ratio=algorithm.ratio,
-        dual_clip=options.pop("dual_clip", None),
+        dual_clip=dual_clip,
         surrogate_options=options,
         off_policy_threshold=algorithm.off_policy_threshold,
         kl_estimator=algorithm.kl_estimator,

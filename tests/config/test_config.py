@@ -777,6 +777,7 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["env.dataset=math", "reward.path=r.py", "reward.name=[a,builtin]", "reward.wrong=-2"],
         ["model.name=null", "model.size=3B"],
         ["policy.kl_coef=0.1", "ref_model.name=other"],
+        ["policy.kl_coef=0.1", "algorithm.kl_unbiased=true", "algorithm.objective=cispo", "algorithm.dual_clip=2"],
         ["env.repeats=1", "algorithm.distill_coef=1", "algorithm.advantage_coef=0", "ref_model.name=other"],
         ["env.chat_template_kwargs={enable_thinking: false}", "model.load_kwargs={use_safetensors: true}"],
         ["engine=vllm", "inference_model.engine_kwargs={max_logprobs: 8}", "inference_model.stop=[a,'b c']"],
