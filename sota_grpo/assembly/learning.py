@@ -54,7 +54,7 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     """Return the policy's tokenizer if the policy is one that is trained here; no weight is read.
 
     Raises:
-        UserError: it is not (:mod:`sota_grpo.policy.trainable`), ``engine`` cannot sample from it, or
+        UserError: it, or the model of ``ref_model.name``, is not (:mod:`sota_grpo.policy.trainable`), ``engine`` cannot sample from it, or
             ``train_model.tensor_parallel_size`` does not divide it.
         ModelNotFoundError: there is none of that name.
     """
@@ -63,6 +63,10 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     require_causal(name, loaded)
     require_dense(name, loaded.to_dict())
     require_whole(name, resolve_model_path(name))
+    if (other := config.ref_model.name) is not None:
+        described = from_pretrained(AutoConfig.from_pretrained, other, trust_remote_code=config.model.trust_remote_code)
+        require_causal(other, described, "ref_model.name")
+        require_whole(other, resolve_model_path(other), "ref_model.name")
     if engine == "transformers":
         require_cache(loaded)
     if config.train_model.tensor_parallel_size > 1:
