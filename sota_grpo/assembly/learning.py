@@ -54,8 +54,8 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     """Return the policy's tokenizer if the policy is one that is trained here; no weight is read.
 
     Raises:
-        UserError: it, or the model of ``ref_model.name``, is not (:mod:`sota_grpo.policy.trainable`), ``engine`` cannot sample from it, or
-            ``train_model.tensor_parallel_size`` does not divide it.
+        UserError: it, or the model of ``ref_model.name``, is not (:mod:`sota_grpo.policy.trainable`), ``engine`` cannot
+            sample from it, or ``train_model.tensor_parallel_size`` does not divide it.
         ModelNotFoundError: there is none of that name.
     """
     name = model_name(config)
