@@ -565,11 +565,13 @@ class Publisher:
         engines: who receives them.
         make_room: the engines stand on the learner's devices, so each makes room for the other: this gives back what
             the learner's side holds there in reserve. None: they have their own.
+        whole: what engines that were given an adapter alone hold then: all weights, it merged.
     """
 
     weights: Callable[[], Any]
     engines: Sequence[Engine]
     make_room: Callable[[], object] | None = None
+    whole: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     seconds: float = field(default=0.0, init=False)
 
     def publish(self, version: int) -> None:
@@ -586,12 +588,14 @@ class Publisher:
     def differing(self) -> list[str] | None:
         """The names of weights that an engine holds otherwise than the learner does; None where none can say.
 
-        Of an adapter, and of weights that go by broadcast, nothing is at hand here to compare with.
+        Of weights that go by broadcast, nothing is at hand here to compare with.
         """
         odd: set[str] = set()
         for engine in self.engines:
-            pushed, held = self.weights(), engine.weight_sums()
-            if held is None or not isinstance(pushed, Iterable):
+            if (held := engine.weight_sums()) is None:
+                return None
+            pushed = (self.whole or self.weights)()
+            if not isinstance(pushed, Iterable):
                 return None
             known = ((name, value, held[name]) for name, value in pushed if name in held)
             odd |= {name for name, value, own in known if Checksum.of(value, own.dtype) != own}
