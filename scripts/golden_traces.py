@@ -31,8 +31,7 @@ RUNS = {
     "cispo with kl": ("algorithm=cispo", *KL),
     "lora": ("train_model.lora.enabled=true", *KL),
     "two epochs": ("train.epochs=2",),
-    # graded in the trainer: who is graded beside it joins the engine's batch when the answer is there
-    "two turns": ("env.reasoning=true", "env.max_steps=2", "env.reward_workers=0"),
+    "two turns": ("env.reasoning=true", "env.max_steps=2"),
 }
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from sota_grpo.stopping import interrupt_once
-from sota_grpo.text import readable, say
+from sota_grpo.text import first_line, readable, say
 
 CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -27,6 +28,19 @@ class RunFailed(UserError):
     """The run cannot go on though nothing is wrong with the config: a process died, a disk is full, nobody answers."""
 
     exit_code = CRASHED
+
+
+@contextmanager
+def memory_for(what: str, fix: str) -> Iterator[None]:
+    """Raise :class:`RunFailed` where the device lacks memory inside: it lacks memory for ``what``; ``fix``."""
+    try:
+        yield
+    except RuntimeError as error:
+        from torch import OutOfMemoryError
+
+        if not isinstance(error, OutOfMemoryError):
+            raise
+        raise RunFailed(f"The device lacks memory for {what} ({first_line(error)}); {fix}.") from error
 
 
 def collect_seldom() -> None:

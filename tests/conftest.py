@@ -5,6 +5,7 @@ import functools
 import gc
 import hashlib
 import itertools
+import logging
 import math
 import os
 import random
@@ -133,9 +134,10 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test draws, and the fixtures that are made for it; none when the time is over."""
+    """What a test draws, and the fixtures that are made for it, and what it logs; none when the time is over."""
     if time.monotonic() > item.config.stash[END]:
         pytest.skip(f"not reached within {item.config.getoption('minutes'):g} minutes")
+    logging.getLogger("sota_grpo").setLevel(logging.NOTSET)  # a run in this process leaves its own
     seed_test(item)
 
 

@@ -466,7 +466,10 @@ def _publisher_to_workers(
         )
         opened.callback(transfer.close)
         return Publisher(lambda: transfer, [engine])
-    return Publisher(weights, [engine], learner.give_back if plan.shared else None)
+    whole: Callable[[], Any] | None = None
+    if config.train_model.lora.enabled:
+        whole = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
+    return Publisher(weights, [engine], learner.give_back if plan.shared else None, whole)
 
 
 def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner | RemoteLearner) -> Callable[[], Any]:

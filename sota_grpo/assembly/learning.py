@@ -54,8 +54,8 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     """Return the policy's tokenizer if the policy is one that is trained here; no weight is read.
 
     Raises:
-        UserError: it is not (:mod:`sota_grpo.policy.trainable`), ``engine`` cannot sample from it, or
-            ``train_model.tensor_parallel_size`` does not divide it.
+        UserError: it, or the model of ``ref_model.name``, is not (:mod:`sota_grpo.policy.trainable`), ``engine`` cannot
+            sample from it, or ``train_model.tensor_parallel_size`` does not divide it.
         ModelNotFoundError: there is none of that name.
     """
     name = model_name(config)
@@ -63,6 +63,10 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     require_causal(name, loaded)
     require_dense(name, loaded.to_dict())
     require_whole(name, resolve_model_path(name))
+    if (other := config.ref_model.name) is not None:
+        described = from_pretrained(AutoConfig.from_pretrained, other, trust_remote_code=config.model.trust_remote_code)
+        require_causal(other, described, "ref_model.name")
+        require_whole(other, resolve_model_path(other), "ref_model.name")
     if engine == "transformers":
         require_cache(loaded)
     if config.train_model.tensor_parallel_size > 1:
@@ -237,6 +241,7 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
     """The objective of a config around ``actor``."""
     algorithm: Any = config.algorithm  # its words are validated choices
     options = surrogate_options(config)
+    dual_clip = options.pop("dual_clip", algorithm.dual_clip if algorithm.kl_unbiased else None)
     return objective(
         actor,
         clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
@@ -245,7 +250,7 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
         entropy_coeff=algorithm.entropy_coef,
         objective=algorithm.objective,
         ratio=algorithm.ratio,
-        dual_clip=options.pop("dual_clip", None),
+        dual_clip=dual_clip,
         surrogate_options=options,
         off_policy_threshold=algorithm.off_policy_threshold,
         kl_estimator=algorithm.kl_estimator,

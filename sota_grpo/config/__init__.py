@@ -244,8 +244,8 @@ class AlgorithmConfig:
     clip_high: float = opt(0.2, "the ratio is clipped above 1 + clip_high (dppo, gmpo: as clip_low)")
     dual_clip: float | None = opt(
         3.0,
-        "objective=clipped, gmpo: bound above 1 on a token's ratio where the advantage is negative, and there on that "
-        "of kl_unbiased; null: none, so that one token can be most of a step's gradient",
+        "objective=clipped, gmpo: bound above 1 on a token's ratio where the advantage is negative; whatever the "
+        "objective, on that of kl_unbiased; null: none, so that one token can be most of a step's gradient",
     )
     ratio_cap: float | None = opt(20.0, "objective=dppo: largest ratio that weighs a token, above 1; null: none")
     tau_positive: float = opt(1.0, "objective=sapo: temperature of the gate where the advantage is positive")

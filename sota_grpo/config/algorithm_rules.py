@@ -178,7 +178,8 @@ def options_that_the_objective_does_not_read_keep_their_default(config: Config) 
     objective = config.algorithm.objective
     for name, (value, default) in changed_options(config).items():
         term = name.removeprefix("algorithm.")
-        if term in OPTIONS and not surrogate(objective).reads(term):
+        is_read = surrogate(objective).reads(term) or (term == "dual_clip" and config.algorithm.kl_unbiased)
+        if term in OPTIONS and not is_read:
             yield (
                 f"{name}={'null' if value is None else value} has no effect on algorithm.objective={objective}, which "
                 f"does not read it; use {name}={default} or algorithm.objective={readers(term)}."

@@ -271,7 +271,8 @@ def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str
 def an_evaluation_has_problems(config: Config) -> Iterator[str]:
     for each in task_configs(config).values():
         env = each.env
-        if config.eval.mode == "on" and env.num_heldout == 0 and env.dataset_path is not None and env.eval_path is None:
+        has_test_split = env.dataset_path is None and "num_train" not in parameters(env.dataset)  # one on the hub
+        if config.eval.mode == "on" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
             yield "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off, or give env.eval_path."
 
 

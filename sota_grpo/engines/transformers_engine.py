@@ -445,13 +445,21 @@ class TransformersEngine(SteppingEngine):
         self._running = [(tickets, decoder) for tickets, decoder in self._running if decoder.active]
         return ended
 
+    def may_start(self, num_rows: int) -> bool:
+        """Whether the next step would begin to sample anything, if so many rows were submitted before it."""
+        submitted = sum(flight.request.num_samples for flight in list(self._submitted))
+        return self._num_running() <= num_rows + submitted + sum(map(_num_rows, self._waiting))
+
+    def _num_running(self) -> int:
+        return sum(decoder.num_rows for _, decoder in self._running)
+
     def _start_waiting(self) -> None:
         """Start what waits, as much of it together as fits, once it is no less than what runs.
 
         A pass of the model costs much, a row little: the later turns of dialogs, which come one by one, would each take
         a pass of their own. A batch waits until all of it fits.
         """
-        num_rows = sum(decoder.num_rows for _, decoder in self._running)
+        num_rows = self._num_running()
         while self._waiting and num_rows <= sum(map(_num_rows, self._waiting)):
             batch = self._waiting[0]
             if self._running and num_rows + _num_rows(batch) > self._max_rows:

@@ -13,6 +13,7 @@ What was sampled stays as it is, also where a template would render an earlier t
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from sota_grpo.workers.base import promised, resolve
 
 Ask = Callable[[GroupRequest], Future[GroupOutput]]
 Then = Callable[[Future[Any], Callable[[Any], None]], None]
+Failed = Callable[[BaseException], None]
 
 logger = logging.getLogger(__name__)
 
@@ -252,25 +254,32 @@ class Dialog:
         self.record: Mapping[str, Any] | None = None
         self._parts: list[Sample] = []
 
-    def follow(self, said: Sample, then: Then, go_on: Callable[[], None]) -> None:
+    def follow(
+        self, said: Sample, then: Then, go_on: Callable[[], None], ends: Callable[[], object] = lambda: None
+    ) -> None:
         """Add a turn of the policy and what answers it; ``go_on`` is called once that, or the end, is there.
 
         Args:
             said: the turn.
             then: ``(future, handle)`` has what a future gives handled, or not where nobody waits any more.
             go_on: reads :attr:`is_over`.
+            ends: called as soon as it is known that no turn follows, before the partner has said what came of it.
         """
         self.speak(said)
         if self.truncated or self.num_turns == self._rules.max_steps:
+            ends()
             then(self.talk.end(self.last, self.truncated), partial(self._ended, go_on))
         else:
-            then(self.talk.answer(self.last), partial(self._answered, then, go_on))
+            then(self.talk.answer(self.last), partial(self._answered, then, go_on, ends))
 
-    def _answered(self, then: Then, go_on: Callable[[], None], replies: Messages | None) -> None:
+    def _answered(
+        self, then: Then, go_on: Callable[[], None], ends: Callable[[], object], replies: Messages | None
+    ) -> None:
         between = None if replies is None else self._rules.turns.ids(replies, self.ids[-1])
         if between is not None and len(self.ids) + len(between) >= self._rules.max_model_len:
             self.truncated, between = True, None
         if between is None:
+            ends()
             then(self.talk.end(None, self.truncated), partial(self._ended, go_on))
         else:
             self.hear(between)
@@ -325,6 +334,72 @@ def _joined(turns: Sequence[Sample]) -> KeptTokens | None:
     return KeptTokens(torch.cat(ids), torch.cat(counts))
 
 
+class TurnOrder:
+    """The order in which an engine is asked for turns; no moment at which an answer comes is in it.
+
+    What rows of :class:`~sota_grpo.engines.transformers_engine.TransformersEngine` compute differs, in the last bits,
+    with the rows beside them. So turns are asked for in the order in which those before them ended, and none of them
+    while an answer is missing without which the engine would begin a batch.
+
+    Args:
+        may_start: ``may_start(n)`` is whether the engine would begin anything if it were asked for ``n`` turns now;
+            None: its rows do not depend on each other, and it is asked for each turn at once.
+
+    >>> order, asked = TurnOrder(lambda n: n >= 2), []
+    >>> first, second = order.expect(), order.expect()
+    >>> order.ask(second, lambda: asked.append("second"), print), order.release(), asked
+    (None, False, [])
+    >>> order.ask(first, lambda: asked.append("first"), print), order.release(), asked
+    (None, True, ['first', 'second'])
+    """
+
+    def __init__(self, may_start: Callable[[int], bool] | None):
+        self._may_start = may_start
+        self._numbers = itertools.count()
+        self._turns: dict[int, tuple[Callable[[], None], Failed] | None] = {}  # None: not yet known
+        self._num_expected = 0  # since the last release, those that were dropped included
+        self._lock = threading.RLock()  # a cancel comes in the middle of anything
+
+    def expect(self) -> int:
+        """Take the number of a turn that may follow; by whoever drives the engine."""
+        number = next(self._numbers)
+        if self._may_start is not None:
+            with self._lock:
+                self._turns[number] = None
+                self._num_expected += 1
+        return number
+
+    def ask(self, number: int, submit: Callable[[], None], failed: Failed) -> None:
+        """The turn follows: ``submit`` asks the engine for it, now or in :meth:`release`, where ``failed`` is given
+        what it raises."""
+        if self._may_start is None:
+            submit()
+            return
+        with self._lock:
+            if number in self._turns:
+                self._turns[number] = submit, failed
+
+    def drop(self, number: int) -> None:
+        """The turn does not follow."""
+        with self._lock:
+            self._turns.pop(number, None)
+
+    def release(self) -> bool:
+        """Before a step of the engine: ask for the turns that are due; False where one is missing first."""
+        if self._may_start is None or not self._may_start(self._num_expected):
+            return True
+        with self._lock:
+            if None in self._turns.values():
+                return False
+            turns, self._turns, self._num_expected = self._turns, {}, 0
+        for submit, failed in filter(None, turns.values()):
+            try:
+                submit()
+            except BaseException as error:  # of one dialog
+                failed(error)
+        return True
+
+
 class GroupDialogs:
     """Samples the dialogs of a group, each by itself, until the last has ended.
 
@@ -336,16 +411,18 @@ class GroupDialogs:
         request: the group, with its example.
         rules: when a dialog goes on, and with what.
         ask: asks the engine.
+        order: when.
 
     Attributes:
         done: the group's output, or the first failure of the engine, the partner or the chat template. Cancelled, it
             cancels what the engine was asked for.
     """
 
-    def __init__(self, request: GroupRequest, rules: Rules, ask: Ask):
+    def __init__(self, request: GroupRequest, rules: Rules, ask: Ask, order: TurnOrder):
         self.done: Future[GroupOutput] = Future()
         self.done.add_done_callback(self._leave)
-        self._request, self._rules, self._ask = request, rules, ask
+        self._request, self._rules, self._ask, self._order = request, rules, ask, order
+        self._turns: dict[int, int] = {}  # of each sample, the number of the turn that may be next
         self._dialogs: dict[int, Dialog] = {}
         self._lock = threading.RLock()  # futures resolve on several threads; a cancel comes in the middle of anything
         self._num_open = request.num_samples
@@ -360,6 +437,7 @@ class GroupDialogs:
         """
         try:
             for index in range(self._request.num_samples):
+                self._expect(index)
                 talk = self._rules.partner.begin(self._request, index)
                 if talk.done():
                     self._begun(index, talk.result())
@@ -377,12 +455,19 @@ class GroupDialogs:
             talk.leave()
             return
         first = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
-        self._speak(first, partial(self._spoken, index))
+        self._order.ask(self._turns[index], partial(self._speak, first, index), self._failed)
 
-    def _speak(self, request: GroupRequest, handle: Callable[[GroupOutput], None]) -> None:
+    def _expect(self, index: int) -> int:
+        """Take the number of a sample's next turn."""
+        self._turns[index] = number = self._order.expect()
+        if self._finished or self.done.cancelled():  # meanwhile
+            self._order.drop(number)
+        return number
+
+    def _speak(self, request: GroupRequest, index: int) -> None:
         future = self._ask(request)
         self._requested.append(future)
-        self._then(future, handle)
+        self._then(future, partial(self._spoken, index))
         if self._finished or self.done.cancelled():  # meanwhile
             future.cancel()
 
@@ -396,10 +481,14 @@ class GroupDialogs:
                 return
             try:
                 handle(done.result())
-            except BaseException as error:  # it belongs to whoever reads the future
-                self._finish(partial(self.done.set_exception, error))
+            except BaseException as error:
+                self._failed(error)
 
         future.add_done_callback(follow)
+
+    def _failed(self, error: BaseException) -> None:
+        """It belongs to whoever reads the future."""
+        self._finish(partial(self.done.set_exception, error))
 
     def _finish(self, tell: Callable[[], object]) -> None:
         """Once; and not at all where nobody waits."""
@@ -411,6 +500,8 @@ class GroupDialogs:
     def _leave(self, done: Future[GroupOutput]) -> None:
         for future in list(self._requested):  # nothing happens to those that are done
             future.cancel()
+        for number in list(self._turns.values()):
+            self._order.drop(number)
         if done.cancelled() or done.exception() is not None:
             with self._lock:
                 talks = [dialog.talk for dialog in self._dialogs.values()]
@@ -420,14 +511,15 @@ class GroupDialogs:
     def _spoken(self, index: int, output: GroupOutput) -> None:
         """Have a turn answered."""
         (said,) = output.samples
-        self._dialogs[index].follow(said, self._then, partial(self._followed, index))
+        ends = partial(self._order.drop, self._expect(index))
+        self._dialogs[index].follow(said, self._then, partial(self._followed, index), ends)
 
     def _followed(self, index: int) -> None:
         dialog, request = self._dialogs[index], self._request
         if not dialog.is_over:
             seed = sample_seed(request.seed, index, dialog.num_turns + 1)
             turn = GroupRequest(request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
-            self._speak(turn, partial(self._spoken, index))
+            self._order.ask(self._turns[index], partial(self._speak, turn, index), self._failed)
             return
         with self._lock:
             self._num_open -= 1
@@ -486,7 +578,7 @@ class DialogEngine(Streams):
     def __init__(self, engine: Engine, rules: Mapping[str | None, Rules]):
         self.engine: Any = engine
         self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
-        self._rules = dict(rules)
+        self._rules, self._order = dict(rules), TurnOrder(getattr(engine, "may_start", None))
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Begin the group's dialogs.
@@ -499,13 +591,13 @@ class DialogEngine(Streams):
         rules = self._rules.get(task_of_example(request.example.extra))
         if rules is None:
             return self.engine.submit(replace(request, example=None), sampling)
-        group = GroupDialogs(request, rules, partial(self.engine.submit, sampling=sampling))
+        group = GroupDialogs(request, rules, partial(self.engine.submit, sampling=sampling), self._order)
         group.begin()
         return group.done
 
     def advance(self) -> bool:
-        """A step of the engine."""
-        return self.engine.advance()
+        """A step of the engine, unless an answer is missing that decides what it begins (:class:`TurnOrder`)."""
+        return self._order.release() and self.engine.advance()
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
         """As :meth:`~sota_grpo.engines.stepping.Streams.generate`; a request without an example is refused too."""

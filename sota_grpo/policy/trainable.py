@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from sota_grpo.errors import UserError
 
 
-def require_whole(name: str, folder: str | Path) -> None:
+def require_whole(name: str, folder: str | Path, option: str = "model.name") -> None:
     """Check that the ``folder`` of a model holds no adapter, which transformers would put into it.
 
     Raises:
@@ -18,13 +18,16 @@ def require_whole(name: str, folder: str | Path) -> None:
     """
     if (Path(folder) / "adapter_config.json").is_file():
         raise UserError(
-            f"model.name={name} has an adapter_config.json; merge the adapter into its base (merge_and_unload) and "
+            f"{option}={name} has an adapter_config.json; merge the adapter into its base (merge_and_unload) and "
             "save that, or remove the adapter's files."
         )
 
 
-def require_causal(name: str, config: PretrainedConfig) -> None:
+def require_causal(name: str, config: PretrainedConfig, option: str = "model.name") -> None:
     """Check that a model is a causal language model with attention whose weights are not quantised.
+
+    Args:
+        option: that names it.
 
     Raises:
         UserError: it is not.
@@ -39,14 +42,14 @@ def require_causal(name: str, config: PretrainedConfig) -> None:
     elif getattr(text, "num_attention_heads", None) is None:
         what = "has no attention"
     if what is not None:
-        raise UserError(f"model.name={name} ({config.model_type}) {what}; use a causal language model of text.")
+        raise UserError(f"{option}={name} ({config.model_type}) {what}; use a causal language model of text.")
     quantized = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if quantized:
         settings = quantized if isinstance(quantized, dict) else vars(quantized)
         raise UserError(
-            f"model.name={name} has quantised weights ({settings.get('quant_method')}), which cannot be trained; use "
-            "the model that they were made of (model.quantization=nf4 with train_model.lora.enabled=true keeps it in "
-            "4 bits)."
+            f"{option}={name} has quantised weights ({settings.get('quant_method')}), which can neither be trained nor "
+            "be a reference; use the model that they were made of (model.quantization=nf4 with "
+            "train_model.lora.enabled=true keeps it in 4 bits)."
         )
 
 

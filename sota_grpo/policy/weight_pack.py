@@ -105,6 +105,9 @@ class WeightPacks:
         """Those of each pack, as :meth:`WeightPack.tensors`."""
         return chain.from_iterable(self.packs)
 
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.tensors()
+
 
 def plain_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """What a rollout engine loads of a model that one process has whole, without adapter: its state dict.

@@ -320,9 +320,15 @@ def graded_rows(rows: RowTable) -> Tensor:
     return torch.ones(len(rows), dtype=torch.bool) if error is None else ~error.flatten()
 
 
+def known_tokens(row: Row) -> Tensor:
+    """Which tokens the policy sampled under a log-prob that is known, bool ``[T]``: the others are not trained on."""
+    mask, log_probs = row[keys.ASSISTANT_MASK], row.get(keys.LOG_PROBS, None)
+    return mask if log_probs is None else mask & log_probs.isfinite()
+
+
 @in_place
 def _weigh(rows: RowTable, aggregation: Aggregation, max_response_tokens: int | None, drop_truncated: bool) -> None:
-    lengths = rows.sums(keys.ASSISTANT_MASK)
+    lengths = torch.stack([known_tokens(row).sum() for row in rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS)])
     lengths = torch.where(graded_rows(rows), lengths, 0)
     if drop_truncated:
         lengths = torch.where(rows.get(keys.TRUNCATED).flatten(), 0, lengths)
@@ -475,7 +481,7 @@ class Prompt(NamedTuple):
         text: its tokens' bytes.
         length: how many they are.
         response: tokens after them.
-        sampled: how many of these the policy sampled.
+        sampled: how many of these the policy sampled and are trained on (:func:`known_tokens`).
     """
 
     text: bytes
@@ -497,12 +503,12 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
     (1, 1, 1)
     """
     names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
-    listed: Sequence[Row] = rows.rows(*names) if isinstance(rows, RowTable) else rows  # type: ignore[assignment]
+    listed: Sequence[Row] = rows.rows(*names, keys.LOG_PROBS) if isinstance(rows, RowTable) else rows  # type: ignore[assignment]
     found = []
     for row in listed:
         completion_mask, tokens = (row[name].cpu().numpy() for name in names)
-        sampled = int(np.count_nonzero(completion_mask))
-        length = int(completion_mask.argmax()) if sampled else len(tokens)
+        sampled = int(known_tokens(row).count_nonzero())
+        length = int(completion_mask.argmax()) if completion_mask.any() else len(tokens)
         found.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
     return found
 

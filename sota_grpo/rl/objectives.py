@@ -124,7 +124,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
             "give one."
         )
     objective, chosen = keywords["objective"], surrogate(keywords["objective"])
-    if keywords["dual_clip"] is not None and not chosen.reads("dual_clip"):
+    if keywords["dual_clip"] is not None and not (chosen.reads("dual_clip") or keywords.get("kl_unbiased")):
         raise ValueError(f"dual_clip is {keywords['dual_clip']} but the objective is {objective!r}; drop it.")
     for name, value in (keywords.get("surrogate_options") or {}).items():
         if name not in OPTIONS or not chosen.reads(name):

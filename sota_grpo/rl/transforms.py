@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
+from sota_grpo.errors import memory_for
 from sota_grpo.functional.advantages import (
     GROUP_TERMS,
     Baseline,
@@ -220,7 +221,9 @@ def reference_log_probs(
     own_log_probs: dict[int, Tensor] = {}
     rows = list(rows)
     micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
-    computed = [reference(pad_rows(micro, pad_token_id=pad_token_id)) for micro in micros]  # fetched at the end
+    fix = "use a smaller train.micro_batch_tokens (of which the reference computes up to four times as many at once)"
+    with memory_for(f"the reference's passes of {token_budget:,} tokens", f"{fix} with train.resume=auto"):
+        computed = [reference(pad_rows(micro, pad_token_id=pad_token_id)) for micro in micros]  # fetched at the end
     for micro, found in zip(micros, computed):
         log_probs = found.get(keys.LOG_PROBS) if isinstance(found, TensorDictBase) else found
         fetched = log_probs.detach().to(micro[0][keys.ASSISTANT_MASK].device, torch.float32)

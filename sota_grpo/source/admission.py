@@ -185,6 +185,7 @@ class GroupBuffer:
 
     Attributes:
         versions: number of groups held, by admission version.
+        taken: the admission version of each group that :meth:`take` gave last, by group id.
 
     >>> import torch
     >>> def rows(group_id):
@@ -199,6 +200,7 @@ class GroupBuffer:
     def __init__(self, max_groups: int):
         self.max_groups = max_groups
         self.versions: Counter[int] = Counter()
+        self.taken: dict[int, int] = {}
         self._arrivals = itertools.count()
         self._groups: list[tuple[int, int, int, RowTable]] = []  # heap of (version, arrival, group id, rows)
 
@@ -228,6 +230,7 @@ class GroupBuffer:
         if num_groups > len(self):
             raise RuntimeError(f"{num_groups} finished groups were asked for and the buffer holds {len(self)}.")
         groups = [heapq.heappop(self._groups) for _ in range(num_groups)]
+        self.taken = {group_id: version for version, _, group_id, _ in groups}
         self.versions.subtract(version for version, *_ in groups)
         return RowTable.cat([rows for *_, rows in sorted(groups, key=lambda group: group[2])])
 
@@ -374,6 +377,14 @@ class Slots:
         rows = self.buffer.take(self.num_groups)
         self._given_out = self.num_groups
         return rows
+
+    def take_back(self) -> list[Group]:
+        """The batch given out cannot be trained on: its groups, which are in flight again."""
+        self._given_out = 0
+        return [  # as if an earlier step had drawn them: one without an advantage counts to round 1
+            self._launch(Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0))
+            for group_id, version in sorted(self.buffer.taken.items())
+        ]
 
     def require_released(self) -> None:
         """Raise RuntimeError while a batch is given out: its slots are held, so the next one might never stand."""

@@ -317,6 +317,7 @@ class RolloutSource:
         Raises:
             Interrupted: ``should_stop`` while waiting.
             TimeoutError: nothing resolved for ``wait_deadline_s``.
+            UnusableValues: a transform found rewards that cannot be used; the batch will be asked for again.
             RuntimeError: a token is older than ``max_policy_age`` versions, or the batch before was not released.
         """
         self._slots.require_released()
@@ -336,10 +337,16 @@ class RolloutSource:
         if not self.synchronous:  # the phases overlap with learning, and with each other
             seconds |= {"score": busy[GRADE], "wait": waited}
         seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
-        for phase, transform in self.transforms:
-            began = time.perf_counter()
-            rows = transform(rows)
-            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
+        try:
+            for phase, transform in self.transforms:
+                began = time.perf_counter()
+                rows = transform(rows)
+                seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
+        except UnusableValues:  # what is saved now asks for these groups again
+            with self._changed:
+                groups = self._slots.take_back()
+            self._submit(groups)
+            raise
         zero_advantage = num_zero_advantage_groups(rows)
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
         self._metrics |= {"groups/zero_advantage": zero_advantage, "groups/refilled": refilled, **self.metrics_extra()}

@@ -82,7 +82,7 @@ class InstructionsTask(IFEvalTask):
             options: of the class.
 
         Raises:
-            ValueError: a split without examples.
+            ValueError: no examples to train on.
             DatasetError: rows of ``eval_path`` that cannot be used, with their number.
         """
         task = cls(**options)

@@ -35,7 +35,7 @@ class DrawnExamples(Sequence[Example]):
         num_examples: length.
 
     Raises:
-        ValueError: no examples.
+        ValueError: no examples to train on.
         IndexError: the index is outside ``[-num_examples, num_examples)``.
 
     >>> numbers = DrawnExamples(lambda rng, heldout: Example(str(rng.random()), ""), 0, False, 1 << 40)
@@ -49,9 +49,9 @@ class DrawnExamples(Sequence[Example]):
     num_examples: int
 
     def __post_init__(self) -> None:
-        if self.num_examples < 1:
-            name = "num_heldout" if self.heldout else "num_train"
-            raise ValueError(f"{name}={self.num_examples} must be at least 1.")
+        name, least = ("num_heldout", 0) if self.heldout else ("num_train", 1)
+        if self.num_examples < least:
+            raise ValueError(f"{name}={self.num_examples} must be at least {least}.")
 
     def __len__(self) -> int:
         return self.num_examples
@@ -78,7 +78,7 @@ class ProceduralTask(ChatTask):
         system_prompt: replaces the task's own, where it has one; an empty text is no system turn.
 
     Raises:
-        ValueError: a split without examples.
+        ValueError: no examples to train on.
     """
 
     default_prompt = ""

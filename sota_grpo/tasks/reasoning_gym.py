@@ -193,7 +193,7 @@ class ReasoningGymTask(ChatTask):
             tasks, options: of the class.
 
         Raises:
-            ValueError: a split without examples.
+            ValueError: no examples to train on.
             UserError: as the class.
         """
         task = cls(tasks=tasks, **options)

@@ -371,8 +371,7 @@ class ForwardPasses:
         Raises:
             RunFailed: memory is lacking again.
         """
-        tokens = self.settings.micro_batch_tokens
-        half = max(1, tokens // 2)
+        tokens, half = self.settings.micro_batch_tokens, self.half
         try:
             return compute()
         except torch.OutOfMemoryError as error:
@@ -382,13 +381,21 @@ class ForwardPasses:
                     f"{lacking}; use train.micro_batch_tokens={half} or train_model.gradient_checkpointing=true with "
                     "train.resume=auto, which continues from the last checkpoint."
                 ) from error
-        self.halved = True  # from here on: what was computed lives no longer than its exception
-        scoring_tokens = max(1, self.settings.scoring_tokens // 2)
-        self.settings = replace(self.settings, micro_batch_tokens=half, forward_tokens=scoring_tokens)
+        self.halve()  # from here on: what was computed lives no longer than its exception
         self.policy.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         logger.warning("%s; the step is computed anew, with train.micro_batch_tokens=%d from now on.", lacking, half)
         return self.within_memory(compute)
+
+    @property
+    def half(self) -> int:
+        """Tokens of a micro-batch of half the size."""
+        return max(1, self.settings.micro_batch_tokens // 2)
+
+    def halve(self) -> None:
+        """Compute in micro-batches of half the size for the rest of the run."""
+        self.halved, scoring = True, max(1, self.settings.scoring_tokens // 2)
+        self.settings = replace(self.settings, micro_batch_tokens=self.half, forward_tokens=scoring)
 
     def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
         """Passes that may have been planned before the micro-batches were halved, as they would be planned now."""

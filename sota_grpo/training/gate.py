@@ -48,7 +48,7 @@ from typing import NamedTuple
 import torch
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import RunFailed, UserError, memory_for
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
@@ -403,17 +403,21 @@ def run_gate(
     Raises:
         CheckError: a check failed and ``mode`` is ``strict``.
         UserError: the responses that were sampled cannot be trained on.
+        RunFailed: a device lacks memory for a check.
     """
     if mode == "off":
         return []
     random = rng_state()
+    half = max(1, subject.learner.settings.micro_batch_tokens // 2)
+    fix = f"use train.micro_batch_tokens={half} or train_model.gradient_checkpointing=true"
     done: list[Check] = []
     for check in checks_of(subject) if checks is None else checks:
         began = time.perf_counter()  # the first that needs samples waits for them
         try:
-            if check not in WITHOUT_SAMPLES and not subject.rows:
-                subject.rows = graded_rows(subject)
-            result = replace(check(subject), seconds=time.perf_counter() - began)
+            with memory_for(f"the check '{check.__name__.replace('_', ' ')}'", fix):
+                if check not in WITHOUT_SAMPLES and not subject.rows:
+                    subject.rows = graded_rows(subject)
+                result = replace(check(subject), seconds=time.perf_counter() - began)
         except UnusableValues as error:
             raise UserError(f"The responses sampled before training cannot be trained on: {error}") from error
         done.append(result)

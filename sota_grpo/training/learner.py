@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.errors import UserError
+from sota_grpo.errors import UserError, memory_for
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
 from sota_grpo.policy.optimizers import make_optimizer
@@ -34,7 +34,7 @@ from sota_grpo.policy.sharding import (
 )
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.rl.collate import pad_rows, row_prompts
+from sota_grpo.rl.collate import known_tokens, pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable, plain_rows
@@ -153,7 +153,7 @@ class Learner(ForwardPasses):
 
     def _mismatch(self, rows: Sequence[Row], own: Mapping[int, torch.Tensor]) -> float | None:
         """Mean KL of the log-probs that the ranks measured to the engine's; None over no token."""
-        masks = {index: _known(rows[index]) for index in sorted(own)}
+        masks = {index: known_tokens(rows[index]) for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat(gaps) if gaps else torch.zeros(0)
         terms = {"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))}
@@ -200,6 +200,10 @@ class Learner(ForwardPasses):
         by_rank = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
         return [one._replace(learns=one.learns and learn) for one in by_rank[self.share]]
 
+    @memory_for(
+        "the optimizer's update",
+        "use optimizer.name=adamw_8bit, train_model.lora.enabled=true or more train_model.num_devices",
+    )
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
         totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes)))
@@ -503,6 +507,7 @@ class Learner(ForwardPasses):
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             **({} if self.settings.entropy_target is None else {"entropy_coef": self._entropy_coefs}),
+            **({"halved_to": self.settings.micro_batch_tokens} if self.halved else {}),
             "version": self.version,
             "optimizer_steps": self.optimizer_steps,
         }
@@ -528,6 +533,8 @@ class Learner(ForwardPasses):
         if self.settings.entropy_target is not None and "entropy_coef" in state:  # older ones had no such coefficient
             self.entropy_coef, applied = state["entropy_coef"]
             self._apply_entropy_coef(applied)
+        if not self.halved and state.get("halved_to") == self.half:  # else it was given other micro-batches
+            self.halve()
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
 
@@ -538,11 +545,6 @@ class Totals(NamedTuple):
     losses: dict[str, torch.Tensor]
     means: dict[str, torch.Tensor]
     threshold: dict[str, float]
-
-
-def _known(row: Row) -> torch.Tensor:
-    """Return which tokens the policy sampled under a log-prob that is known, bool ``[T]``."""
-    return row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite()
 
 
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
@@ -563,11 +565,13 @@ class Publisher:
         engines: who receives them.
         make_room: the engines stand on the learner's devices, so each makes room for the other: this gives back what
             the learner's side holds there in reserve. None: they have their own.
+        whole: what engines that were given an adapter alone hold then: all weights, it merged.
     """
 
     weights: Callable[[], Any]
     engines: Sequence[Engine]
     make_room: Callable[[], object] | None = None
+    whole: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     seconds: float = field(default=0.0, init=False)
 
     def publish(self, version: int) -> None:
@@ -584,12 +588,14 @@ class Publisher:
     def differing(self) -> list[str] | None:
         """The names of weights that an engine holds otherwise than the learner does; None where none can say.
 
-        Of an adapter, and of weights that go by broadcast, nothing is at hand here to compare with.
+        Of weights that go by broadcast, nothing is at hand here to compare with.
         """
         odd: set[str] = set()
         for engine in self.engines:
-            pushed, held = self.weights(), engine.weight_sums()
-            if held is None or not isinstance(pushed, Iterable):
+            if (held := engine.weight_sums()) is None:
+                return None
+            pushed = (self.whole or self.weights)()
+            if not isinstance(pushed, Iterable):
                 return None
             known = ((name, value, held[name]) for name, value in pushed if name in held)
             odd |= {name for name, value, own in known if Checksum.of(value, own.dtype) != own}

@@ -217,7 +217,7 @@ def _regraded(subject: Subject) -> tuple[list[tuple[int, float]], int]:
             for place, score in zip(group, future.result(), strict=True):
                 if score.error is None and not failed[place]:
                     rewards[place] = _earned(subject, rows[place], score)
-    unsteady = {place for place, value in second.items() if not _equal(value, first.get(place, math.nan))}
+    unsteady = {place for place, value in second.items() if place in first and not _equal(value, first[place])}
     wrong = [(place, value) for place, value in second.items() if place in odd and place not in unsteady]
     return wrong, len(first) - len(unsteady)
 

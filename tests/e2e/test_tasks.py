@@ -181,9 +181,8 @@ def test_a_mixture_is_trained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mixture_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """Cut in two it is the same run, where no worker's answer decides which turns are sampled together."""
+    """Cut in two it is the same run: when tools and graders answer does not decide which turns are sampled together."""
     _, given = mixed(tmp_path)
-    given += ("env.reward_workers=0",)
     run(tmp_path, "grpo_cpu", *given)
     half = tmp_path / "half"
     options = (*TINY, *given, "logging.store_steps=false")

@@ -17,9 +17,10 @@ import torch
 from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import ArithmeticEnv
-from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules
-from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, Talk
+from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.rollout import RolloutWorker
@@ -105,8 +106,16 @@ class Submitting(Streams):
         self.worker.close()
 
 
+def ordered(may_start: Callable[[int], bool] = bool) -> ScriptedEngine:
+    """One that may begin a batch whenever a turn may follow."""
+    engine = scripted()
+    engine.may_start = may_start
+    return engine
+
+
 KINDS: dict[str, Callable[[], Engine]] = {
     "steps": scripted,
+    "ordered steps": ordered,
     "futures": Submitting,
 }
 
@@ -271,6 +280,78 @@ def test_streams_of_several_threads_get_their_own_groups(kind: str) -> None:
         for requests, outputs in zip(calls, pool.map(lambda call: list(engine.generate(call, SAMPLING)), calls)):
             require_plain(requests, outputs)
     engine.close()
+
+
+class Held:
+    """A partner that begins dialogs and answers when it is let, who asked last first."""
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], None]] = []
+
+    def _later(self, value: object) -> Future:
+        future = promised()
+        self.asked.append(lambda: future.set_result(value))
+        return future
+
+    def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
+        graded = GradedTurns(self, Words()).begin(request, index)
+        return self._later(graded.result())
+
+    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+        total = sum(map(int, pairs[0][0].split()))
+        reply = {"role": "user", "content": " ".join(str(3 + (total + i) % 90) for i in range(1 + total % 3))}
+        return self._later([Score({}, success=False, reply=reply if total % 4 else None)])
+
+    def answer(self, count: int) -> None:
+        for _ in range(min(count, len(self.asked))):
+            self.asked.pop()()
+
+
+@pytest.mark.parametrize("max_rows", [256, 7])
+def test_when_an_answer_comes_changes_no_bit_of_what_is_sampled(max_rows: int) -> None:
+    """Rows of the embedded engine differ in their last bits with those beside them."""
+    model, requests, seen = load_model("tiny"), some_requests(6), []
+    for every, count in ((1, 100), (1, 1), (4, 2), (9, 100)):
+        inner = TransformersEngine(model, eos_token_ids=[2], pad_token_id=0, max_model_len=64, max_rows=max_rows)
+        partner = Held()
+        engine = DialogEngine(inner, {None: Rules(partner, Words(), MAX_STEPS, inner.max_model_len)})
+        futures = [engine.submit(request, Sampling(max_tokens=9)) for request in requests]
+        for turn in itertools.count():
+            engine.advance()
+            if turn % every == 0:
+                partner.answer(count)
+            if all(future.done() for future in futures):
+                break
+        seen.append([[as_lists(sample) for sample in future.result().samples] for future in futures])
+    assert all(other == seen[0] for other in seen[1:])
+    assert {sum(a and not b for a, b in itertools.pairwise(s[3])) for group in seen[0] for s in group} >= {0, 1, 2}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["cancelled", "refused"])
+def test_no_dialog_waits_for_the_turn_of_a_group_that_is_gone(how: str) -> None:
+    """One is cancelled before its partner has begun; or the engine refuses what it says."""
+    inner, partner = ordered(), Held()
+    submit = inner.submit
+
+    def refusing(request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        if request.group_id == 10:
+            raise ValueError("no")
+        return submit(request, sampling)
+
+    inner.submit = refusing
+    engine = DialogEngine(inner, {None: Rules(partner, Words(), MAX_STEPS, CONTEXT)})
+    gone, stays = (engine.submit(request, SAMPLING) for request in some_requests(2))
+    if how == "cancelled":
+        del partner.asked[:3]
+        assert gone.cancel()
+    while not stays.done():
+        engine.advance()
+        partner.answer(2)
+    assert len(stays.result().samples) == 3
+    if how == "refused":
+        with pytest.raises(ValueError, match="no"):
+            gone.result(0)
 
 
 @pytest.mark.timeout(120)

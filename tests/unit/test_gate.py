@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sota_grpo import keys
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.advantages import Baseline, Scale
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.load import load_model
@@ -342,6 +342,24 @@ def test_rewards_of_groups_are_graded_again_as_groups(subject: Subject) -> None:
     check = gate.rewards_and_advantages_belong_to_their_responses(subject)
     assert check.passed
     assert check.sentence.startswith("8 of 8 responses")
+
+
+def test_a_grader_that_fails_once_leaves_its_response_uncompared(subject: Subject) -> None:
+    """It fails at one response when all are graded again; and a sibling's row has not the reward that it earned."""
+    subject.task.score = NeedsEverySibling(NUM_SAMPLES)
+    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    subject.rows = graded_rows(subject)
+    subject.rows.get(keys.REWARD)[1] += 1.0
+    grade, calls = subject.task.score.score_group, itertools.count()
+
+    def once(asked: list[tuple[str, Example]]) -> list[Score]:
+        first, *others = grade(asked)
+        return [first if next(calls) else replace(first, error="OSError: busy"), *others]
+
+    subject.task.score.score_group = once
+    check = gate.rewards_and_advantages_belong_to_their_responses(subject)
+    assert check.passed is False
+    assert check.sentence.startswith("6 of 7 responses earn the reward of their row")
 
 
 MASKS = {
@@ -689,6 +707,23 @@ def test_a_strict_gate_ends_at_the_first_check_that_fails(subject: Subject) -> N
     assert [one.passed for one in told] == made
     assert len(gate.run_gate(subject, "warn", [check(False)] * 2)) == 2
     assert gate.run_gate(subject, "off") == []
+
+
+def test_a_check_that_finds_no_memory_ends_in_a_sentence(subject: Subject) -> None:
+    def full(subject: Subject) -> gate.Check:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details")
+
+    with pytest.raises(RunFailed, match=r"lacks memory for the check 'full' \(CUDA .* Tried\.\); .*_tokens=8192 or "):
+        gate.run_gate(subject, "warn", [full])
+
+
+def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(subject: Subject) -> None:
+    """MaxRL divides by a mean of rewards, of which none is below 0."""
+    subject.task.score = lambda text, example: Score({"correct": -1.0}, False)
+    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    subject.transforms = [GroupAdvantage(scale="group_mean")]
+    with pytest.raises(UserError, match=r"sampled before training cannot be trained on: .*no reward may be negative"):
+        run_gate(subject, "warn", [gate.every_sampled_token_is_trained])
 
 
 def test_a_reward_that_applies_to_nothing_is_told(subject: Subject) -> None:

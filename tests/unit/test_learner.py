@@ -8,6 +8,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.rl.collate import set_loss_weights
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import plain_rows, row_list
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -233,6 +234,25 @@ def test_out_of_memory_again_or_on_several_ranks_ends_the_run_in_a_sentence(rank
     assert largest_gap(before, weights(learner)) == 0
 
 
+@pytest.mark.parametrize(("budget", "expected"), [(26, 13), (20, 20)])
+def test_a_resumed_run_has_the_micro_batches_that_were_halved(budget: int, expected: int, tmp_path: Path) -> None:
+    """Unless it was given others."""
+    halved = make_learner(tmp_path, micro_batch_tokens=26)
+    out_of_memory_at({0}, halved)
+    halved.update(lazy_stack(siblings()))
+    resumed = make_learner(tmp_path, micro_batch_tokens=budget)
+    resumed.load_state_dict(halved.state_dict())
+    assert (resumed.settings.micro_batch_tokens, resumed.halved) == (expected, expected == 13)
+
+
+def test_out_of_memory_in_the_update_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
+    """AdamW allocates its moments in the first one, when no smaller micro-batch helps any more."""
+    learner, fit = make_learner(tmp_path), "optimizer.name=adamw_8bit, train_model.lora.enabled=true or more "
+    learner.optimizer.step = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details"))
+    with pytest.raises(RunFailed, match=rf"lacks memory for the optimizer's update \(CUDA .* Tried\.\); use {fit}"):
+        learner.update(lazy_stack(siblings()))
+
+
 def test_the_share_of_a_token_is_that_of_its_squared_derivative_in_the_whole_step(tmp_path: Path) -> None:
     """12 rows of one trained token, ratios 1 but one of e^1.5 with A = -1: (e^1.5)^2 / (11 + e^3), in small batches.
 
@@ -264,6 +284,7 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
         prompt = torch.full((3,), 5 + int(row[keys.GROUP_ID]))
         row[keys.FULL_TOKENS] = torch.cat([prompt, row[keys.FULL_TOKENS][-1:]])
         row[keys.ASSISTANT_MASK] = torch.arange(4) == 3
+        row[keys.LOG_PROBS] = torch.zeros(4)
     position = {id(row): index for index, row in enumerate(rows)}
     orders = [
         [[position[id(row)] for row in step] for step in learner._mini_batches(rows, epoch)] for epoch in range(20)
@@ -531,6 +552,27 @@ def test_dropout_does_not_enter_the_mismatch(tmp_path: Path) -> None:
     metrics = learner.update(lazy_stack(rows))
     assert metrics["mismatch_kl"] < 1e-9
     assert metrics["ess"] < 0.999
+
+
+def test_a_token_of_unknown_log_prob_is_not_in_the_mismatch(tmp_path: Path) -> None:
+    """Of two sampled tokens one is half a nat off and the engine does not know the other: e^g - 1 - g at g = 1/2."""
+    learner, mask = make_learner(tmp_path), torch.tensor([False, True, True])
+    row = {keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.tensor([0.0, -2.5, math.nan])}
+    found = learner._mismatch([row], {0: torch.tensor([0.0, -2.0, -1.0])})
+    assert found == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(("aggregation", "torchrls"), [("token", "token_mean"), ("sequence", "prompt_mean")])
+def test_a_token_of_unknown_log_prob_counts_for_no_weight(aggregation: str, torchrls: str, tmp_path: Path) -> None:
+    """The loss that the learner weighs row by row is that of the whole batch, whose weights the loss finds itself."""
+    learner, rows = make_learner(tmp_path, aggregation=aggregation, micro_batch_tokens=13), make_rows()
+    for row in rows[::3]:
+        row[keys.LOG_PROBS][-1] = math.nan
+    alone = GRPOLoss(learner.policy, entropy_bonus=False, kl_to_ref_coeff=None, aggregation=torchrls)
+    expected = float(alone(pad_rows(rows, pad_token_id=PAD)).loss_objective)
+    assert learner.loss_gradient(rows)["loss/objective"] == pytest.approx(expected, rel=1e-4)
+    weighed = set_loss_weights(rows, aggregation)
+    assert float(learner.loss(pad_rows(weighed, pad_token_id=PAD)).loss_objective) == pytest.approx(expected, rel=1e-4)
 
 
 def test_scores_belong_to_their_rows(tmp_path: Path) -> None:

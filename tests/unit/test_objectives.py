@@ -326,6 +326,22 @@ def test_no_token_owns_a_step_however_far_off_the_engine_was(name: str) -> None:
         assert (out.gradient_squared_max / out.sums["gradient_squared"]).item() == pytest.approx(share, rel=1e-12)
 
 
+@pytest.mark.parametrize("objective", SURROGATES)
+def test_no_token_owns_an_unbiased_divergence_whatever_the_objective(objective: str) -> None:
+    """One token of 64 is 200 nats off: its slope is at most ``dual_clip`` times that of the others."""
+    overrides = f"algorithm.objective={objective}", "algorithm.kl_unbiased=true", "algorithm.dual_clip=2"
+    config, stream = composed("grpo_cpu", *overrides), generator()
+    rows = [random_row(stream, 2, 16, index=index, dtype=torch.float64) for index in range(4)]
+    actor = TableActor(rows, stream, shift=0.0)
+    for own, row in zip(actor.log_probs.detach(), set_loss_weights(rows, "token")):
+        row[keys.REF_LOG_PROBS] = own[:18] - 0.01 * row[keys.ASSISTANT_MASK]
+    batch = pad_rows([row.exclude("proximal_log_probs") for row in rows], pad_token_id=0)
+    batch[keys.LOG_PROBS][1, 5] -= 200.0
+    (slopes,) = torch.autograd.grad(loss_of(config, actor, beta=0.05)(batch).loss_kl_to_ref, actor.log_probs)
+    sizes = slopes[:, :18][batch[keys.ASSISTANT_MASK]].abs()
+    assert sizes.max() <= 2 * sizes.median()
+
+
 def test_only_loss_entries_carry_a_gradient() -> None:
     rows, loss, _ = scene(**EVERY_TERM)
     out = loss(pad_rows(rows, pad_token_id=0))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
+from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
@@ -436,6 +438,24 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
         chosen = {name: options[name] for name in ("right", "seed", "num_groups", "refill", "max_draws")}
         expected = synchronous_batches(steps=steps, **chosen)
         require_equal([batch for batch, _ in trained], expected, f"seed {options['seed']}")
+
+
+@pytest.mark.parametrize("refill", [False, True])
+def test_a_batch_that_cannot_be_trained_on_is_asked_for_again_after_a_resume(tmp_path, refill: bool) -> None:
+    """Where the reward that it fell over is mended meanwhile, the run is the one that had no such reward."""
+    options = {"num_groups": 3, "refill": refill, "right": 0.3}
+    whole, rig = Rig(**options), Rig(**options)
+    expected = [whole.step(step) for step in range(3)]
+    rig.step(0)
+    transforms, rig.source.transforms = rig.source.transforms, [("score", Mock(side_effect=UnusableValues("-1")))]
+    with pytest.raises(UnusableValues):
+        rig.step(1)
+    resumed = reload(rig, tmp_path, **options)
+    for source in (rig, resumed):  # a source that goes on does the same
+        source.source.transforms = transforms
+        for batch, other in zip([source.step(1), source.step(2)], expected[1:], strict=True):
+            assert ids(batch) == ids(other)
+            assert all(same(one, two) for one, two in zip(batch, other, strict=True))
 
 
 def test_pending_groups_are_asked_for_first_and_in_order(tmp_path) -> None:

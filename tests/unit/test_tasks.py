@@ -187,6 +187,16 @@ def test_problems_that_are_made_up_are_on_one_side_whatever_the_seed(name: str) 
     assert share == pytest.approx(1 / HELDOUT_SHARE, abs=0.03)
 
 
+@pytest.mark.parametrize("name", [*MADE_UP, "reasoning_gym"])
+def test_made_up_problems_are_held_out_where_somebody_wants_some(name: str) -> None:
+    options = MADE_UP.get(name, {"tasks": {"gcd": 1}})
+    task = make_task(name, num_train=3, num_heldout=0, **options)
+    assert (len(task.train), [*task.heldout], task.heldout[:5]) == (3, [], [])
+    for sizes in ({"num_heldout": -1}, {"num_train": 0}):
+        with pytest.raises(ValueError, match="{}={} must be at least [01]".format(*sizes.popitem())):
+            make_task(name, **sizes, **options)
+
+
 @pytest.mark.parametrize("name", MADE_UP)
 def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) -> None:
     short, long = (make_task(name, seed=SEED, num_train=num, **MADE_UP[name]) for num in (20, 1 << 40))
@@ -199,9 +209,6 @@ def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) ->
     assert short.train[:] != make_task(name, seed=SEED + 1, num_train=20, **MADE_UP[name]).train[:]
     with pytest.raises(IndexError, match="20 problems"):
         short.train[20]
-    for size in ("num_train", "num_heldout"):
-        with pytest.raises(ValueError, match=f"{size}=0"):
-            make_task(name, **{size: 0})
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,20 @@ def test_draws_follow_from_the_tests_own_name_and_no_file(tmp_path: Path) -> Non
     assert other[2] != first[2]
 
 
+def test_no_test_sees_at_which_level_the_one_before_it_has_logged(tmp_path: Path) -> None:
+    """As a run in this process does, and as one does whose level is ERROR."""
+    (tmp_path / "test_a.py").write_text(
+        "import logging\nLOGGER = logging.getLogger('sota_grpo')\n"
+        "def test_1(): LOGGER.setLevel(logging.INFO)\n"
+        "def test_2(caplog):\n"
+        "    with caplog.at_level(logging.WARNING):\n        LOGGER.info('one'), LOGGER.warning('two')\n"
+        "    assert caplog.messages == ['two']\n    LOGGER.setLevel(logging.ERROR)\n"
+        "def test_3(caplog):\n    LOGGER.warning('three')\n    assert caplog.messages == ['three']\n"
+    )
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
 def test_other_draws_are_tried_until_one_fails_and_can_be_had_again(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import random\n"

@@ -59,7 +59,7 @@ def test_the_embedded_policy_is_trained(tmp_path: Path) -> None:
     [
         (
             {"quantization_config": QUANTIZED},
-            r"quantised weights \(awq\), which cannot be trained; .*model.quantization",
+            r"quantised weights \(awq\), which can neither be trained nor .*model.quantization",
         ),
         ({"num_experts": 8}, r"mixture of experts \(num_experts=8\)"),
         ({"vocab_size": 100}, r"tokenizer has \d+ tokens that its embedding of 100 has no row for"),
@@ -90,6 +90,18 @@ def test_an_adapter_in_the_folder_is_one_sentence(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"adapter_config.json; merge the adapter into its base"):
         judge(folder)
+
+
+def test_a_reference_is_asked_as_the_policy_is(tmp_path: Path) -> None:
+    """Of an adapter's folder transformers would load both; with a quantised one the KL is that of its rounding."""
+    config = config_of(Path("tiny"))
+    for broken in ("quantised", "adapter"):
+        folder = tiny_folder(tmp_path / broken, **({"quantization_config": QUANTIZED} if broken == "quantised" else {}))
+        if broken == "adapter":
+            (folder / "adapter_config.json").write_text("{}")
+        config.ref_model.name = str(folder)
+        with pytest.raises(UserError, match=rf"^ref_model\.name={folder} has .*{broken}"):
+            trainable_tokenizer(config, "transformers")
 
 
 def test_special_tokens_that_nothing_writes_need_no_row(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import statistics
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchrl.envs.transforms import Compose
 
 from sota_grpo import keys
 from sota_grpo.envs.task_env import ScoreResponse
+from sota_grpo.errors import RunFailed
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import row_list
@@ -241,6 +243,15 @@ def test_a_reference_that_pads_is_given_as_many_rows_as_its_own_padding_allows(
 
     ReferenceKL(reference, pad_token_id=0, token_budget=84, shared_prompt=shared)(lazy_stack(rows))
     assert counts == rows_of_a_pass
+
+
+def test_a_reference_whose_device_lacks_memory_ends_the_run_in_a_sentence() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details")
+    full = Mock(spec=FakeReference(), side_effect=error)
+    row = random_row(generator(), 4, 2).exclude(keys.REF_LOG_PROBS)
+    sentence = r"lacks memory for the reference's passes of 4,096 tokens \(CUDA .* Tried\.\); use a smaller"
+    with pytest.raises(RunFailed, match=sentence):
+        ReferenceKL(full, pad_token_id=0, token_budget=4096)(lazy_stack([row]))
 
 
 def test_every_pass_of_the_reference_is_launched_before_one_is_fetched() -> None:

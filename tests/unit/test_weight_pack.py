@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from sota_grpo.engines.transformers_engine import TransformersEngine
-from sota_grpo.policy.lora import add_lora, packed_weights
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.lora import AdapterPack, add_lora, packed_weights
+from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
+from sota_grpo.training.learner import Publisher, perturb
 from tests.engine_rigs import EOS, PAD, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
@@ -77,6 +79,28 @@ def test_weights_rounded_before_they_travel_are_what_the_engine_would_have_made_
     (wide_bytes, by_engine), (narrow_bytes, beforehand) = served
     assert narrow_bytes < 0.52 * wide_bytes
     assert all(torch.equal(by_engine[name], beforehand[name]) for name in by_engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pushed", ["packs of several ranks", "an adapter"])
+def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, dtype: torch.dtype) -> None:
+    model: Any = tiny_model(seed=2)
+    engine = TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD, dtype=dtype)
+    if pushed == "an adapter":
+        model = add_lora(model, r=2, alpha=4)
+        base, update = packed_weights(model, merged=False), engine.update_weights
+        engine.update_weights = lambda adapter, version: update(adapter.merged(base), version)  # as a worker does it
+        publisher = Publisher(partial(AdapterPack.of, model), [engine], whole=partial(packed_weights, model))
+    else:
+        named = list(model.state_dict().items())
+        halves = lambda: WeightPacks((WeightPack.of(named[:5]), WeightPack.of(named[5:])))  # noqa: E731
+        publisher = Publisher(halves, [engine])
+    perturb(parameter for parameter in model.parameters() if parameter.requires_grad)
+    publisher.publish(1)
+    assert publisher.differing() == []
+    name, held = list(engine._model.named_parameters())[3]
+    held.data[0] *= 1.1
+    assert publisher.differing() == [name]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
