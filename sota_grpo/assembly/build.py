@@ -229,7 +229,6 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
         max_tokens=config.inference_model.max_tokens,
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,
-        by_level=config.env.curriculum == "level",
         success_above=config.reward.success_above if rewards_decide else None,
     )
 

@@ -126,18 +126,6 @@ class EnvConfig:
         "auto", "code: where programs of the model run: bwrap (auto is the same), or the URL of a SandboxFusion server"
     )
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 5")
-    curriculum: str | None = opt(
-        None,
-        "draw prompts by pass rate: between the levels of the task, or between its examples; null: evenly",
-        ("level", "example"),
-    )
-    curriculum_floor: float = opt(
-        0.2, "curriculum: share of the draws that is spread evenly, so that what is solved or too hard comes back"
-    )
-    curriculum_decay: float = opt(
-        0.5, "curriculum: what older responses count in a pass rate whenever new ones come; 0: only the newest"
-    )
-    level_column: str = opt("level", "table: column of the levels, for env.curriculum=level")
     reasoning: bool = opt(False, "a wrong response is asked to think again, up to env.max_steps turns in all")
     max_steps: int = opt(1, "most turns of a dialog; inference_model.max_tokens is the length of one turn")
     tools: str | None = opt(None, "FILE.py:NAME,NAME: typed functions that the policy may call, by its chat template")

@@ -481,7 +481,6 @@ BROKEN = [
             "env.system_prompt=Hi",
             "env.tasks={gcd: 1}",
             "env.sandbox=bwrap",
-            "env.level_column=grade",
         )
     ),
     (
@@ -517,20 +516,6 @@ BROKEN = [
         )
     ),
     ("a_table_has_a_place", ["env.dataset=table"], "env.dataset_path=FILE"),
-    *(
-        ("a_curriculum_has_something_to_draw_between", more, said)
-        for more, said in (
-            (["env.curriculum=level", "env.dataset=gsm8k"], "env.dataset=gsm8k has none; use env.curriculum=example"),
-            (["env.curriculum=level", "env.mixture={a: {dataset: gsm8k}}"], "or a task with levels (table, arithmetic"),
-            (["env.curriculum=example", "env.shuffle=false"], "which has no order"),
-            (["env.curriculum_floor=0.5"], "belongs to a curriculum; give env.curriculum, or leave it at 0.2"),
-            (["env.curriculum_decay=0.1"], "belongs to a curriculum; give env.curriculum, or leave it at 0.5"),
-            (["env.dataset=table", "env.dataset_path=a.csv", "env.level_column=a"], "belongs to env.curriculum=level"),
-        )
-    ),
-    ("every_amount_is_positive", ["env.curriculum=level", "env.curriculum_floor=0"], "env.curriculum_floor=0"),
-    ("every_share_lies_between_0_and_1", ["env.curriculum=level", "env.curriculum_floor=1.5"], "between 0 and 1"),
-    ("every_share_lies_between_0_and_1", ["env.curriculum=level", "env.curriculum_decay=1"], "below 1"),
     ("a_table_has_a_place", ["env.dataset=code"], "env.dataset_path=FILE"),
     ("several_turns_have_something_to_say", ["env.reasoning=true"], "env.max_steps=1 leaves no turn"),
     ("several_turns_have_something_to_say", ["env.max_steps=3"], "env.reasoning=true"),
