@@ -278,12 +278,6 @@ class AlgorithmConfig:
     distill_coef: float = opt(
         0.0, "weight of log p_teacher - log p_policy in the advantage of each token; 0: no teacher (ref_model.name)"
     )
-    distill_hint: str = opt(
-        "none",
-        "what the teacher's prompt says besides: the gold response, or a right one of the group; with it the policy at "
-        "its start may be the teacher",
-        ("none", "gold", "sibling"),
-    )
     advantage_coef: float = opt(1.0, "weight of the task's advantage beside the teacher's; 0: the teacher alone")
     drop_truncated: bool = opt(False, "responses cut for length take no part in the loss")
     overlong_buffer: int = opt(0, "soft length penalty over the last so many tokens of max_tokens (DAPO); 0: none")

@@ -89,7 +89,6 @@ _DECLARED = (
         "KL(policy that sampled, teacher), k1, per token: the mean is right, single steps may fall below 0.",
         "nats",
     ),
-    Metric("distill/hinted", "mean", "Responses whose teacher was told a hint (algorithm.distill_hint).", "share"),
     Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
     Metric("entropy_coef", "mean", "Coefficient of the entropy bonus, where algorithm.entropy_target adapts it."),
     Metric("entropy_threshold", "mean", "Least entropy that algorithm.top_entropy_quantile keeps, per token.", "nats"),

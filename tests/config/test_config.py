@@ -199,17 +199,6 @@ BROKEN = [
     ("distillation_has_a_teacher", ["algorithm.distill_coef=1", "ref_model.name=tiny"], "use ref_model.name=TEACHER"),
     ("distillation_has_a_teacher", ["algorithm.advantage_coef=0"], "leave it at 1.0"),
     ("distillation_has_a_teacher", ["ref_model.name=other"], "ref_model.name=other is read by nothing"),
-    ("distillation_has_a_teacher", ["algorithm.distill_hint=gold"], "add algorithm.distill_coef=1"),
-    (
-        "a_hint_has_a_source",
-        ["algorithm.distill_coef=1", "algorithm.distill_hint=sibling", "env.repeats=1", "algorithm.advantage_coef=0"],
-        "algorithm.distill_hint=gold",
-    ),
-    (
-        "a_hint_has_a_source",
-        ["algorithm.distill_coef=1", "algorithm.distill_hint=gold", "env.max_steps=2"],
-        "algorithm.distill_hint=none",
-    ),
     (
         "a_teacher_is_the_only_reference",
         ["algorithm.distill_coef=1", "ref_model.name=other", "policy.kl_coef=0.1"],
