@@ -196,8 +196,6 @@ class RewardConfig:
     no_answer: float = opt(-0.5, "math: reward of a response without an answer")
     instructions_weight: float = opt(1.0, "ifeval, instructions: weight of the share of instructions that are followed")
     all_weight: float = opt(0.0, "ifeval, instructions: reward beside it where all instructions are followed")
-    thinking_weight: float = opt(0.2, "reasoning: weight of the term that penalises short thinking")
-    min_think_words: int = opt(20, "reasoning: words of thinking below which it is penalised")
     judge: JudgeConfig = section(JudgeConfig, "a model that judges responses")
 
 
