@@ -307,9 +307,11 @@ class Jobs:
         if self._sweep_dir is None:
             return
         try:
+            sweep = write_summary(self._sweep_dir)
+            if self._waits:  # a sweeper that looks for the best run goes on after a job that failed
+                self._codes += [CRASHED for one in sweep.runs if one.state == "failed"]
             if completed and not any(self._codes):
                 mark_complete(self._sweep_dir)
-            sweep = write_summary(self._sweep_dir)
         except (OSError, UserError) as error:
             self._say(f"the summary of the sweep cannot be written ({error}).")
             return

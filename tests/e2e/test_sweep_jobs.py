@@ -96,6 +96,17 @@ def test_what_a_job_has_to_say_reaches_the_command(sweep: Callable[..., subproce
     assert "run 1 failed: optimizer.lr=-2" in out
 
 
+def test_a_search_whose_jobs_fail_fails(sweep: Callable[..., subprocess.Popen]) -> None:
+    """The sweeper goes on after a job that failed, so only the runs' directories say that there was one."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra optuna is not installed")
+    chosen = ("hydra/sweeper=search", "hydra.sweeper.n_trials=1", "optimizer.lr=choice(-1,-2)")
+    jobs = sweep("hydra/launcher=submitit_local", *chosen)
+    out, err = jobs.communicate(timeout=120)
+    assert jobs.returncode == 1, err
+    assert "1 run, 1 failed" in out
+    assert "Traceback" not in err
+
+
 def test_without_slurm_it_says_so(sweep: Callable[..., subprocess.Popen]) -> None:
     refused = sweep("hydra/launcher=slurm", "seed=1,2", PATH="/nowhere")
     _, err = refused.communicate(timeout=60)
