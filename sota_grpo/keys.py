@@ -48,7 +48,6 @@ TRUNCATED = ("next", "truncated")  # bool [N, 1], the engine stopped for length;
 
 ADVANTAGE = "advantage"  # f32 [N, 1, 1], exactly 0 for a constant group; written by GroupAdvantage
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")  # f32 [N, T]; written by ReferenceKL, absent without a reference
-HINTED = ("next", "hinted")  # bool [N, 1], the teacher was told a hint; written by Hints, absent without them
 PROXIMAL_LOG_PROBS = ("proximal_log_probs", "full")  # f32 [N, T], recomputed before the first epoch; by the learner
 LAYOUT = "layout"  # policy.shared_prompt.Layout of the padded batch, not a tensor; written by the learner, if it packs
 OBJECTIVE_MASK = (

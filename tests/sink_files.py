@@ -1,10 +1,8 @@
-"""What W&B, TensorBoard and Trackio left on disk, read with their own formats."""
+"""What W&B and TensorBoard left on disk, read with their own formats."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +63,3 @@ def event_files(folder: Path) -> Any:
 
     everything = {"scalars": 0, "tensors": 0}
     return EventAccumulator(str(folder), size_guidance=everything).Reload()
-
-
-def trackio_curve(database: Path, run_dir: Path, metric: str) -> list[tuple[int, float]]:
-    """The points of one metric of a run in Trackio's database, in order."""
-    query = "select step, metrics from metrics where run_id = ? order by id"
-    with contextlib.closing(sqlite3.connect(database)) as opened:
-        rows = opened.execute(query, ((run_dir / "trackio_run_id.txt").read_text().strip(),)).fetchall()
-    return [(step, values[metric]) for step, text in rows if metric in (values := json.loads(text))]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +64,8 @@ from sota_grpo.policy.weight_pack import WeightPack, plain_weights
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
-from sota_grpo.rl.hints import Hints
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
-from sota_grpo.rl.transforms import Ask
 from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner, Publisher
@@ -229,7 +226,6 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
         max_tokens=config.inference_model.max_tokens,
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,
-        by_level=config.env.curriculum == "level",
         success_above=config.reward.success_above if rewards_decide else None,
     )
 
@@ -274,9 +270,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
     reference = make_reference(config, learner.policy, placement, device_type, learner.autocast)
     if reference is not None:
         opened.callback(reference.close)
-    transforms = make_transforms(
-        config, reference, tokenizer.pad_token_id, env.task.term_weights, device_type, make_hints(config, env)
-    )
+    transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, device_type)
     model = learner.policy.model
     return Roles(
         engine=engine,
@@ -311,8 +305,7 @@ def _roles_in_workers(
     )
     if plan.shared:
         engine.fleet.wait_ready()  # an engine measures what is free, so nobody else may take memory meanwhile
-    ask = make_hints(config, env)
-    reference = _reference_service(config, plan, tokenizer, cluster, ask) if plan.placement.ref else None
+    reference = _reference_service(config, plan, tokenizer, cluster) if plan.placement.ref else None
     if reference is not None:
         opened.callback(reference.close)
     starting(f"Loading the policy {model_name(config)}")
@@ -333,7 +326,7 @@ def _roles_in_workers(
         newcomers = Newcomers(engine.fleet, engine, weights, config.check.mode)
     attend = [partner.attend for partner in (learner, newcomers) if isinstance(partner, (RemoteLearner, Newcomers))]
     of_rows = tokenizer.pad_token_id, env.task.term_weights
-    transforms = make_transforms(config, reference, *of_rows, plan.device_type, ask)
+    transforms = make_transforms(config, reference, *of_rows, plan.device_type)
     in_turn = {"synchronous": True, "sleep_engine": True, "transforms": transforms}
     return Roles(
         engine=engine,
@@ -405,27 +398,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
     return ElasticFleet("rollout", start, *plan.elastic, gone_s=inference.gone_s, advice=advice, **limits)
 
 
-def make_hints(config: Config, env: TaskEnv) -> Ask | None:
-    """What tells the teacher more than the policy knew, where it is told something.
-
-    Raises:
-        UserError: none of the first problems has a gold response, which is the hint.
-    """
-    source: Any = config.algorithm.distill_hint
-    if source == "none":
-        return None
-    gold = env.task.gold_response
-    if source == "gold" and all(gold(example) is None for example in islice(env.task.train, 64)):
-        raise UserError(
-            f"algorithm.distill_hint=gold tells the teacher the gold response, and {config.env.dataset} has none; use "
-            "algorithm.distill_hint=sibling."
-        )
-    return Hints(source, env.prompt_ids, gold, max_model_len(config)).ask
-
-
-def _reference_service(
-    config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, ask: Ask | None
-) -> ReferenceService:
+def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
     options = reference_options(config, plan.device_type) | {
         "model_name": resolve_model_path(reference_name(config)),
         "num_threads": cluster.threads if plan.device_type == "cpu" else None,
@@ -441,7 +414,7 @@ def _reference_service(
         silence_s=config.ref_model.timeout_s,
         start_silence_s=config.ray.start_timeout_s,
     )
-    return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config), ask=ask)
+    return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
 
 
 def _publisher_to_workers(
@@ -520,7 +493,7 @@ def subject_of(config: Config, parts: Parts) -> Subject:
 
 def _own_reference_is_exact(config: Config) -> bool | None:
     """Whether a reference that is the policy at its start has weights of the same dtype; None: there is none."""
-    if config.ref_model.name is not None or not has_reference(config) or config.algorithm.distill_hint != "none":
+    if config.ref_model.name is not None or not has_reference(config):
         return None
     learners = config.train_model.torch_dtype
     return reference_dtype(config) == ("float32" if learners == "auto" else learners)

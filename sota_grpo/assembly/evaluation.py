@@ -215,7 +215,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         )
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
-        env, instances = open_env(config, task, tokenizer, opened, draws=False)
+        env, instances = open_env(config, task, tokenizer, opened)
         is_as_stored = target.checkpoint is None and config.model.quantization is None
         base = None if is_as_stored else make_model(config, torch.device("cpu"))
         engine = start_engine(config, device, tokenizer, base, scratch)  # it copies the model before that is adapted

@@ -38,7 +38,7 @@ from sota_grpo.policy.tensor_parallel import require_divisible
 from sota_grpo.policy.trainable import require_causal, require_rows, require_whole
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.transforms import Ask, GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.text import first_line
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
@@ -321,7 +321,6 @@ def make_transforms(
     pad_token_id: int,
     term_weights: Mapping[str, float],
     device_type: str,
-    ask: Ask | None = None,
 ) -> list[tuple[str, Any]]:
     """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
@@ -332,7 +331,6 @@ def make_transforms(
             pad_token_id=pad_token_id,
             token_budget=forward_tokens(micro_batch_tokens(config), device_type),
             shared_prompt=reference.shared_prompt,
-            ask=ask,
         )
         transforms.append(("ref", transform))
     return transforms + make_advantage(config, term_weights)

@@ -56,10 +56,8 @@ _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _JUDGED = (*_LOSSES, "grad_norm")
 _SAME_ADVANTAGE = 1e-6
 ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
-_TOLD = "algorithm.distill_hint"  # to a teacher
 _OF_THE_COLLECTION = (
     *(f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")),
-    _TOLD,
 )
 _ALGORITHM = {name for name, _, _ in walk() if name.startswith("algorithm.")} - {"algorithm.name"}
 COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss"}
@@ -319,8 +317,7 @@ def under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, 
         UserError: an override that does not exist, or does not fit.
     """
     changed = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
-    acting = [name for name in _OF_THE_COLLECTION if name != _TOLD or changed.algorithm.distill_coef > 0]
-    options = {name: attrgetter(name)(step.config) for name in acting}
+    options = {name: attrgetter(name)(step.config) for name in _OF_THE_COLLECTION}
     left = {name: value for name, value in options.items() if attrgetter(name)(changed) != value}
     return with_options(changed, left), tuple(left)
 

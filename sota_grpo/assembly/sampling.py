@@ -27,9 +27,8 @@ from sota_grpo.config.secrets import api_key
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
-from sota_grpo.envs import PromptStream, TaskEnv
+from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.agents import Budgets, ToolPartner
-from sota_grpo.envs.curriculum import Curriculum, CurriculumStream
 from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import automatic_precision
@@ -234,20 +233,17 @@ def open_env(
     tokenizer: Any,
     opened: ExitStack,
     run_dir: Path | None = None,
-    *,
-    draws: bool = True,
 ) -> tuple[TaskEnv, Mapping[str, Instances]]:
     """The environment with its grader and the tools of its tasks, whose processes are closed with ``opened``.
 
     Args:
         run_dir: where a judge's answers are kept; None: nowhere, unless the config names a file.
-        draws: somebody trains on what its stream of prompts draws.
     """
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)
     task, grader = judged_task(config, task, partial(make_grader, config), run_dir)
     opened.enter_context(closing(grader))
-    return make_env(config, task, tokenizer, grader, instances, draws=draws), instances
+    return make_env(config, task, tokenizer, grader, instances), instances
 
 
 def make_env(
@@ -256,14 +252,11 @@ def make_env(
     tokenizer: Any,
     grader: Grader,
     instances: Mapping[str, Instances] = {},
-    *,
-    draws: bool = True,
 ) -> TaskEnv:
     """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.TaskEnv`.
 
     Args:
         instances: by task, of the tools that its prompts tell of.
-        draws: False needs no curriculum.
 
     Raises:
         UserError: ``env.chat_template_kwargs`` has what the chat template does not read; or a prompt is too long.
@@ -275,10 +268,6 @@ def make_env(
                 f"env.chat_template_kwargs has {name}, which the chat template of {model_name(config)} does not read; "
                 "leave it out."
             )
-    make_stream: Callable[..., PromptStream] = PromptStream
-    if draws and config.env.curriculum is not None:
-        rule = Curriculum(config.env.curriculum, config.env.curriculum_floor, config.env.curriculum_decay)
-        make_stream = partial(CurriculumStream, rule=rule, level=getattr(task, "level", None))
     env = TaskEnv(
         task,
         tokenizer,
@@ -290,7 +279,6 @@ def make_env(
         grader=grader,
         multi_turn=has_dialogs(config),
         **kwargs_of_tasks(config, instances),
-        make_stream=make_stream,
     )
     env.check_prompts(skip=config.env.skip_unreadable)
     return env

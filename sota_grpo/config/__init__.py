@@ -69,7 +69,6 @@ class LoggingConfig:
     run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
     tags: list[str] = section(list, "W&B tags")
     tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
-    trackio: bool = opt(False, "copy metrics, samples and the config to Trackio, a local dashboard")
     report: bool = opt(True, "write report.html at every checkpoint and at the end")
     store_steps: bool = opt(True, "keep step 0 and the steps after checkpoints whole in steps/, for report and replay")
     num_examine: int = opt(0, "completions per step written out in debug_logs/, with the breakdown of their reward")
@@ -126,18 +125,6 @@ class EnvConfig:
         "auto", "code: where programs of the model run: bwrap (auto is the same), or the URL of a SandboxFusion server"
     )
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 5")
-    curriculum: str | None = opt(
-        None,
-        "draw prompts by pass rate: between the levels of the task, or between its examples; null: evenly",
-        ("level", "example"),
-    )
-    curriculum_floor: float = opt(
-        0.2, "curriculum: share of the draws that is spread evenly, so that what is solved or too hard comes back"
-    )
-    curriculum_decay: float = opt(
-        0.5, "curriculum: what older responses count in a pass rate whenever new ones come; 0: only the newest"
-    )
-    level_column: str = opt("level", "table: column of the levels, for env.curriculum=level")
     reasoning: bool = opt(False, "a wrong response is asked to think again, up to env.max_steps turns in all")
     max_steps: int = opt(1, "most turns of a dialog; inference_model.max_tokens is the length of one turn")
     tools: str | None = opt(None, "FILE.py:NAME,NAME: typed functions that the policy may call, by its chat template")
@@ -209,8 +196,6 @@ class RewardConfig:
     no_answer: float = opt(-0.5, "math: reward of a response without an answer")
     instructions_weight: float = opt(1.0, "ifeval, instructions: weight of the share of instructions that are followed")
     all_weight: float = opt(0.0, "ifeval, instructions: reward beside it where all instructions are followed")
-    thinking_weight: float = opt(0.2, "reasoning: weight of the term that penalises short thinking")
-    min_think_words: int = opt(20, "reasoning: words of thinking below which it is penalised")
     judge: JudgeConfig = section(JudgeConfig, "a model that judges responses")
 
 
@@ -289,12 +274,6 @@ class AlgorithmConfig:
     correction_floor: float = opt(0.0, "smallest correction weight, below the cap; 0: none")
     distill_coef: float = opt(
         0.0, "weight of log p_teacher - log p_policy in the advantage of each token; 0: no teacher (ref_model.name)"
-    )
-    distill_hint: str = opt(
-        "none",
-        "what the teacher's prompt says besides: the gold response, or a right one of the group; with it the policy at "
-        "its start may be the teacher",
-        ("none", "gold", "sibling"),
     )
     advantage_coef: float = opt(1.0, "weight of the task's advantage beside the teacher's; 0: the teacher alone")
     drop_truncated: bool = opt(False, "responses cut for length take no part in the loss")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sota_grpo.config import Config, model_name, responses_per_step, reward_names
-from sota_grpo.config.mixture import READERS, has_dialogs, longest_response
+from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
 from sota_grpo.rl.objective_files import surrogate
@@ -33,11 +33,6 @@ def distillation_has_a_teacher(config: Config) -> Iterator[str]:
     """The policy at its start, which is the base under an adapter too, pulls the policy back and teaches nothing."""
     algorithm, name = config.algorithm, config.ref_model.name
     if algorithm.distill_coef == 0:
-        if algorithm.distill_hint != "none":
-            yield (
-                f"algorithm.distill_hint={algorithm.distill_hint} is told to a teacher, and algorithm.distill_coef=0 "
-                "has none; add algorithm.distill_coef=1, or use algorithm.distill_hint=none."
-            )
         if algorithm.advantage_coef != 1:
             yield (
                 f"algorithm.advantage_coef={algorithm.advantage_coef} weighs the task's advantage beside a teacher's, "
@@ -49,24 +44,10 @@ def distillation_has_a_teacher(config: Config) -> Iterator[str]:
                 "policy.kl_coef to stay near it."
             )
         return
-    if (name is None or name == model_name(config)) and algorithm.distill_hint == "none":
+    if name is None or name == model_name(config):
         yield (
             f"algorithm.distill_coef={algorithm.distill_coef} needs another teacher than {model_name(config)}, the "
-            "policy at its start; use ref_model.name=TEACHER, or algorithm.distill_hint=gold."
-        )
-
-
-def a_hint_has_a_source(config: Config) -> Iterator[str]:
-    hint = config.algorithm.distill_hint
-    if hint == "sibling" and config.env.repeats < 2:
-        yield (
-            f"algorithm.distill_hint=sibling tells the teacher a right response of the group, and env.repeats="
-            f"{config.env.repeats} gives no other; use env.repeats=2 or more, or algorithm.distill_hint=gold."
-        )
-    if hint != "none" and has_dialogs(config):
-        yield (
-            f"algorithm.distill_hint={hint} is added to the one prompt of a response, and dialogs of several turns "
-            "have more; use algorithm.distill_hint=none."
+            "policy at its start; use ref_model.name=TEACHER."
         )
 
 

@@ -25,9 +25,8 @@ from sota_grpo.tasks import TASKS, parameters, task_class
 READERS = {  # options of some tasks only, by the parameter of a task that reads it; the others refuse them
     **{"env.dataset_path": "path", "env.difficulty": "max_steps"},
     **{f"env.{name}": name for name in ("eval_path", "system_prompt", "prompt_column", "answer_column", "tasks")},
-    **{f"env.{name}": name for name in ("answer_format", "format_weight", "sandbox", "level_column")},
+    **{f"env.{name}": name for name in ("answer_format", "format_weight", "sandbox")},
     **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "instructions_weight", "all_weight")},
-    **{f"reward.{name}": name for name in ("thinking_weight", "min_think_words")},
 }
 #: Bounds of dialogs with tools.
 OF_TOOLS = ("env.tool_timeout_s", "env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens")

@@ -69,7 +69,7 @@ _AMOUNTS = (
     *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
     *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
-    *("inference_model.gone_s", "env.max_dialog_s", "env.max_observation_tokens", "env.curriculum_floor"),
+    *("inference_model.gone_s", "env.max_dialog_s", "env.max_observation_tokens"),
     *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
     *("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"),
 )
@@ -96,12 +96,9 @@ def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:
 
 _SHARES = (
     *("inference_model.gpu_memory_utilization", "inference_model.top_p", "inference_model.min_p"),
-    *("env.curriculum_floor", "algorithm.top_entropy_quantile"),
+    "algorithm.top_entropy_quantile",
 )
-_DECAYS = (
-    *("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"),
-    "env.curriculum_decay",
-)
+_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum")
 
 
 def every_share_lies_between_0_and_1(config: Config) -> Iterator[str]:
@@ -189,25 +186,6 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
 def difficulty_is_one_to_five(config: Config) -> Iterator[str]:
     if not 1 <= config.env.difficulty <= 5:
         yield f"env.difficulty={config.env.difficulty} must be 1, 2, 3, 4 or 5."
-
-
-def a_curriculum_has_something_to_draw_between(config: Config) -> Iterator[str]:
-    env, options = config.env, ("env.curriculum_floor", "env.curriculum_decay", "env.level_column")
-    for name, (value, default) in changed_options(config).items():
-        if name in options[:2] and env.curriculum is None:
-            yield f"{name}={value} belongs to a curriculum; give env.curriculum, or leave it at {default}."
-        if name == options[2] and env.curriculum != "level":
-            yield f"{name}={value} belongs to env.curriculum=level; give that, or leave it at {default}."
-    if env.curriculum == "example" and not env.shuffle:
-        yield "env.shuffle=false has no effect on env.curriculum=example, which has no order; leave one of them out."
-    if env.curriculum == "level" and not any(
-        hasattr(task_class(each.env.dataset), "level") for each in task_configs(config).values()
-    ):
-        have = ", ".join(name for name in TASKS if hasattr(task_class(name), "level"))
-        yield (
-            f"env.curriculum=level draws between the levels of a task, and env.dataset={env.dataset} has none; use "
-            f"env.curriculum=example, or a task with levels ({have})."
-        )
 
 
 def the_loss_scaler_has_float32_gradients(config: Config) -> Iterator[str]:
@@ -560,8 +538,7 @@ def tasks_of_a_mixture_keep_the_rules(config: Config) -> Iterator[str]:
     if config.env.mixture is None:
         return
     for name, each in task_configs(config).items():
-        rules = [rule for rule in RULES if rule is not a_curriculum_has_something_to_draw_between]  # asked of them all
-        yield from (f"env.mixture.{name}: {sentence}" for rule in rules for sentence in rule(each))
+        yield from (f"env.mixture.{name}: {sentence}" for rule in RULES for sentence in rule(each))
 
 
 def options_beside_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterator[str]:

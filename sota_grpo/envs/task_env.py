@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -96,18 +96,12 @@ class PromptStream:
                 f"group {group_id} is not of this stream: under its seed it has drawn the groups "
                 f"{self._first_group_id} to {self.next_group_id - 1}."
             )
-        name, draw = self._task_of(group_id)
-        return self._example(name, self._index(draw, len(self.parts[name]), self._seed_of(name)))
-
-    def observe(self, group_id: int, passes: int, trials: int) -> None:
-        """What the responses of a group earned, where somebody draws by it."""
-
-    def update(self, held: Collection[int]) -> None:
-        """A batch was released; of the groups before it those ``held`` may be asked for again."""
-
-    def metrics(self) -> dict[str, float]:
-        """What there is to say of the draws."""
-        return {}
+        draw = group_id - self._first_group_id
+        if not isinstance(self.examples, MixedExamples):
+            return self.examples[self._index(draw, len(self.examples), self.seed)]
+        name, draw = self.examples.drawn(draw)
+        seed = sample_seed(self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
+        return self.examples.example(name, self._index(draw, len(self.parts[name]), seed))
 
     def reseed(self, seed: int) -> None:
         """Start over with another seed; group ids go on, so that they stay unique."""
@@ -124,18 +118,17 @@ class PromptStream:
         """Go on where ``state_dict`` was taken.
 
         Raises:
-            ValueError: the state is of a stream over other examples, with another seed, another mixture or
-                another curriculum: its position would mean other prompts here.
+            ValueError: the state is of a stream over other examples, with another seed or another mixture: its
+                position would mean other prompts here.
         """
-        own = {"mixture": None, "curriculum": None, "num_examples": 0, "seed": 0} | self._identity()
+        own = {"mixture": None, "num_examples": 0, "seed": 0} | self._identity()
         for name, value in own.items():
             if name == "prompts" and name not in state_dict:
                 continue  # of a run before they were saved
             if state_dict.get(name) != value:
-                what = "the curriculum" if name == "curriculum" else "the dataset and the seed"
                 raise ValueError(
                     f"the saved stream of prompts has {name}={state_dict.get(name)} and this one {name}={value}; "
-                    f"resume with {what} of the saved run."
+                    "resume with the dataset and the seed of the saved run."
                 )
         self.next_group_id = state_dict["next_group_id"]
         drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
@@ -145,19 +138,6 @@ class PromptStream:
         """Which of ``count`` examples their draw ``draw`` gives."""
         epoch, position = divmod(draw, count)
         return _permutation(count, seed, epoch)[position] if self.shuffle else position
-
-    def _task_of(self, group_id: int) -> tuple[str, int]:
-        """The task of a mixture that a draw is of, and the draws of that task before it; without a mixture ``""``."""
-        draw = group_id - self._first_group_id
-        return self.examples.drawn(draw) if isinstance(self.examples, MixedExamples) else ("", draw)
-
-    def _seed_of(self, task: str) -> int:
-        if not task:
-            return self.seed
-        return sample_seed(self.seed, int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest()))
-
-    def _example(self, task: str, index: int) -> Example:
-        return self.examples.example(task, index) if isinstance(self.examples, MixedExamples) else self.examples[index]
 
     @cached_property
     def _prompts(self) -> int:
@@ -221,8 +201,6 @@ class TaskEnv(EnvBase):
             successive resets, and ``GroupAdvantage(group_size=repeats)`` waits for them in a buffer.
         repeats: group size, of tasks that have none of their own (:meth:`group_size`).
         shuffle, seed: of the :class:`PromptStream` over ``task.train``.
-        make_stream: makes the stream of prompts, of examples, seed and shuffle; for example
-            ``partial(CurriculumStream, rule=rule, level=task.level)`` (:mod:`sota_grpo.envs.curriculum`).
         max_prompt_tokens: longest prompt allowed; None allows any.
         compute_reward: False grades nothing and leaves the reward to your own transforms.
         grader: gives texts their scores; None grades with ``task.score`` in this process.
@@ -258,7 +236,6 @@ class TaskEnv(EnvBase):
         grader: Grader | None = None,
         multi_turn: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-        make_stream: Callable[..., PromptStream] = PromptStream,
         task_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
     ):
@@ -270,8 +247,7 @@ class TaskEnv(EnvBase):
             )
         super().__init__(device=device, batch_size=(num_envs,))
         self.task, self.tokenizer, self.repeats = task, tokenizer, repeats
-        self.make_stream = make_stream
-        self.stream = make_stream(task.train, seed=seed, shuffle=shuffle)
+        self.stream = PromptStream(task.train, seed=seed, shuffle=shuffle)
         self.max_prompt_tokens, self.compute_reward = max_prompt_tokens, compute_reward
         self.template_kwargs = dict(template_kwargs or {})
         self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
@@ -350,7 +326,7 @@ class TaskEnv(EnvBase):
                 is_mixed = isinstance(examples, MixedExamples)
                 setattr(self.task, split, examples.only(kept, may_be_empty=split == "heldout") if is_mixed else kept)
         if left_out:
-            self.stream = self.make_stream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
+            self.stream = PromptStream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
             _tell_of([example for example, _ in left_out], left_out[0][1])
         self.longest_prompt = longest
         return longest

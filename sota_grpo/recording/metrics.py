@@ -38,8 +38,6 @@ _TASK, _TASK_ERROR = "eval/task/<name>", "eval/task_stderr/<name>"
 #: Of each task of a mixture, whose name stands before those of its terms, numbers and accuracies, too; and of each
 #: task of reasoning-gym, in a mixture behind the name of the entry that it is of.
 OF_TASK = ("reward", "success", "truncated", "response_tokens", "responses")
-OF_LEVEL = ("pass_rate", "share")  # of each level of a curriculum
-OF_EXAMPLES = ("seen", "solved", "unsolved", "pass_rate")  # of all examples of one
 _PATTERNS = {
     _TERM: re.compile(r"reward/([A-Za-z_][\w-]*/)?[A-Za-z_][\w.-]*", re.ASCII),
     _EVAL_TERM: re.compile(r"eval/reward/([A-Za-z_][\w-]*/)?[A-Za-z_][\w.-]*", re.ASCII),
@@ -47,11 +45,6 @@ _PATTERNS = {
     _INFO: re.compile(r"grader/([A-Za-z_][\w-]*/)?[\w.-]+", re.ASCII),
     _TASK: re.compile(r"eval/task/([A-Za-z_][\w-]*/)?[\w-]+", re.ASCII),
     _TASK_ERROR: re.compile(r"eval/task_stderr/([A-Za-z_][\w-]*/)?[\w-]+", re.ASCII),
-    **{
-        f"curriculum/<level>/{name}": re.compile(rf"curriculum/([A-Za-z_][\w-]*/)?[\w-]+/{name}", re.ASCII)
-        for name in OF_LEVEL
-    },
-    **{f"curriculum/{name}": re.compile(rf"curriculum/([A-Za-z_][\w-]*/)?{name}", re.ASCII) for name in OF_EXAMPLES},
     **{f"task/<task>/{name}": re.compile(rf"task/([A-Za-z_][\w-]*/){{1,2}}{name}", re.ASCII) for name in OF_TASK},
 }
 
@@ -96,7 +89,6 @@ _DECLARED = (
         "KL(policy that sampled, teacher), k1, per token: the mean is right, single steps may fall below 0.",
         "nats",
     ),
-    Metric("distill/hinted", "mean", "Responses whose teacher was told a hint (algorithm.distill_hint).", "share"),
     Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
     Metric("entropy_coef", "mean", "Coefficient of the entropy bonus, where algorithm.entropy_target adapts it."),
     Metric("entropy_threshold", "mean", "Least entropy that algorithm.top_entropy_quantile keeps, per token.", "nats"),
@@ -132,17 +124,6 @@ _DECLARED = (
         "groups/in_flight", "last", "Groups being sampled, graded or at the reference when a batch was taken.", "groups"
     ),
     Metric("groups/ready", "last", "Finished groups left in the buffer when a batch was taken.", "groups"),
-    Metric(
-        "curriculum/<level>/pass_rate",
-        "last",
-        "Share of right responses, older ones counting less.",
-        "share",
-    ),
-    Metric("curriculum/<level>/share", "last", "Share of the step's graded groups that are of that level.", "share"),
-    Metric("curriculum/seen", "last", "Share of the examples that were drawn and graded at least once.", "share"),
-    Metric("curriculum/solved", "last", "Share of the examples whose pass rate is 1: drawn by the floor.", "share"),
-    Metric("curriculum/unsolved", "last", "Share of the examples that were seen and whose pass rate is 0.", "share"),
-    Metric("curriculum/pass_rate", "last", "Mean pass rate of the examples that were seen.", "share"),
     Metric("workers/engines", "last", "Engines at work when a batch was taken, where they come and go.", "engines"),
     Metric("workers/restarts", "last", "Worker processes that were replaced since the run began.", "processes"),
     Metric("workers/requeued", "last", "Tasks given to another worker because theirs was lost.", "tasks"),

@@ -250,8 +250,6 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     }
     if batch.has(keys.KEPT_COUNTS):
         values["kept_tokens"] = batch.flat(keys.KEPT_COUNTS).sum() / said.sum().clamp(min=1)
-    if batch.has(keys.HINTED):
-        values["distill/hinted"] = _column(batch, keys.HINTED).mean()
     means = {name: float(value) for name, value in values.items()}
     rows = batch.rows(
         keys.EXTRA, keys.REWARD_INFO, *((*keys.REWARD_TERMS, name) for name in batch.names(keys.REWARD_TERMS))

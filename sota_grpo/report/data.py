@@ -58,7 +58,6 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
     ("Judge", ("judge/",)),
-    ("Curriculum", ("curriculum/",)),
     ("Groups, policy age and workers", ("groups/", "policy_age/", "workers/")),
     ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),
     ("Evaluation beside its accuracy", ("eval/",)),

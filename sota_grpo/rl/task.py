@@ -25,9 +25,7 @@ class Task(Protocol):
     A task whose benchmark has accuracies beside the success has a method ``counts(score, example)``, too: by name, hits
     and trials of the response (:meth:`sota_grpo.tasks.ifeval.IFEvalTask.counts`). One whose responses may not all be as
     long has ``max_tokens(example)``, most tokens of a response, and one whose groups are not all as large
-    ``group_size(example)``, None where it is the run's (:class:`sota_grpo.tasks.mixture.MixtureTask`). One whose
-    problems differ in difficulty or kind has ``level(example)``, a name or a number for each
-    (:mod:`sota_grpo.envs.curriculum`).
+    ``group_size(example)``, None where it is the run's (:class:`sota_grpo.tasks.mixture.MixtureTask`).
     """
 
     name: str

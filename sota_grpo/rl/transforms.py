@@ -35,8 +35,6 @@ from sota_grpo.rl.collate import complete_rows, graded_rows, micro_batches, pad_
 from sota_grpo.rl.records import Example, Score, rewarded, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
-#: Rows in; out come other rows for a reference, and what puts its values of those, one ``[T_i]`` each, behind these.
-Ask = Callable[[RowTable], tuple[Sequence[Row], Callable[[Sequence[Tensor]], list[Tensor]]]]
 Reference = Callable[[TensorDictBase], Tensor | TensorDictBase]
 _INFO = json.JSONEncoder(default=str)
 Rows = TypeVar("Rows", RowTable, TensorDictBase)
@@ -154,8 +152,6 @@ class ReferenceKL(RowTransform):
         in_reward_coeff: None leaves the reward alone.
         pad_token_id: padding of the tokens.
         token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
-        ask: what the reference is given in the place of the rows, and what comes back of its answers
-            (:meth:`sota_grpo.rl.hints.Hints.ask`); None: the rows themselves.
 
     Raises:
         UnusableValues: if the reference gives a log-prob that is not finite for a trainable token.
@@ -183,7 +179,6 @@ class ReferenceKL(RowTransform):
         pad_token_id: int,
         token_budget: int,
         shared_prompt: bool = True,
-        ask: Ask | None = None,
     ) -> None:
         reads: list[NestedKey] = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         writes: list[NestedKey] = [keys.REF_LOG_PROBS]
@@ -195,13 +190,12 @@ class ReferenceKL(RowTransform):
             from sota_grpo.policy.reference import FrozenReference  # brings transformers
 
             reference = FrozenReference(reference)  # type: ignore[arg-type]
-        self.reference, self.in_reward_coeff, self.ask = reference, in_reward_coeff, ask
+        self.reference, self.in_reward_coeff = reference, in_reward_coeff
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
     def _write(self, rows: RowTable) -> None:
         sizes = {"pad_token_id": self.pad_token_id, "token_budget": self.token_budget}
-        scored, moved_back = (rows, list) if self.ask is None else self.ask(rows)
-        log_probs = moved_back(reference_log_probs(self.reference, scored, shared_prompt=self.shared_prompt, **sizes))
+        log_probs = reference_log_probs(self.reference, rows, shared_prompt=self.shared_prompt, **sizes)
         write_reference(rows, log_probs, in_reward_coeff=self.in_reward_coeff)
 
 

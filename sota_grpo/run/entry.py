@@ -30,11 +30,10 @@ from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import Config, num_steps, register
 from sota_grpo.config.secrets import without_tokens
 from sota_grpo.config.spelling import walk
-from sota_grpo.errors import CRASHED, USER_MISTAKE, UserError, run_command
+from sota_grpo.errors import CRASHED, USER_MISTAKE, RunFailed, UserError, run_command
 from sota_grpo.files import write_text
 from sota_grpo.recording.progress import Heartbeat
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
-from sota_grpo.run import sweep_jobs
 from sota_grpo.sweeps import SUMMARY, as_text, continued, mark_complete, note_command, objective, write_summary
 from sota_grpo.text import Output, ReadableFormatter, readable, say
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
@@ -47,6 +46,9 @@ _NO_FILES = "hydra.output_subdir=null"  # note_options writes them
 _NO_PLUGIN = re.compile(r"Could not (?:find|load) 'hydra/(?:sweeper/(optuna)|launcher/(submitit)_)")
 _EXTRAS = {"optuna": "optuna", "submitit": "slurm"}
 _NO_SLURM = 'Could not detect "srun"'  # submitit
+_KEEP_SWEEP = "++hydra.callbacks.sweep._target_=sota_grpo.run.entry.sweep_callback"
+
+_sweep: list[DictConfig] = []  # config of the sweep that this process began
 
 
 def entry(mode: str, command: str | None = None) -> None:
@@ -65,7 +67,7 @@ def entry(mode: str, command: str | None = None) -> None:
             arguments += ["--cfg", "job"]
         # Hydra saves what it is given, and is to write nothing into a directory that may be another run's
         require_names(arguments)
-        sys.argv[1:] = continued([_NO_FILES, sweep_jobs.KEEP_SWEEP, *with_mode(arguments, mode)])
+        sys.argv[1:] = continued([_NO_FILES, _KEEP_SWEEP, *with_mode(arguments, mode)])
         if not wants_help:
             return _run()
         with redirect_stdout(io.StringIO()) as shown:
@@ -139,6 +141,17 @@ def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
     return [*overrides, *options]
 
 
+def sweep_callback() -> Any:
+    """A Hydra callback that keeps the config of a sweep: a process that only waits for its runs sees none of theirs."""
+    from hydra.experimental.callback import Callback
+
+    class KeepSweep(Callback):
+        def on_multirun_start(self, config: Any, **_: Any) -> None:
+            _sweep[:] = [config]
+
+    return KeepSweep()
+
+
 def _run() -> int:
     """The exit code of the command: the highest of its runs."""
     import hydra
@@ -193,19 +206,16 @@ class Jobs:
         self._mistakes = (UserError, HydraException, OmegaConfBaseException)
         self._arguments, self._program = list(arguments), program
         self._codes: list[int] = []
-        self._sentences: list[str] = []
+        self._said = ""
         self._began = self._with_report = False
         self._sweep_dir: Path | None = None
         self._waits = self._is_job = False  # for runs in other processes; in one of these
 
     def __getstate__(self) -> dict[str, Any]:
-        """A launcher sends the runs to other processes; a job that is requeued sends itself."""
+        """A launcher sends the runs to other processes, and this one only waits for them."""
         if not self._waits and not self._is_job:
-            composed = sweep_jobs.sweep_config()
-            sweep_jobs.require_resume(composed)
+            composed = _sweep[0]
             self._open_sweep(Path(composed.hydra.runtime.cwd, composed.hydra.sweep.dir), composed)
-            assert self._sweep_dir is not None
-            sweep_jobs.clear_outcomes(self._sweep_dir)
             self._began = self._waits = True
             self._with_report = composed.logging.report
             say(f"The runs are jobs; sota-grpo sweep {self._sweep_dir} shows them.", sys.stderr)
@@ -229,7 +239,9 @@ class Jobs:
                 raise  # else a sweeper that looks for the best run; where all of them failed, each has said why
         except RuntimeError as error:
             if self._waits and self._sweep_dir is not None:
-                self._tell(sweep_jobs.launch_error(error, self._sweep_dir))
+                said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                output = f"its output is below {self._sweep_dir / '.submitit'}"
+                self._tell(RunFailed(f"A job of the sweep gave no answer ({said.rstrip('.')}); {output}."))
             elif _NO_SLURM in str(error):
                 self._tell(UserError("There is no srun here; start the sweep where jobs are submitted to SLURM."))
             else:
@@ -253,12 +265,10 @@ class Jobs:
         run_dir = Path(hydra.runtime.output_dir)
         if hydra.mode == RunMode.MULTIRUN:
             sweep_dir = Path(hydra.runtime.cwd, hydra.sweep.dir)
-            if not self._is_job:
-                return self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
-            with sweep_jobs.save_before_requeue():
-                measured = self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
-            outcome = sweep_jobs.Outcome(max(self._codes), tuple(self._sentences))
-            sweep_jobs.write_outcome(sweep_dir, hydra.job.num, outcome)
+            measured = self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
+            if self._is_job and any(self._codes):  # the command that waits is told of the first
+                failed = RunFailed if max(self._codes) == CRASHED else UserError
+                raise failed(f"job {hydra.job.num}: {self._said}")
             return measured
         try:
             self._attempt(lambda: _train(composed, run_dir, hydra.overrides.task))
@@ -317,21 +327,19 @@ class Jobs:
         self._codes.append(getattr(error, "exit_code", USER_MISTAKE if mistake else CRASHED))
 
     def _say(self, sentence: str) -> None:
-        self._sentences.append(sentence)
+        self._said = sentence
         say(f"{self._program}: {readable(sentence)}", sys.stderr)
 
     def _end_sweep(self, completed: bool) -> None:
         """Print the table of the sweep, and leave it and the report beside its runs."""
         if self._sweep_dir is None:
             return
-        for job, outcome in sweep_jobs.read_outcomes(self._sweep_dir).items() if self._waits else ():
-            self._codes.append(outcome.exit_code)
-            for sentence in outcome.sentences:
-                self._say(f"job {job}: {sentence}")
         try:
+            sweep = write_summary(self._sweep_dir)
+            if self._waits:  # a sweeper that looks for the best run goes on after a job that failed
+                self._codes += [CRASHED for one in sweep.runs if one.state == "failed"]
             if completed and not any(self._codes):
                 mark_complete(self._sweep_dir)
-            sweep = write_summary(self._sweep_dir)
         except (OSError, UserError) as error:
             self._say(f"the summary of the sweep cannot be written ({error}).")
             return

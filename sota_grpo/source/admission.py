@@ -128,10 +128,6 @@ class Refill:
         self._pool, self.num_held = [], 0
         return kept
 
-    def group_ids(self) -> set[int]:
-        """The step's zero-advantage groups, those included that were replaced and may still complete the batch."""
-        return {group.group_id for group, _ in self._pool}
-
     def held_versions(self) -> Counter[int]:
         """Zero-advantage groups that hold a slot, by admission version."""
         return Counter(group.version for group, _ in self._pool[len(self._pool) - self.num_held :])
@@ -394,12 +390,8 @@ class Slots:
     def release(self) -> list[Group]:
         """The slots of the batch given out are free and the engines serve its weights; the groups that get them."""
         self._given_out = 0
-        self._end_step()
-        return self.fill()
-
-    def _end_step(self) -> None:
         self.refill.start_step()
-        self._stream.update(held=self.in_flight.keys() | self.refill.group_ids())
+        return self.fill()
 
     def _replace(self) -> list[Group]:
         fresh = []
@@ -457,4 +449,4 @@ class Slots:
         self.buffer.load_state_dict(state["finished"])
         self.refill.load_state_dict(state["refill"], self._stream.example_of)
         if not state["released"]:
-            self._end_step()
+            self.refill.start_step()

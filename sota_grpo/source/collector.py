@@ -79,16 +79,12 @@ class RolloutCollector(BaseCollector):
         self._failure: BaseException | None = None
 
     def collect(self, num_groups: int) -> list[TensorDictBase]:
-        """The graded rows of so many prompts, siblings together; the stream of prompts learns from them."""
+        """The graded rows of so many prompts, siblings together."""
         prompts = [
             Prompt(group_id, example, self.env.group_size(example), sample_seed(self._seed, group_id))
             for group_id, example in self.env.stream.draw(num_groups)
         ]
-        groups = {}
-        for group in self.rollouts.stream(prompts, self.sampling):
-            groups[group.prompt.group_id] = group.rows
-            self.env.stream.observe(group.prompt.group_id, *group.passes())
-        self.env.stream.update(held=())
+        groups = {group.prompt.group_id: group.rows for group in self.rollouts.stream(prompts, self.sampling)}
         rows = row_list(RowTable.cat([groups[prompt.group_id] for prompt in prompts]).stack())
         self._collected += len(rows)
         return rows

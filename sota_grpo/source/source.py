@@ -76,11 +76,6 @@ class Graded:
     rows: RowTable
     scores: Sequence[Score]
 
-    def passes(self) -> tuple[int, int]:
-        """How many responses are right, of those whose grader did not fail."""
-        judged = [score.success for score in self.scores if score.error is None]
-        return sum(judged), len(judged)
-
 
 class StageClock:
     """How many groups are in each stage, and for how many seconds each stage had at least one.
@@ -353,14 +348,9 @@ class RolloutSource:
         return rows
 
     def release(self, batch: RowTable) -> None:
-        """Free the slots of ``batch``, after the engines hold the weights that were trained on it.
-
-        The stream of prompts learns from all groups that were graded since the release before, whether they are in the
-        batch, were dropped for want of variance, or wait in the buffer; prompts that are drawn from here on are by it.
-        """
+        """Free the slots of ``batch``, after the engines hold the weights that were trained on it."""
         with self._changed:
             fresh = self._slots.release()
-            self._metrics |= self.env.stream.metrics()
         self._submit(fresh)
 
     def metrics(self) -> dict[str, float]:
@@ -487,8 +477,6 @@ class RolloutSource:
         self._ask(begin, partial(self._graded, group))
 
     def _graded(self, group: Group, graded: Graded) -> None:
-        with self._changed:
-            self.env.stream.observe(group.group_id, *graded.passes())
         if not self.refill or not zero_advantage_rows(graded.rows).all():
             self._to_reference(group, graded.rows)
             return

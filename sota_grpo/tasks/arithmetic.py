@@ -152,7 +152,7 @@ class ArithmeticTask(ProceduralTask):
 
     Args:
         seed, num_train, num_heldout: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
-        max_steps: most steps of a problem, 1 to 5; the number of steps is the level of a problem.
+        max_steps: most steps of a problem, 1 to 5.
 
     Raises:
         ValueError: a size below 1, or ``max_steps`` outside 1 to 5.
@@ -194,10 +194,6 @@ class ArithmeticTask(ProceduralTask):
             answer="\n".join([*lines, f"#### {worked[-1][1]}"]),
             extra={"template": template.name, "numbers": numbers, "num_steps": num_steps},
         )
-
-    def level(self, example: Example) -> int:
-        """The number of steps."""
-        return int(example.extra["num_steps"])
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the number after the last ``####`` of the response with the gold one."""

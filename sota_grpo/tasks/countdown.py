@@ -83,10 +83,6 @@ class CountdownTask(ProceduralTask):
             if target in TARGETS and is_heldout((sorted(numbers), target)) == heldout:
                 return _example(numbers, target, solution)
 
-    def level(self, example: Example) -> int:
-        """How many numbers the problem has."""
-        return len(example.extra["numbers"])
-
     def score(self, response: str, example: Example) -> Score:
         """Evaluate the answer; see the class for the terms and the reply."""
         numbers, target = example.extra["numbers"], example.extra["target"]

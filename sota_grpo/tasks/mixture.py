@@ -189,11 +189,6 @@ class MixtureTask:
         """Most tokens of a response; infinity where the task of the example has no limit of its own."""
         return self._max_tokens.get(self.own(example)[0], math.inf)
 
-    def level(self, example: Example) -> Any:
-        """That of the example's task; None where that has no levels."""
-        _, task, example = self.own(example)
-        return getattr(task, "level", lambda _: None)(example)
-
     def group_size(self, example: Example) -> int | None:
         """Responses to the example; None where its task has no number of its own."""
         return self._group_sizes.get(self.own(example)[0])

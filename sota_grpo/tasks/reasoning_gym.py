@@ -260,15 +260,6 @@ class ReasoningGymTask(ChatTask):
             return 0.0
         return value if 0.0 <= value <= 1.0 else 0.0  # one of them has scores above 1 for wrong answers
 
-    def level(self, example: Example) -> str:
-        """The task, and the level where it has several.
-
-        >>> ReasoningGymTask().level(Example("", "4", {SUBTASK: "leg_counting", "metadata": {}, "level": 2}))
-        'leg_counting_2'
-        """
-        name, level = example.extra[SUBTASK], example.extra.get("level")
-        return name if level is None else f"{name}_{level}"
-
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Of each task its accuracy: a success or none, in one trial.
 

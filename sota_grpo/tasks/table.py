@@ -159,7 +159,6 @@ class TableTask(FileTask):
             and ``any`` for all others. Under ``any`` a whole response that is the ground truth is right, too.
         system_prompt: replaces the system turn of every prompt, or is put before it; an empty text takes it out; None
             leaves the prompts as they are.
-        level_column: column of the levels, which a curriculum draws from (:meth:`level`).
         answer_required: refuse rows without a ground truth that this class can grade; False where functions grade.
 
     Raises:
@@ -183,7 +182,6 @@ class TableTask(FileTask):
         answer_column: str = DEFAULT_ANSWER,
         answer_format: str | None = None,
         system_prompt: str | None = None,
-        level_column: str = "level",
         answer_required: bool = True,
     ):
         if answer_format is not None:
@@ -191,7 +189,7 @@ class TableTask(FileTask):
         self.train, self.heldout = train, heldout
         self.prompt_column, self.answer_column = prompt_column, answer_column
         self.answer_format, self.system_prompt = answer_format, system_prompt
-        self.level_column, self.answer_required = level_column, answer_required
+        self.answer_required = answer_required
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """The chat of the prompt, its system turn as ``system_prompt`` says."""
@@ -200,10 +198,6 @@ class TableTask(FileTask):
             return chat
         rest = chat[1:] if chat[0]["role"] == "system" else chat
         return [{"role": "system", "content": self.system_prompt}, *rest] if self.system_prompt else rest
-
-    def level(self, example: Example) -> Any:
-        """What stands in the column of the levels; None where nothing does."""
-        return example.extra["columns"].get(self.level_column)
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer with the ground truth; see the class."""

@@ -10,8 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from statistics import fmean
 
 from sota_grpo import keys
-from sota_grpo.envs.curriculum import level_name
-from sota_grpo.rl.records import VERDICTS, Example, Sample, Sampling, Score, sample_seed, task_of_example, total_reward
+from sota_grpo.rl.records import VERDICTS, Example, Sample, Sampling, Score, sample_seed, total_reward
 from sota_grpo.source.source import Prompt, Rollouts
 
 logger = logging.getLogger(__name__)
@@ -161,7 +160,6 @@ class Evaluator:
         max_tokens: most tokens of a response.
         avg_at_k: samples per problem at temperature 1; 0 measures the greedy answer only.
         seed: seed of the run.
-        by_level: give the accuracy of each level of the task, too, as ``eval/task/level_<level>``.
         success_above: the reward above which a response is right, where nothing else says which is; else None.
 
     Attributes:
@@ -174,7 +172,6 @@ class Evaluator:
     max_tokens: int
     avg_at_k: int
     seed: int
-    by_level: bool = False
     success_above: float | None = None
     by_reward: bool = field(default=False, init=False)
     _is_told: bool = field(default=False, init=False)
@@ -236,22 +233,15 @@ class Evaluator:
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
         """What the task's benchmark counts (``Task.counts``), by name, a pair per problem; empty where it has none."""
+        count = getattr(self.rollouts.env.task, "counts", None)
         counts: dict[str, list[Counts]] = {}
+        if count is None:
+            return counts
         for example, responses in zip(self.examples, problems, strict=True):
-            each = [self._counts(response.score, example) for response in responses]
+            each = [count(response.score, example) for response in responses]
             for name in each[0]:
                 hits, trials = zip(*(one[name] for one in each))
                 counts.setdefault(name, []).append((sum(hits), sum(trials)))
-        return counts
-
-    def _counts(self, score: Score, example: Example) -> dict[str, Counts]:
-        task = self.rollouts.env.task
-        count = getattr(task, "counts", None)
-        counts = {} if count is None else dict(count(score, example))
-        level = task.level(example) if self.by_level and hasattr(task, "level") else None
-        if level is not None:
-            name, owner = f"level_{level_name(level)}", task_of_example(example.extra)
-            counts[name if owner is None else f"{owner}/{name}"] = (float(score.success), 1.0)
         return counts
 
     def responses(

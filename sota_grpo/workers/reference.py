@@ -16,7 +16,7 @@ from sota_grpo.policy.causal import kept_of
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
-from sota_grpo.rl.transforms import Ask, reference_log_probs, write_reference
+from sota_grpo.rl.transforms import reference_log_probs, write_reference
 from sota_grpo.workers.base import Launcher, WorkerSpec, WorkerThread, promised, resolve, starter
 from sota_grpo.workers.fleet import Fleet
 
@@ -136,7 +136,6 @@ class ReferenceService:
         fleet: of reference workers; closed with the service.
         num_workers: into how many parts a call is split.
         in_reward_coeff: see :class:`sota_grpo.rl.transforms.ReferenceKL`; with one, groups come with their reward.
-        ask: see there, too.
 
     Attributes:
         fleet: of the workers; it counts their replacements.
@@ -144,10 +143,8 @@ class ReferenceService:
 
     shared_prompt = True  # a worker cuts what it is given by what its own model can
 
-    def __init__(
-        self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None, ask: Ask | None = None
-    ) -> None:
-        self.fleet, self._num_workers, self._in_reward_coeff, self._ask = fleet, num_workers, in_reward_coeff, ask
+    def __init__(self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None) -> None:
+        self.fleet, self._num_workers, self._in_reward_coeff = fleet, num_workers, in_reward_coeff
 
     @classmethod
     def start(cls, launcher: Launcher, options: Mapping[str, Any], *, timeout_s: float) -> ReferenceService:
@@ -173,11 +170,10 @@ class ReferenceService:
         if rows.has(keys.REF_LOG_PROBS):
             done.set_result(rows)
             return done
-        scored, moved_back = (rows, list) if self._ask is None else self._ask(rows)
-        answer = self.fleet.submit(RowTable.of(scored).only(_READ))
+        answer = self.fleet.submit(rows.only(_READ))
 
         def write() -> RowTable:
-            log_probs = moved_back([torch.tensor(values) for values in answer.result()])
+            log_probs = [torch.tensor(values) for values in answer.result()]
             write_reference(rows, log_probs, in_reward_coeff=self._in_reward_coeff)
             return rows
 

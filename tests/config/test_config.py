@@ -199,17 +199,6 @@ BROKEN = [
     ("distillation_has_a_teacher", ["algorithm.distill_coef=1", "ref_model.name=tiny"], "use ref_model.name=TEACHER"),
     ("distillation_has_a_teacher", ["algorithm.advantage_coef=0"], "leave it at 1.0"),
     ("distillation_has_a_teacher", ["ref_model.name=other"], "ref_model.name=other is read by nothing"),
-    ("distillation_has_a_teacher", ["algorithm.distill_hint=gold"], "add algorithm.distill_coef=1"),
-    (
-        "a_hint_has_a_source",
-        ["algorithm.distill_coef=1", "algorithm.distill_hint=sibling", "env.repeats=1", "algorithm.advantage_coef=0"],
-        "algorithm.distill_hint=gold",
-    ),
-    (
-        "a_hint_has_a_source",
-        ["algorithm.distill_coef=1", "algorithm.distill_hint=gold", "env.max_steps=2"],
-        "algorithm.distill_hint=none",
-    ),
     (
         "a_teacher_is_the_only_reference",
         ["algorithm.distill_coef=1", "ref_model.name=other", "policy.kl_coef=0.1"],
@@ -481,7 +470,6 @@ BROKEN = [
             "env.system_prompt=Hi",
             "env.tasks={gcd: 1}",
             "env.sandbox=bwrap",
-            "env.level_column=grade",
         )
     ),
     (
@@ -518,20 +506,6 @@ BROKEN = [
         )
     ),
     ("a_table_has_a_place", ["env.dataset=table"], "env.dataset_path=FILE"),
-    *(
-        ("a_curriculum_has_something_to_draw_between", more, said)
-        for more, said in (
-            (["env.curriculum=level", "env.dataset=gsm8k"], "env.dataset=gsm8k has none; use env.curriculum=example"),
-            (["env.curriculum=level", "env.mixture={a: {dataset: gsm8k}}"], "or a task with levels (table, arithmetic"),
-            (["env.curriculum=example", "env.shuffle=false"], "which has no order"),
-            (["env.curriculum_floor=0.5"], "belongs to a curriculum; give env.curriculum, or leave it at 0.2"),
-            (["env.curriculum_decay=0.1"], "belongs to a curriculum; give env.curriculum, or leave it at 0.5"),
-            (["env.dataset=table", "env.dataset_path=a.csv", "env.level_column=a"], "belongs to env.curriculum=level"),
-        )
-    ),
-    ("every_amount_is_positive", ["env.curriculum=level", "env.curriculum_floor=0"], "env.curriculum_floor=0"),
-    ("every_share_lies_between_0_and_1", ["env.curriculum=level", "env.curriculum_floor=1.5"], "between 0 and 1"),
-    ("every_share_lies_between_0_and_1", ["env.curriculum=level", "env.curriculum_decay=1"], "below 1"),
     ("a_table_has_a_place", ["env.dataset=code"], "env.dataset_path=FILE"),
     ("several_turns_have_something_to_say", ["env.reasoning=true"], "env.max_steps=1 leaves no turn"),
     ("several_turns_have_something_to_say", ["env.max_steps=3"], "env.reasoning=true"),

@@ -28,9 +28,7 @@ def fresh(*overrides: str) -> list[str]:
     return [*quick, f"seed={generator().initial_seed() % 2**31}", *overrides]
 
 
-@pytest.mark.parametrize(
-    "module", ["curriculum", "learning", "learning_trl", "presets", "simulation", "trainer_trl", "trainer_work"]
-)
+@pytest.mark.parametrize("module", ["learning", "learning_trl", "presets", "simulation", "trainer_trl", "trainer_work"])
 def test_examples_are_true(module: str) -> None:
     found = doctest.testmod(importlib.import_module(f"benchmarks.{module}"))
     assert found.attempted

@@ -19,7 +19,7 @@ ROOMS = (
     *("engines", "workers", "rewards", "tasks", "config", "recording", "envs", "source", "training", "assembly"),
     *("migration", "sweeps", "report", "run", "cli"),
 )
-HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna", "trackio", "peft", "bitsandbytes")
+HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna", "peft", "bitsandbytes")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -310,13 +310,11 @@ def exported(config: Config, folder: Path) -> Path:
 
 def test_the_grader_travels(tmp_path: Path) -> None:
     """verl and TRL are given the reward of the run, from the columns of the exported data."""
-    overrides = ("env.dataset=reasoning", "env.format_weight=0.3", "reward.min_think_words=2")
+    overrides = ("env.dataset=reasoning", "env.format_weight=0.3")
     file = exported(composed("grpo_gsm8k", *overrides), tmp_path)
     rows = [{"question": "9 * 2?", "answer": "9*2=18\n#### 18"}, {"question": "1 + 1?", "answer": "#### 2"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = make_task(
-        "reasoning", path=str(tmp_path / "rows.jsonl"), num_heldout=1, format_weight=0.3, min_think_words=2
-    )
+    task = make_task("reasoning", path=str(tmp_path / "rows.jsonl"), num_heldout=1, format_weight=0.3)
     example = [*task.train, *task.heldout]
     texts = ["<think>a b c</think><answer>18</answer>", "<answer>2</answer>", "18"]
     expected = [[_reward(task, text, one) for text in texts] for one in example]

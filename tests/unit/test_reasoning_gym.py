@@ -317,14 +317,15 @@ def test_several_levels_of_a_task_are_drawn_and_scored_each_by_its_own_options()
     task = ReasoningGymTask.load(
         tasks={"chain_sum": {"level": [0, 2]}, "gcd": 1}, seed=SEED, num_train=40, num_heldout=4
     )
-    assert {task.level(example) for example in task.train} == {"chain_sum_0", "chain_sum_2", "gcd"}
     for example in task.train:
         assert task.score(task.gold_response(example), example).success
-    digits = {
-        level: max(len(number) for example in task.train if task.level(example) == level for number in numbers(example))
-        for level in ("chain_sum_0", "chain_sum_2")
-    }
-    assert digits["chain_sum_0"] < digits["chain_sum_2"]
+    by_level: dict[int | None, list[Example]] = {}
+    for example in task.train:
+        by_level.setdefault(example.extra.get("level"), []).append(example)
+    assert by_level.keys() == {0, 2, None}
+    assert {example.extra[SUBTASK] for example in by_level[None]} == {"gcd"}
+    digits = {level: max(len(number) for one in by_level[level] for number in numbers(one)) for level in (0, 2)}
+    assert digits[0] < digits[2]
     (fault,) = task_faults({"chain_sum": {"level": [1, 1]}})
     assert fault == "env.tasks.chain_sum has the levels [1, 1]; name one at least, and each once."
     (fault,) = task_faults({"chain_sum": {"level": [0, -1]}})

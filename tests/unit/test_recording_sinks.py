@@ -80,11 +80,11 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     assert wandb_config(tmp_path) == config
 
 
-@pytest.mark.parametrize("option", ["wandb", "tensorboard", "trackio"])
+@pytest.mark.parametrize("option", ["wandb", "tensorboard"])
 def test_a_package_that_is_missing_is_one_sentence_unless_it_may_be(option, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("sota_grpo.recording.sinks.find_spec", lambda name: None)
     assert make_sinks(Config(), tmp_path) == []
-    value = {"wandb": "online", "tensorboard": True, "trackio": True}[option]
+    value = {"wandb": "online", "tensorboard": True}[option]
     config = Config(logging=LoggingConfig(**{option: value}))
     sentence = rf"^logging\.{option}=(online|true) needs {option}, which is not installed: `pip install .*\.$"
     with pytest.raises(ConfigError, match=sentence):
