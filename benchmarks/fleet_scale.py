@@ -70,7 +70,6 @@ class Cluster:
             assumed.
         allreduce_s: of one layer's half among the GPUs of an engine, two for each layer and token; assumed.
         mfu: of the learner; assumed (prime-rl has published 27 % at 64k tokens, ours is predicted at 22 to 27, eager).
-        nccl_hop_s: of one member in NCCL's broadcast, which is a ring (NCCL, src/graph/tuning.cc: 9.6 to 50 us).
         disk: bytes per second of one node to the file system that all share; assumed.
         driver_cores: of the driver's node, for what Python's lock does not cover (digests); assumed.
         gpu_failure_h: GPU hours between two failures (Llama 3, arXiv:2407.21783: 419 in 54 days on 16,384 GPUs).
@@ -85,7 +84,6 @@ class Cluster:
     decode_efficiency: float = 0.6
     allreduce_s: float = 15e-6
     mfu: float = 0.3
-    nccl_hop_s: float = 50e-6
     disk: float = 2e9
     driver_cores: int = 64
     gpu_failure_h: float = 50_000.0
@@ -107,7 +105,7 @@ class Job:
         sigma: of the logarithm of the length.
         checkpoint_every: steps.
         learner_gpus: 0: as many as learn a batch in the time in which busy engines sample it.
-        publish: ``store`` (every node pulls from the driver's), ``tree`` (nodes pull from nodes), ``nccl``, ``http``,
+        publish: ``store`` (every node pulls from the driver's), ``tree`` (nodes pull from nodes), ``http``,
             ``adapter``.
     """
 
@@ -279,12 +277,6 @@ def publish_of(job: Job, way: str) -> Publish:
         size = 4.0 * job.model.adapter_parameters(_ADAPTER_RANK)
     out = size / cluster.device_link + size / costs.pack_bytes_per_s  # off rank 0's GPU, into one block
     load = size / cluster.device_link
-    if way == "nccl":
-        sent = size / cluster.network + size / cluster.device_link + size / costs.copy_bytes_per_s  # and kept
-        parts = {"tell": 3 * told, "send": sent + job.engines * cluster.nccl_hop_s, "load": 0.0}
-        room = (1 - cluster.engine_share) * cluster.gpu_bytes
-        refused = f"{size / 1e9:.0f} GB beside vLLM on one GPU, {room / 1e9:.0f} free" if size > room else ""
-        return Publish(parts, 0.0, 0.0, refused)
     if way == "http":
         written = size / costs.pack_bytes_per_s * job.engines / cluster.driver_cores
         hashed = size * job.engines / (costs.digest_bytes_per_s * cluster.driver_cores)
@@ -448,7 +440,7 @@ def print_publishes(jobs: Sequence[Job]) -> None:
     """Every way of the weights."""
     rows = []
     for job in jobs:
-        for way in ("store", "tree", "nccl", "http", "adapter"):
+        for way in ("store", "tree", "http", "adapter"):
             one = publish_of(job, way)
             parts = [f"{one.seconds[name]:.3g}" for name in ("tell", "send", "load")]
             sizes = [f"{value / 1e9:.3g}" for value in (one.driver_bytes, one.node_bytes)]

@@ -53,8 +53,8 @@ from sota_grpo.assembly.sampling import (
 )
 from sota_grpo.config import Config, has_reference, model_name, reference_name, reward_names
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
-from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
-from sota_grpo.engines import Engine, is_server, resolve_engine_name, temperature_fault
+from sota_grpo.config.validators import judges_alone
+from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
@@ -81,7 +81,6 @@ from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.sleeping import SleepingFleet
-from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +337,7 @@ def _roles_in_workers(
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=_publisher_to_workers(config, plan, cluster, engine, learner, weights, opened),
+        publisher=Publisher(weights, [engine], learner.give_back if plan.shared else None),
         source_options={
             **(in_turn if plan.shared else _beside(config, env, reference)),
             "should_stop": should_stop,
@@ -444,33 +443,8 @@ def _reference_service(
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config), ask=ask)
 
 
-def _publisher_to_workers(
-    config: Config,
-    plan: Plan,
-    cluster: Cluster,
-    engine: FleetEngine,
-    learner: Learner | RemoteLearner,
-    weights: Callable[[], Any],
-    opened: ExitStack,
-) -> Publisher:
-    """An adapter alone; or all weights, by broadcast where the config asks for one or NCCL has a short way."""
-    if broadcasts_weights(config, plan):
-        transfer = WeightTransfer(
-            engine.fleet,
-            learner if isinstance(learner, RemoteLearner) else WeightSender(learner.policy.model),
-            share=cluster.launcher.share,
-            backend="nccl" if plan.device_type == "cuda" else "gloo",
-            deadline_s=config.inference_model.timeout_s,
-            host=cluster.host,
-            dtype=engine.weight_dtype,
-        )
-        opened.callback(transfer.close)
-        return Publisher(lambda: transfer, [engine])
-    return Publisher(weights, [engine], learner.give_back if plan.shared else None)
-
-
 def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner | RemoteLearner) -> Callable[[], Any]:
-    """What a push hands over where nothing is broadcast: an adapter alone, or all weights."""
+    """What a push hands over: an adapter alone, or all weights."""
     if config.train_model.lora.enabled:
         if isinstance(learner, RemoteLearner):
             engine.base = partial(learner.weights, merged=False)
@@ -480,18 +454,6 @@ def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner |
     if isinstance(learner, RemoteLearner):
         return partial(learner.weights, dtype=engine.weight_dtype)
     return partial(WeightPack.of_model, learner.policy.model, dtype=engine.weight_dtype)
-
-
-def broadcasts_weights(config: Config, plan: Plan) -> bool:
-    """Whether weights go by broadcast: on GPUs of one machine they do, unless something is in the way.
-
-    NCCL wants a GPU for each member. Between machines a broadcast has not been tried: there it has to be asked for.
-    """
-    if config.inference_model.weight_transfer != "auto":
-        return config.inference_model.weight_transfer == "collective"
-    own = set(plan.placement.train).isdisjoint(plan.placement.inference)
-    near = plan.device_type == "cuda" and config.ray.address is None and not is_server(plan.engine)
-    return near and own and not any(obstacles_to_a_broadcast(config))
 
 
 def subject_of(config: Config, parts: Parts) -> Subject:

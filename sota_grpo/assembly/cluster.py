@@ -71,15 +71,6 @@ class Cluster:
         self.engine_launcher: Launcher = self._servers if is_server(plan.engine) else self.launcher
 
     @property
-    def host(self) -> str:
-        """This process's address as its workers see it."""
-        if not self._on_cluster:
-            return "127.0.0.1"
-        import ray
-
-        return ray.util.get_node_ip_address()
-
-    @property
     def threads(self) -> int:
         """CPU threads of each process that computes, so that together they have as many as there are cores.
 

@@ -393,12 +393,6 @@ class InferenceModelConfig:
     )
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     tensor_parallel_size: int = opt(1, "GPUs that hold one copy of the model; num_devices counts all of them")
-    weight_transfer: str = opt(
-        "auto",
-        "how weights reach engines in workers: shared memory, or a broadcast (NCCL on CUDA, gloo on CPU); auto is the "
-        "broadcast between GPUs of one machine",
-        ("auto", "object_store", "collective"),
-    )
     timeout_s: float = opt(120.0, "workers and servers: longest silence of an engine before it is replaced")
     torch_dtype: str = opt("auto", "of weights; auto: bfloat16 on CUDA; native: on CPUs that have it", ENGINE_DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")

@@ -449,36 +449,6 @@ def a_server_started_here_has_gpus_of_its_own(config: Config) -> Iterator[str]:
         )
 
 
-def a_broadcast_of_weights_has_whole_engines(config: Config) -> Iterator[str]:
-    """Members of the broadcast are the learner and one process per engine, and full weights travel."""
-    if config.inference_model.weight_transfer == "collective":
-        yield from obstacles_to_a_broadcast(config)
-
-
-def obstacles_to_a_broadcast(config: Config) -> Iterator[str]:
-    """Why ``inference_model.weight_transfer=collective`` would be refused; nothing where it would not."""
-    engine = config.inference_model
-    if is_server(config.engine.name):
-        yield f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
-    if shared.shares_devices(config):
-        yield (
-            "inference_model.weight_transfer=collective sends between devices, and with inference_model.num_devices="
-            "shared engines stand on the learner's; leave it out."
-        )
-    if config.train_model.lora.enabled:
-        yield "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."
-    if engine.tensor_parallel_size > 1:
-        yield (
-            f"inference_model.weight_transfer=collective sends to engines of one device, and tensor_parallel_size="
-            f"{engine.tensor_parallel_size}; leave it out."
-        )
-    if config.train_model.timeout_s <= engine.timeout_s:
-        yield (
-            f"train_model.timeout_s={config.train_model.timeout_s} must be above inference_model.timeout_s="
-            f"{engine.timeout_s}, the longest that a rank waits for an engine in a broadcast."
-        )
-
-
 def judges_alone(config: Config) -> bool:
     """Whether a judge is all that rewards."""
     return config.reward.judge.kind is not None and config.reward.judge.alone
@@ -590,8 +560,7 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
 _MODULES = (algorithm_rules, elastic, memory_rules, shared)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
-_GENERATORS = [rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE]
-RULES = tuple(rule for rule in _GENERATORS if rule is not obstacles_to_a_broadcast)  # those above, in their order
+RULES = tuple(rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE)  # in their order
 
 
 class ConfigError(UserError, ValueError):

@@ -51,7 +51,6 @@ FREE_OPTIONS = (
     ("inference_model", "gone_s"),
     ("inference_model", "gpu_memory_utilization"),
     ("inference_model", "max_num_seqs"),
-    ("inference_model", "weight_transfer"),
     *(("train_model", option) for option in ("shard_gradients", "tensor_parallel_size", "fsdp_size")),
     ("train_model", "compile"),
     ("check", "mode"),

@@ -25,7 +25,7 @@ from sota_grpo.workers.base import (
     WorkerDied,
     WorkerLate,
 )
-from sota_grpo.workers.slots import Broadcast, OnDemand, Slot, Sticky, Task, TaskLost, TaskOverdue, Timers
+from sota_grpo.workers.slots import Broadcast, Slot, Task, TaskLost, TaskOverdue, Timers
 
 logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
@@ -107,7 +107,7 @@ class Fleet:
         # Ready, with room for a task, by their number of tasks: who waits longest comes first. No line is empty.
         self._offered: dict[int, dict[int, Slot]] = {}
         self._broadcasts: list[Broadcast] = []  # open
-        self._sticky: dict[str, Sticky] = {}  # method -> the arguments that a new worker gets
+        self._sticky: dict[str, tuple[Any, ...]] = {}  # method -> the arguments that a new worker gets
         self._ready: Future[None] = Future()
         self._dead: WorkerDied | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -183,15 +183,6 @@ class Fleet:
         while not wait([future], timeout=_ATTEND_S).done:
             self.attend()
         return future.result()
-
-    def keep(self, method: str, args: Sticky) -> None:
-        """As a sticky broadcast, but those that are ready are not asked: they have it already.
-
-        Args:
-            method: of the worker.
-            args: or what makes them when the first worker needs them.
-        """
-        self._post(self._keep, method, args)
 
     def close(self) -> None:
         """Kill every worker and fail what is open; idempotent."""
@@ -363,23 +354,12 @@ class Fleet:
         if future.exception() is None:  # of its death, what it is asked to prepare will tell
             slot.start.answered(future.result(), self._timers.now_s())
 
-    def _prepare(self, slot: Slot, method: str, args: Sticky) -> None:
+    def _prepare(self, slot: Slot, method: str, args: tuple[Any, ...]) -> None:
         slot.answers_owed += 1
-        if isinstance(args, OnDemand):
-            args.made().add_done_callback(partial(self._post, self._if_same, slot, slot.life, self._made, method, args))
-        else:
-            self._ask(slot, method, args, self._prepared)
+        self._ask(slot, method, args, self._prepared)
 
-    def _made(self, slot: Slot, method: str, args: OnDemand, made: Future[Any]) -> None:
-        if self._sticky.get(method) is not args:  # newer ones are on their way to this worker
-            self._prepared(slot)
-        elif error := made.exception():
-            self._start_failed(slot, slot.life, error)
-        else:
-            self._ask(slot, method, made.result(), self._prepared)
-
-    def _prepared(self, slot: Slot, answer: Future[Any] | None = None) -> None:
-        if answer is not None and (error := answer.exception()):
+    def _prepared(self, slot: Slot, answer: Future[Any]) -> None:
+        if error := answer.exception():
             self._start_failed(slot, slot.life, error)
             return
         slot.answers_owed -= 1
@@ -536,15 +516,10 @@ class Fleet:
         for slot in self._slots:
             if slot.state == "ready":
                 self._ask_for(broadcast, slot)
+            elif sticky and slot.state == "starting" and slot.worker is not None:
+                self._prepare(slot, broadcast.method, broadcast.args)
         if sticky:
-            self._keep(broadcast.method, broadcast.args)
-
-    def _keep(self, method: str, args: Sticky) -> None:
-        """Call ``method`` on workers that are not ready yet, and on those that start later, before their first task."""
-        self._sticky[method] = args
-        for slot in self._slots:
-            if slot.state == "starting" and slot.worker is not None:
-                self._prepare(slot, method, args)
+            self._sticky[broadcast.method] = broadcast.args
 
     def _ask_for(self, broadcast: Broadcast, slot: Slot) -> None:
         broadcast.waiting.add(slot.index)

@@ -313,11 +313,6 @@ BROKEN = [
                 "leave inference_model.num_devices out",
             ),
             (
-                "a_broadcast_of_weights_has_whole_engines",
-                ["inference_model.weight_transfer=collective"],
-                "engines stand on the learner's; leave it out",
-            ),
-            (
                 "devices_are_counted_or_named",
                 ["inference_model.devices=[0]"],
                 "num_devices=shared and inference_model.devices=[0]",
@@ -326,15 +321,6 @@ BROKEN = [
     ),
     ("every_amount_is_positive", ["inference_model.gone_s=0"], "inference_model.gone_s=0"),
     ("a_url_belongs_to_a_server", ["engine=scripted", "engine.url=http://127.0.0.1:1"], "engine=vllm_server"),
-    *(
-        ("a_broadcast_of_weights_has_whole_engines", ["inference_model.weight_transfer=collective", override], said)
-        for override, said in (
-            ("engine=vllm_server", "does not reach engine=vllm_server"),
-            ("train_model.lora.enabled=true", "an adapter is small"),
-            ("inference_model.tensor_parallel_size=2", "tensor_parallel_size=2"),
-            ("train_model.timeout_s=60", "train_model.timeout_s=60.0 must be above"),
-        )
-    ),
     (
         "a_url_is_one_engine",
         ["engine=vllm_server", "engine.url=http://127.0.0.1:1", "inference_model.num_devices=2"],

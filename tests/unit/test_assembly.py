@@ -359,7 +359,6 @@ def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None
     plan = make_plan(config, "cuda")
     assert (plan.workers, plan.shared, num_engines(config, plan)) == (True, True, 2)
     assert any("engines sleep while the learner computes" in note for note in plan.notes)
-    assert not build.broadcasts_weights(config, plan)
     gpus(1)
     alone = make_plan(config_of(*SHARED[:2]), "cuda")
     assert (alone.workers, alone.shared, alone.placement.colocated) == (False, False, True)
@@ -462,27 +461,6 @@ def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> Non
     assert [Path(asked[slot].log_path).name for slot in (0, 1)] == ["vllm_server-0.log", "vllm_server-1.log"]
     assert [asked[slot].environment["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["1", "3"]
     assert {options.max_rows for options in asked.values()} == {7}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "device_type", "train", "broadcast"),
-    [
-        ([], "cuda", (0,), True),
-        ([], "cpu", (0,), False),
-        (["ray.address=auto"], "cuda", (0,), False),
-        (["train_model.lora.enabled=true"], "cuda", (0,), False),
-        (["inference_model.tensor_parallel_size=2"], "cuda", (0,), False),
-        (["engine.name=vllm_server"], "cuda", (0,), False),
-        ([], "cuda", (1,), False),
-        (["inference_model.weight_transfer=object_store"], "cuda", (0,), False),
-        (["inference_model.weight_transfer=collective"], "cpu", (0,), True),
-    ],
-)
-def test_weights_are_broadcast_between_gpus_of_one_machine(overrides, device_type, train, broadcast) -> None:
-    config = config_of("mode=async", *overrides)
-    placement = Placement(train=train, inference=(1, 2), ref=(), colocated=False)
-    plan = Plan(device_type, placement, config.engine.name, True)
-    assert build.broadcasts_weights(config, plan) is broadcast
 
 
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:

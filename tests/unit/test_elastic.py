@@ -13,7 +13,6 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
@@ -23,7 +22,6 @@ from sota_grpo.workers.elastic import ElasticFleet
 from sota_grpo.workers.fleet import worker_metrics
 from sota_grpo.workers.processes import ThreadLauncher
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
-from sota_grpo.workers.slots import OnDemand
 from tests.l3_parts import make_env
 from tests.unit.test_fleet import WAIT_S, Clock, Puppet, by_hand, clock, until
 from tests.worker_rigs import spec
@@ -162,7 +160,7 @@ def test_what_waits_for_a_machine_is_told_nothing_before_it_is_there_and_the_new
     there.now(late).kill()
     until(lambda: len(there.actors[late]) == 2)  # the next one asks for a machine when there are weights already
     until(lambda: there.now(late).calls)
-    fleet.keep("update", OnDemand(lambda: (3,)))
+    fleet.broadcast("update", 3, deadline_s=WAIT_S, sticky=True)
     fleet.broadcast("ping", deadline_s=WAIT_S)  # the supervisor has done all that
     assert [method for actor in there.actors[late] for method, _ in actor.calls] == [IDLE_METHOD] * 2
     tasks = [fleet.submit(number) for number in range(4)]
@@ -367,19 +365,6 @@ def test_engines_come_and_go_and_every_prompt_is_trained_once_and_none_too_old()
     assert len(live) > 2, "the number of engines did not change"
     assert len(set(trained)) == len(trained) == steps * num_groups
     assert max(trained) < steps * num_groups + age * num_groups
-
-
-def test_an_empty_pack_reaches_engines_that_come_later() -> None:
-    """What is pushed lies in the fleet as long as somebody may come, and no older version does."""
-    env = make_env(num_envs=3, repeats=3, num_train=8)
-    herd = Herd(env, 1, 2)
-    front = FleetEngine(herd.fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=WAIT_S)
-    for version in (1, 2, 3):
-        front.update_weights(WeightPack.of([]), version)
-    herd.room.release()
-    until(lambda: herd.fleet.num_live == 2)
-    assert herd.fleet.broadcast("served", deadline_s=WAIT_S) == [(3, None), (3, None)]
-    herd.close()
 
 
 def test_wrong_ends_are_refused() -> None:
