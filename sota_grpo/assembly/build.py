@@ -72,11 +72,9 @@ from sota_grpo.rl.transforms import Ask
 from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner, Publisher
-from sota_grpo.training.newcomers import Newcomers
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.training.subject import NamedReference, Subject
-from sota_grpo.workers.elastic import ElasticFleet
-from sota_grpo.workers.fleet import MAX_ATTEMPTS, Fleet, worker_metrics
+from sota_grpo.workers.fleet import Fleet, worker_metrics
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
@@ -96,8 +94,7 @@ class Roles:
         transforms: what a batch goes through before it is trained on, by phase, for the gate.
         export: writes the trained model to a folder.
         source_options: of the source, that follow from it.
-        newcomers: checks engines that come later, where they come and go.
-        attend: called, one after the other, while samples are waited for.
+        attend: called now and then while samples are waited for.
     """
 
     engine: Engine
@@ -106,8 +103,7 @@ class Roles:
     transforms: Sequence[tuple[str, Any]]
     export: Callable[[Path], object]
     source_options: Mapping[str, Any]
-    newcomers: Newcomers | None
-    attend: Sequence[Callable[[], object]]
+    attend: Callable[[], object] | None
 
 
 @dataclass
@@ -210,7 +206,7 @@ def make_rollouts(
     env: TaskEnv,
     engine: Engine,
     instances: Mapping[str, Instances],
-    attend: Sequence[Callable[[], object]] = (),
+    attend: Callable[[], object] | None = None,
 ) -> Rollouts:
     """Over ``engine`` itself, or over what samples whole dialogs with it, where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
@@ -284,8 +280,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
         source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
-        newcomers=None,
-        attend=(),
+        attend=None,
     )
 
 
@@ -327,10 +322,6 @@ def _roles_in_workers(
     if isinstance(grader, GradingPool):  # waited for by whoever started it
         fleets.append(grader.fleet)
     weights = _weights_for_workers(config, engine, learner)
-    newcomers = None
-    if isinstance(engine.fleet, ElasticFleet):
-        newcomers = Newcomers(engine.fleet, engine, weights, config.check.mode)
-    attend = [partner.attend for partner in (learner, newcomers) if isinstance(partner, (RemoteLearner, Newcomers))]
     of_rows = tokenizer.pad_token_id, env.task.term_weights
     transforms = make_transforms(config, reference, *of_rows, plan.device_type, ask)
     in_turn = {"synchronous": True, "sleep_engine": True, "transforms": transforms}
@@ -346,8 +337,7 @@ def _roles_in_workers(
         },
         transforms=transforms,
         export=export,
-        newcomers=newcomers,
-        attend=attend,
+        attend=learner.attend if isinstance(learner, RemoteLearner) else None,
     )
 
 
@@ -386,22 +376,15 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
     shared_by = num_engines(config, plan)
     options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, shared_by)
     groups = max(1, int(options.max_rows / mean_group_size(config)))
-    start = cluster.start_rollout(options)
-    limits: dict[str, Any] = {
-        "capacity": options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
-        "silence_s": config.inference_model.timeout_s,
-        "start_silence_s": config.ray.start_timeout_s,
-    }
-    if plan.elastic is None:
-        kind = SleepingFleet if plan.shared else Fleet
-        return kind("rollout", start, cluster.num_engines, **limits)
-    inference = config.inference_model
-    advice = (
-        f"add machines, lower inference_model.num_devices={inference.num_devices}, or raise inference_model.gone_s; "
-        "train.resume=auto continues from the last checkpoint"
+    kind = SleepingFleet if plan.shared else Fleet
+    return kind(
+        "rollout",
+        cluster.start_rollout(options),
+        cluster.num_engines,
+        capacity=options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
+        silence_s=config.inference_model.timeout_s,
+        start_silence_s=config.ray.start_timeout_s,
     )
-    limits["max_attempts"] = 2 * MAX_ATTEMPTS  # machines are taken from groups that do no harm
-    return ElasticFleet("rollout", start, *plan.elastic, gone_s=inference.gone_s, advice=advice, **limits)
 
 
 def make_hints(config: Config, env: TaskEnv) -> Ask | None:

@@ -143,7 +143,6 @@ _DECLARED = (
     Metric("curriculum/solved", "last", "Share of the examples whose pass rate is 1: drawn by the floor.", "share"),
     Metric("curriculum/unsolved", "last", "Share of the examples that were seen and whose pass rate is 0.", "share"),
     Metric("curriculum/pass_rate", "last", "Mean pass rate of the examples that were seen.", "share"),
-    Metric("workers/engines", "last", "Engines at work when a batch was taken, where they come and go.", "engines"),
     Metric("workers/restarts", "last", "Worker processes that were replaced since the run began.", "processes"),
     Metric("workers/requeued", "last", "Tasks given to another worker because theirs was lost.", "tasks"),
     Metric(

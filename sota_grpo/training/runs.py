@@ -48,7 +48,6 @@ FREE_OPTIONS = (
     ("env", "reward_timeout_s"),
     ("engine", "url"),
     ("engine", "api_key"),
-    ("inference_model", "gone_s"),
     ("inference_model", "gpu_memory_utilization"),
     ("inference_model", "max_num_seqs"),
     *(("train_model", option) for option in ("shard_gradients", "tensor_parallel_size", "fsdp_size")),

@@ -9,12 +9,11 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from sota_grpo.workers.base import (
     IDLE_METHOD,
@@ -28,8 +27,8 @@ from sota_grpo.workers.base import (
 from sota_grpo.workers.slots import Broadcast, Slot, Task, TaskLost, TaskOverdue, Timers
 
 logger = logging.getLogger(__name__)
-MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
-_FIRST_PAUSE_S = 0.1  # between two starts that fail
+_MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
 _GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
 _ATTEND_S = 1.0  # between two calls of what is to be attended to while a broadcast is waited for
 _MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
@@ -74,9 +73,6 @@ class Fleet:
             replacement that no machine has room for.
     """
 
-    _first_state: Literal["pending", "starting"] = "starting"
-    _longest_pause_s = 5.0  # between two starts that fail
-
     def __init__(
         self,
         role: str,
@@ -88,7 +84,7 @@ class Fleet:
         progress: Callable[..., int] | None = None,
         silence_s: float = 60.0,
         start_silence_s: float = 600.0,
-        max_attempts: int = MAX_ATTEMPTS,
+        max_attempts: int = _MAX_ATTEMPTS,
         max_start_failures: int = 5,
     ) -> None:
         if count < 1 or capacity < 1:
@@ -125,15 +121,6 @@ class Fleet:
     def pids(self) -> list[int | None]:
         """Of the workers, as :attr:`names`; None for a thread, and for an actor that has not said it yet."""
         return [getattr(worker, "pid", None) for slot in self._slots if (worker := slot.worker) is not None]
-
-    @property
-    def _enough(self) -> tuple[int, int]:
-        """Workers that it takes to be ready, and to go on."""
-        return len(self._slots), 1
-
-    def metrics(self) -> dict[str, int]:
-        """What the metrics of a step say of it: workers and tasks that were lost, since the start."""
-        return {"workers/restarts": self.restarts, "workers/requeued": self.requeued}
 
     def wait_ready(self) -> None:
         """Return when every worker has been constructed.
@@ -269,7 +256,7 @@ class Fleet:
         """Put a new worker in a slot, whoever was there before."""
         old, slot.worker = slot.worker, None
         slot.life += 1
-        slot.state, slot.is_pinged, slot.is_timed = self._first_state, False, False
+        slot.state, slot.is_pinged, slot.is_timed = "starting", False, False
         slot.start = Start(self._start_silence_s, self._timers.now_s() + pause_s)
         self._look_at_start(slot)
         name = f"start of {self._role} {slot.index}"
@@ -298,28 +285,22 @@ class Fleet:
             worker.kill()
             return
         slot.worker = worker
-        self._bring_up_to_date(slot)
-
-    def _bring_up_to_date(self, slot: Slot) -> None:
         slot.answers_owed = 0
         for method, args in [*self._sticky.items(), ("ping", ())]:
             self._prepare(slot, method, args)
 
     def _start_failed(self, slot: Slot, life: int, error: BaseException) -> None:
         """Try again, unless this slot failed too often or its first construction raised."""
-        if slot.life != life or slot.state not in ("pending", "starting") or self._dead is not None:
+        if slot.life != life or slot.state != "starting" or self._dead is not None:
             return
         slot.failed_starts += 1
-        if self._is_hopeless(slot, error):
+        no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
+        if no_construction or slot.failed_starts >= self._max_start_failures:
             self._retire(slot, error)
             return
         logger.warning("%s does not start: %s; it is tried again.", slot.who, error)
         self.restarts += 1
-        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), self._longest_pause_s))
-
-    def _is_hopeless(self, slot: Slot, error: BaseException) -> bool:
-        no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
-        return no_construction or slot.failed_starts >= self._max_start_failures
+        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), _LONGEST_PAUSE_S))
 
     def _retire(self, slot: Slot, error: BaseException) -> None:
         left = sum(other.state != "retired" for other in self._slots) - 1
@@ -332,9 +313,9 @@ class Fleet:
             slot.worker.kill()
         cause = WorkerDied(what)
         cause.__cause__ = error
-        if left < self._enough[0] and not self._ready.done():
+        if not self._ready.done():
             self._ready.set_exception(cause)
-        if left < self._enough[1]:
+        if left == 0:
             self._end(cause)
 
     def _look_at_start(self, slot: Slot) -> None:
@@ -373,7 +354,7 @@ class Fleet:
         slot.heard_s = self._timers.now_s()
         self._offer(slot)
         self._tick(slot)
-        if not self._ready.done() and sum(other.state == "ready" for other in self._slots) >= self._enough[0]:
+        if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
         for broadcast in self._broadcasts:
             if broadcast.needs_another:
@@ -567,9 +548,9 @@ class Fleet:
         broadcast.args, broadcast.previous = (), None  # a timer holds the broadcast for long, and weights are large
 
 
-def worker_metrics(fleets: Iterable[Fleet]) -> dict[str, int]:
-    """:meth:`Fleet.metrics` of all of them, added up."""
-    total: Counter[str] = Counter()
-    for fleet in fleets:
-        total.update(fleet.metrics())
-    return dict(total)
+def worker_metrics(fleets: Sequence[Fleet]) -> dict[str, int]:
+    """Workers that were replaced and tasks that were queued again since the start, over all fleets."""
+    return {
+        "workers/restarts": sum(fleet.restarts for fleet in fleets),
+        "workers/requeued": sum(fleet.requeued for fleet in fleets),
+    }

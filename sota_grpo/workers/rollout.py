@@ -257,13 +257,6 @@ class FleetEngine(Streams):
         self.base = base
         self._deadline_s = deadline_s
 
-    def over(self, fleet: Any) -> FleetEngine:
-        """The same front of some of these workers, which have what is under an adapter already."""
-        deadline_s = self._deadline_s
-        return FleetEngine(
-            fleet, name=self.name, max_model_len=self.max_model_len, share=self._share, deadline_s=deadline_s
-        )
-
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """The group, some day; its samples are drawn by the weights that are newest as they are drawn."""
         response_rooms([request], sampling, self.max_model_len)

@@ -47,7 +47,7 @@ class Slot:
     index: int
     life: int = 0
     worker: Worker | None = None
-    state: Literal["pending", "starting", "ready", "retired"] = "starting"  # pending: for want of a machine
+    state: Literal["starting", "ready", "retired"] = "starting"
     start: Start = field(default_factory=lambda: Start(0.0, 0.0))  # while it is starting
     tasks: dict[int, Task] = field(default_factory=dict)  # oldest first
     failed_starts: int = 0  # in a row

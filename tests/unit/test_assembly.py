@@ -396,48 +396,6 @@ def test_on_a_cluster_shared_engines_stand_in_the_bundles_of_their_ranks(monkeyp
     assert asked == [2, 2, 1]
 
 
-ELASTIC = ("mode=async", "engine.name=vllm", "inference_model.num_devices='2:4'")  # YAML reads 2:4 as 124
-
-
-def test_engines_that_come_and_go_on_a_cluster_wait_alone_for_a_node(monkeypatch, tmp_path, with_vllm) -> None:
-    """The learner has a bundle, and what it waits for; of engines only their number of GPUs means something."""
-    bundles, launcher = [], Mock()
-    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: bundles.extend(places) or launcher)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8, "GPU": 2}}])
-    config = config_of(*ELASTIC, "ray.address=auto", "inference_model.tensor_parallel_size=2")
-    plan = make_plan(config, "cuda", 1)  # more may join
-    assert plan.elastic == (1, 2)
-    assert "The run starts with 1 and takes up to 2 engines as they come." in plan.notes
-    cluster = Cluster(config, plan, tmp_path)
-    start = cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2]))
-    for slot in range(cluster.num_engines):
-        start(slot)
-    assert (len(bundles), cluster.num_engines) == (1, 2)
-    assert [(one.kwargs["bundle"], one.kwargs["num_gpus"]) for one in launcher.start.call_args_list] == [(None, 2)] * 2
-
-
-def test_engines_that_come_and_go_on_one_machine_have_places_for_all(gpus, with_vllm, monkeypatch, tmp_path) -> None:
-    gpus(5)
-    plan = make_plan(config_of(*ELASTIC), "cuda")
-    assert (len(plan.placement.inference), plan.elastic) == (4, (2, 4))
-    assert num_engines(config_of(*ELASTIC), plan) == 2  # among so few are the rows divided
-    launcher = Mock()
-    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
-    start = Cluster(config_of(*ELASTIC), plan, tmp_path).start_rollout(EngineOptions("tiny", eos_token_ids=[2]))
-    start(3)
-    assert launcher.start.call_args.kwargs["bundle"] == 3
-    gpus(4)
-    with pytest.raises(UserError, match=r"5 devices .* has 4; lower inference_model\.num_devices"):
-        make_plan(config_of(*ELASTIC), "cuda")
-    gpus(1)
-    with pytest.raises(UserError, match="num_devices=1:1 needs GPUs beside the learner's"):
-        make_plan(config_of("mode=async", "engine.name=vllm", "inference_model.num_devices='1:1'"), "cuda")
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(3))
-    with pytest.raises(UserError, match=r"has 3 CPU cores .*; use inference_model\.num_devices=2:3, or ray\.address"):
-        make_plan(config_of(*ELASTIC, "engine.name=transformers"), "cpu")
-    assert make_plan(config_of(*ELASTIC, "engine.name=transformers", "ray.address=auto"), "cpu").elastic == (2, 4)
-
-
 def test_weights_reach_servers_as_they_are_though_a_reference_is_in_ray(monkeypatch, tmp_path) -> None:
     """Servers are threads of this process: nobody would unwrap what Ray shares."""
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: Mock())
