@@ -105,30 +105,15 @@ class HttpClient:
         """
         return self._ask("POST", path, b"{}" if body is None else json.dumps(body).encode(), timeout_s)
 
-    def put(self, path: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float) -> Any:
-        """The parsed answer of ``PUT path`` with ``data`` as it is; see :meth:`post` for the errors."""
-        return self._ask("PUT", path, data, timeout_s, {"Content-Type": "application/octet-stream", **headers})
-
-    def delete(self, path: str, *, timeout_s: float) -> Any:
-        """The parsed answer of ``DELETE path``; see :meth:`post` for the errors."""
-        return self._ask("DELETE", path, None, timeout_s)
-
     def close(self) -> None:
         """Close the idle connections; idempotent."""
         self._pool.close()
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        timeout_s: float,
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> Any:
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
         sent = f"{method} {self.url}{path}"
         options: dict[str, Any] = {
             "body": body,
-            "headers": {**self._headers, **headers},
+            "headers": self._headers,
             "timeout": urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
             "retries": False,
             "redirect": False,  # the key goes nowhere else
@@ -153,11 +138,6 @@ class HttpClient:
             return json.loads(response.data)
         except ValueError as error:
             raise ServerError(f"{sent} was answered with broken JSON: {error}.") from error
-
-
-def refused_key(client: HttpClient) -> UserError:
-    """What a status of 401 means."""
-    return UserError(f"The server at {client.url} refused the key; set engine.api_key (SOTA_GRPO_API_KEY) to its own.")
 
 
 @dataclass(frozen=True)
@@ -246,7 +226,6 @@ class Dialect(ABC):
         probe_path: a small question that only a server whose workers still work can answer.
         pause, resume: path and body of what freezes everything in flight, and lets it go on.
         relabel: what goes with a new label of the weights.
-        takes_uploads: it can be started with what takes weights over HTTP (:mod:`.weight_upload`).
         free_memory, restore_memory: path and body of what frees its GPU memory, and takes it again.
     """
 
@@ -258,7 +237,6 @@ class Dialect(ABC):
     pause: Exchange
     resume: Exchange
     relabel: Mapping[str, Any] = MappingProxyType({})
-    takes_uploads = False
     free_memory: Exchange
     restore_memory: Exchange
 
@@ -306,7 +284,9 @@ class Dialect(ABC):
             self._check_sampling(client, deadlines)
         except ServerError as error:
             if error.status == 401:
-                raise refused_key(client) from error
+                raise UserError(
+                    f"The server at {client.url} refused the key; set engine.api_key (SOTA_GRPO_API_KEY) to its own."
+                ) from error
             if error.status not in (403, 404, 405):
                 raise
             lacks = f"The server at {client.url} lacks what a trainer needs ({error}); {self.remedy}."

@@ -3,10 +3,9 @@
 Generation goes through vLLM's token-in token-out endpoint ``/inference/v1/generate``, which returns the ids, their
 log-probs and the spans of the weights' labels. Weights go through ``/pause?mode=keep``, ``reload_weights`` of the
 workers by ``/collective_rpc`` and ``/resume``: no code of ours runs in the workers, so any vLLM server that was started
-with the options of :data:`NEEDED_OPTIONS` will do, as long as it can read the folder of the pushed weights, or is sent
-them (:mod:`sota_grpo.engines.weight_upload`). On CPU it needs ``--no-enable-chunked-prefill`` too (seeds). Its
-``--api-key`` alone leaves the control of the weights open to all who reach it; ``VLLM_API_KEY`` with ``--middleware
-sota_grpo.engines.vllm_server.RequireKey`` closes that.
+with the options of :data:`NEEDED_OPTIONS` will do, as long as it can read the folder of the pushed weights. On CPU it
+needs ``--no-enable-chunked-prefill`` too (seeds). Its ``--api-key`` alone leaves the control of the weights open to all
+who reach it; ``VLLM_API_KEY`` with ``--middleware sota_grpo.engines.vllm_server.RequireKey`` closes that.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class VLLMDialect(Dialect):
     probe_path = "/weight_info"  # the engine's process answers it between two steps
     pause, resume = ("/pause?mode=keep&clear_cache=false", None), ("/resume", None)
     free_memory, restore_memory = ("/sleep?level=1", None), ("/wake_up", None)
-    takes_uploads = True
 
     def command(self, options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
         """The key travels in the environment: every user of the machine can read a command line."""
@@ -290,14 +288,11 @@ class RequireKey:
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or scope["path"] == "/health" or self._has_key(scope):
+        is_open = scope["type"] == "lifespan" or scope["path"] == "/health"
+        if is_open or hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b"This path needs the server's API key."})
         else:
             await send({"type": "websocket.close", "code": 1008})
-
-    def _has_key(self, scope: Any) -> bool:
-        header = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(header, self._expected)
