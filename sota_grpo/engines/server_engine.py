@@ -1,7 +1,7 @@
 """The engine over HTTP: groups become requests to an inference server, weights a file that the server reads.
 
 Token ids in, token ids out; no Ray, no inference library in this process. What differs between servers, paths and the
-form of requests and answers, is a :class:`~sota_grpo.engines.inference_server.Dialect`; the rest is here.
+form of requests and answers, is a :class:`~sota_grpo.engines.vllm_server.VLLMDialect`; the rest is here.
 """
 
 from __future__ import annotations
@@ -30,18 +30,14 @@ from safetensors.torch import save_file
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import (
     SOCKET_BYTES,
-    Dialect,
     HttpClient,
-    Order,
     ServerError,
     ServerProcess,
     ServerSilent,
-    Versions,
-    start_server,
 )
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
-from sota_grpo.engines.vllm_server import VLLMDialect
+from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect
 from sota_grpo.errors import UserError
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.policy.lora import MergedWeights
@@ -56,7 +52,7 @@ _DEATH_SHOWS_S = 5.0  # a broken connection may be the first sign of a death tha
 _ABORT_S = 5.0  # closing waits so long for a server of somebody else to take the aborts
 _MAX_CONNECTIONS = 512
 _CONTROL_CONNECTIONS = 4  # pushing, probing and aborting go on while every row is waited for
-_DIALECTS: dict[str, type[Dialect]] = {dialect.name: dialect for dialect in (VLLMDialect, SGLangDialect)}
+_DIALECTS: dict[str, type[VLLMDialect]] = {dialect.name: dialect for dialect in (VLLMDialect, SGLangDialect)}
 
 
 class WeightFolder:
@@ -153,7 +149,7 @@ class ServerEngine(SteppingEngine):
     def __init__(
         self,
         client: HttpClient,
-        dialect: Dialect,
+        dialect: VLLMDialect,
         options: EngineOptions,
         *,
         shapes: dict[str, torch.Size],
@@ -424,7 +420,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     if options.url is None:
         folder, on_cpu = WeightFolder(shapes, getattr(torch, options.dtype)), not torch.cuda.is_available()
         try:
-            process, url, key = start_server(dialect, options, folder.path, on_cpu=on_cpu)
+            process, url, key = dialect.start(options, folder.path, on_cpu=on_cpu)
         except BaseException:
             folder.close()
             raise

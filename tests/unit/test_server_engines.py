@@ -14,9 +14,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sota_grpo.engines import Deadlines, Engine, EngineOptions, inference_server
+from sota_grpo.engines import Deadlines, Engine, EngineOptions, vllm_server
 from sota_grpo.engines import server_engine as server_module
-from sota_grpo.engines.inference_server import Dialect, HttpClient, ServerDied, ServerError
+from sota_grpo.engines.inference_server import HttpClient, ServerDied, ServerError
 from sota_grpo.engines.server_engine import ServerEngine
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
@@ -41,7 +41,7 @@ class Rigs:
 
     def engine(self, fake: FakeServer, *, key: str | None = None, **given: Any) -> ServerEngine:
         running = fake if fake.url else self._stack.enter_context(fake.running())
-        dialect: Dialect = VLLMDialect() if isinstance(fake, FakeVLLM) else SGLangDialect()
+        dialect = VLLMDialect() if isinstance(fake, FakeVLLM) else SGLangDialect()
         client = HttpClient(running.url, api_key=key)
         options = EngineOptions("model", eos_token_ids=[3, 1], **given)
         engine = ServerEngine(client, dialect, options, shapes=SHAPES, tied={"head": "embed"})
@@ -536,7 +536,7 @@ def test_what_a_server_leaves_behind_lies_in_the_folder_that_ends_with_it(
 
     monkeypatch.setattr(server_module, "find_spec", lambda name: object())
     monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {}))
-    monkeypatch.setattr(inference_server, "ServerProcess", start)
+    monkeypatch.setattr(vllm_server, "ServerProcess", start)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(InterruptedError):
         server_module.server_engine(EngineOptions("model", engine="vllm_server", eos_token_ids=[1]))
