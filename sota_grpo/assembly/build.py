@@ -321,14 +321,15 @@ def _roles_in_workers(
     grader = own_grader(env.grader)
     if isinstance(grader, GradingPool):  # waited for by whoever started it
         fleets.append(grader.fleet)
-    weights = _weights_for_workers(config, engine, learner)
     of_rows = tokenizer.pad_token_id, env.task.term_weights
     transforms = make_transforms(config, reference, *of_rows, plan.device_type, ask)
     in_turn = {"synchronous": True, "sleep_engine": True, "transforms": transforms}
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=Publisher(weights, [engine], learner.give_back if plan.shared else None),
+        publisher=Publisher(
+            _weights_for_workers(config, engine, learner), [engine], learner.give_back if plan.shared else None
+        ),
         source_options={
             **(in_turn if plan.shared else _beside(config, env, reference)),
             "should_stop": should_stop,
