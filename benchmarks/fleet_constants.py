@@ -8,7 +8,6 @@ overcounted); rates of bytes are wall time.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import subprocess
 import sys
@@ -58,9 +57,8 @@ class Measured:
         in_flight_bytes, finished_bytes, saved_bytes: per group, in memory and in a checkpoint.
         wire_bytes: per group, from the worker to the driver.
         rows_bytes: per group, from the driver to the ranks.
-        copy_bytes_per_s, pack_bytes_per_s, put_bytes_per_s: of memory; of weights packed; into pages of Ray's
-            object store that were used before.
-        digest_bytes_per_s, shard_bytes_per_s: SHA-256; of a rank's file, with its digest, into the page cache.
+        pack_bytes_per_s, put_bytes_per_s: of weights packed; into pages of Ray's object store that were used before.
+        shard_bytes_per_s: of a rank's file, with its SHA-256, into the page cache.
     """
 
     main_s: float
@@ -75,10 +73,8 @@ class Measured:
     saved_bytes: float
     wire_bytes: float
     rows_bytes: float
-    copy_bytes_per_s: float
     pack_bytes_per_s: float
     put_bytes_per_s: float
-    digest_bytes_per_s: float
     shard_bytes_per_s: float
 
     def described(self) -> list[tuple[str, str]]:
@@ -261,11 +257,9 @@ def _ray_costs(tokens: int, calls: int = 300) -> dict[str, float]:
 
 
 def _byte_rates() -> dict[str, float]:
-    block, other = torch.ones(_BYTES, dtype=torch.uint8), torch.empty(_BYTES, dtype=torch.uint8)
+    block = torch.ones(_BYTES, dtype=torch.uint8)
     weights = [(str(number), torch.ones(8 << 20, dtype=torch.bfloat16)) for number in range(_BYTES >> 24)]
-    copy_s = best(lambda: other.copy_(block))
     pack_s = best(lambda: WeightPack.of(weights))
-    digest_s = best(lambda: hashlib.sha256(block.numpy().data).digest())
     with tempfile.TemporaryDirectory() as folder:
 
         def write() -> None:
@@ -273,5 +267,5 @@ def _byte_rates() -> dict[str, float]:
             write_tensors(Path(folder) / name, {"w": Kept.of(block, (0,))}, iter([block]))
 
         shard_s = best(write)
-    seconds = {"copy": copy_s, "pack": pack_s, "digest": digest_s, "shard": shard_s}
+    seconds = {"pack": pack_s, "shard": shard_s}
     return {f"{name}_bytes_per_s": _BYTES / value for name, value in seconds.items()}

@@ -70,9 +70,7 @@ class Cluster:
             assumed.
         allreduce_s: of one layer's half among the GPUs of an engine, two for each layer and token; assumed.
         mfu: of the learner; assumed (prime-rl has published 27 % at 64k tokens, ours is predicted at 22 to 27, eager).
-        nccl_hop_s: of one member in NCCL's broadcast, which is a ring (NCCL, src/graph/tuning.cc: 9.6 to 50 us).
         disk: bytes per second of one node to the file system that all share; assumed.
-        driver_cores: of the driver's node, for what Python's lock does not cover (digests); assumed.
         gpu_failure_h: GPU hours between two failures (Llama 3, arXiv:2407.21783: 419 in 54 days on 16,384 GPUs).
     """
 
@@ -85,9 +83,7 @@ class Cluster:
     decode_efficiency: float = 0.6
     allreduce_s: float = 15e-6
     mfu: float = 0.3
-    nccl_hop_s: float = 50e-6
     disk: float = 2e9
-    driver_cores: int = 64
     gpu_failure_h: float = 50_000.0
 
 
@@ -107,8 +103,7 @@ class Job:
         sigma: of the logarithm of the length.
         checkpoint_every: steps.
         learner_gpus: 0: as many as learn a batch in the time in which busy engines sample it.
-        publish: ``store`` (every node pulls from the driver's), ``tree`` (nodes pull from nodes), ``nccl``, ``http``,
-            ``adapter``.
+        publish: ``store`` (every node pulls from the driver's), ``tree`` (nodes pull from nodes), ``adapter``.
     """
 
     name: str
@@ -258,13 +253,11 @@ class Publish:
     Args:
         seconds: of it, parts by name.
         driver_bytes, node_bytes: that the hosts of driver and engines hold for it.
-        refused: why it cannot work as the program is.
     """
 
     seconds: Mapping[str, float]
     driver_bytes: float
     node_bytes: float
-    refused: str = ""
 
     @property
     def all_s(self) -> float:
@@ -279,19 +272,6 @@ def publish_of(job: Job, way: str) -> Publish:
         size = 4.0 * job.model.adapter_parameters(_ADAPTER_RANK)
     out = size / cluster.device_link + size / costs.pack_bytes_per_s  # off rank 0's GPU, into one block
     load = size / cluster.device_link
-    if way == "nccl":
-        sent = size / cluster.network + size / cluster.device_link + size / costs.copy_bytes_per_s  # and kept
-        parts = {"tell": 3 * told, "send": sent + job.engines * cluster.nccl_hop_s, "load": 0.0}
-        room = (1 - cluster.engine_share) * cluster.gpu_bytes
-        refused = f"{size / 1e9:.0f} GB beside vLLM on one GPU, {room / 1e9:.0f} free" if size > room else ""
-        return Publish(parts, 0.0, 0.0, refused)
-    if way == "http":
-        written = size / costs.pack_bytes_per_s * job.engines / cluster.driver_cores
-        hashed = size * job.engines / (costs.digest_bytes_per_s * cluster.driver_cores)
-        sent = max(size * job.engines / cluster.network, hashed)
-        here = size * min(cluster.gpus_per_node // job.parallel, job.engines)
-        refused = "a file of W for each server on the driver's node" if job.engines * size > 2e12 else ""
-        return Publish({"tell": told, "send": out + written + sent, "load": load}, job.engines * size, here, refused)
     stored = 2 * size / costs.put_bytes_per_s + size / cluster.network  # rank 0's answer, and the driver's own copy
     hops = math.ceil(math.log2(nodes + 1)) if way == "tree" else nodes
     parts = {"tell": told, "send": out + stored + hops * size / cluster.network, "load": load}
@@ -448,12 +428,12 @@ def print_publishes(jobs: Sequence[Job]) -> None:
     """Every way of the weights."""
     rows = []
     for job in jobs:
-        for way in ("store", "tree", "nccl", "http", "adapter"):
+        for way in ("store", "tree", "adapter"):
             one = publish_of(job, way)
             parts = [f"{one.seconds[name]:.3g}" for name in ("tell", "send", "load")]
             sizes = [f"{value / 1e9:.3g}" for value in (one.driver_bytes, one.node_bytes)]
-            rows.append((job.name, job.engines, way, *parts, f"{one.all_s:.3g}", *sizes, one.refused or "-"))
-    names = ("model", "engines", "way", "tell s", "send s", "load s", "all s", "driver GB", "node GB", "why not")
+            rows.append((job.name, job.engines, way, *parts, f"{one.all_s:.3g}", *sizes))
+    names = ("model", "engines", "way", "tell s", "send s", "load s", "all s", "driver GB", "node GB")
     table(rows, names)
 
 

@@ -1,14 +1,11 @@
-"""Stage 5: Ray's actors on the GPU, NCCL with one member, FSDP2 on a mesh of one."""
+"""Stage 5: Ray's actors on the GPU, FSDP2 on a mesh of one."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import socket
 import tempfile
-import uuid
 from collections.abc import Iterator
-from datetime import timedelta
 from importlib.util import find_spec
 
 import torch
@@ -19,7 +16,6 @@ from scripts.proof.kernels import learner_of, model, relative, rows_of
 from scripts.proof.runs import command, metrics, ran
 from sota_grpo.policy import sharding
 from sota_grpo.policy.sharding import gathered
-from sota_grpo.workers.weight_transfer import Rendezvous, WeightGroup
 
 
 def fsdp_of_one(options: Options) -> Iterator[Finding]:
@@ -53,29 +49,6 @@ def fsdp_gap(
     return relative(*flat)
 
 
-def nccl_of_one(options: Options) -> Iterator[Finding]:
-    """The group that carries weights, with the learner alone in it: made, used within its limit, left."""
-    if options.device != "cuda":
-        return
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30),
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-    backend = "gloo" if "Pretended" in torch.cuda.get_device_name() else "nccl"
-    rendezvous = Rendezvous("127.0.0.1", port, uuid.uuid4().hex, (), backend, 30.0, 1 << 20)
-    group = WeightGroup()
-    group.join(rendezvous, 0, torch.device("cuda", 0))
-    flat = torch.arange(1 << 16, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
-    before = flat.clone()
-    for _ in range(3):
-        group.broadcast(flat)
-    group.leave()
-    del store
-    yield Finding(f"a weight group of one by {backend}", bool(torch.equal(flat, before)), {})
-
-
 def ray_on_one_gpu(options: Options) -> Iterator[Finding]:
     """Collection and training at the same time, in actors that share the GPU; Ray sees it."""
     if find_spec("ray") is None:
@@ -88,4 +61,4 @@ def ray_on_one_gpu(options: Options) -> Iterator[Finding]:
     yield Finding("grpo-async.py", found["exit"] == 0, found | {"steps": len(metrics(folder))})
 
 
-CHECKS = [nccl_of_one, fsdp_of_one, ray_on_one_gpu]
+CHECKS = [fsdp_of_one, ray_on_one_gpu]

@@ -52,8 +52,8 @@ from sota_grpo.assembly.sampling import (
 )
 from sota_grpo.config import Config, has_reference, model_name, reference_name, reward_names
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
-from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
-from sota_grpo.engines import Engine, is_server, resolve_engine_name, temperature_fault
+from sota_grpo.config.validators import judges_alone
+from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
@@ -69,16 +69,13 @@ from sota_grpo.rl.task import Task
 from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner, Publisher
-from sota_grpo.training.newcomers import Newcomers
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.training.subject import NamedReference, Subject
-from sota_grpo.workers.elastic import ElasticFleet
-from sota_grpo.workers.fleet import MAX_ATTEMPTS, Fleet, worker_metrics
+from sota_grpo.workers.fleet import Fleet, worker_metrics
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.sleeping import SleepingFleet
-from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +91,7 @@ class Roles:
         transforms: what a batch goes through before it is trained on, by phase, for the gate.
         export: writes the trained model to a folder.
         source_options: of the source, that follow from it.
-        newcomers: checks engines that come later, where they come and go.
-        attend: called, one after the other, while samples are waited for.
+        attend: called now and then while samples are waited for.
     """
 
     engine: Engine
@@ -104,8 +100,7 @@ class Roles:
     transforms: Sequence[tuple[str, Any]]
     export: Callable[[Path], object]
     source_options: Mapping[str, Any]
-    newcomers: Newcomers | None
-    attend: Sequence[Callable[[], object]]
+    attend: Callable[[], object] | None
 
 
 @dataclass
@@ -208,7 +203,7 @@ def make_rollouts(
     env: TaskEnv,
     engine: Engine,
     instances: Mapping[str, Instances],
-    attend: Sequence[Callable[[], object]] = (),
+    attend: Callable[[], object] | None = None,
 ) -> Rollouts:
     """Over ``engine`` itself, or over what samples whole dialogs with it, where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
@@ -279,8 +274,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
         source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
-        newcomers=None,
-        attend=(),
+        attend=None,
     )
 
 
@@ -320,18 +314,18 @@ def _roles_in_workers(
     grader = own_grader(env.grader)
     if isinstance(grader, GradingPool):  # waited for by whoever started it
         fleets.append(grader.fleet)
-    weights = _weights_for_workers(config, engine, learner)
-    newcomers = None
-    if isinstance(engine.fleet, ElasticFleet):
-        newcomers = Newcomers(engine.fleet, engine, weights, config.check.mode)
-    attend = [partner.attend for partner in (learner, newcomers) if isinstance(partner, (RemoteLearner, Newcomers))]
     of_rows = tokenizer.pad_token_id, env.task.term_weights
     transforms = make_transforms(config, reference, *of_rows, plan.device_type)
     in_turn = {"synchronous": True, "sleep_engine": True, "transforms": transforms}
+    whole: Callable[[], Any] | None = None
+    if config.train_model.lora.enabled:
+        whole = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=_publisher_to_workers(config, plan, cluster, engine, learner, weights, opened),
+        publisher=Publisher(
+            _weights_for_workers(config, engine, learner), [engine], learner.give_back if plan.shared else None, whole
+        ),
         source_options={
             **(in_turn if plan.shared else _beside(config, env, reference)),
             "should_stop": should_stop,
@@ -340,8 +334,7 @@ def _roles_in_workers(
         },
         transforms=transforms,
         export=export,
-        newcomers=newcomers,
-        attend=attend,
+        attend=learner.attend if isinstance(learner, RemoteLearner) else None,
     )
 
 
@@ -380,22 +373,15 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
     shared_by = num_engines(config, plan)
     options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, shared_by)
     groups = max(1, int(options.max_rows / mean_group_size(config)))
-    start = cluster.start_rollout(options)
-    limits: dict[str, Any] = {
-        "capacity": options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
-        "silence_s": config.inference_model.timeout_s,
-        "start_silence_s": config.ray.start_timeout_s,
-    }
-    if plan.elastic is None:
-        kind = SleepingFleet if plan.shared else Fleet
-        return kind("rollout", start, cluster.num_engines, **limits)
-    inference = config.inference_model
-    advice = (
-        f"add machines, lower inference_model.num_devices={inference.num_devices}, or raise inference_model.gone_s; "
-        "train.resume=auto continues from the last checkpoint"
+    kind = SleepingFleet if plan.shared else Fleet
+    return kind(
+        "rollout",
+        cluster.start_rollout(options),
+        cluster.num_engines,
+        capacity=options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
+        silence_s=config.inference_model.timeout_s,
+        start_silence_s=config.ray.start_timeout_s,
     )
-    limits["max_attempts"] = 2 * MAX_ATTEMPTS  # machines are taken from groups that do no harm
-    return ElasticFleet("rollout", start, *plan.elastic, gone_s=inference.gone_s, advice=advice, **limits)
 
 
 def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
@@ -417,36 +403,8 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
 
 
-def _publisher_to_workers(
-    config: Config,
-    plan: Plan,
-    cluster: Cluster,
-    engine: FleetEngine,
-    learner: Learner | RemoteLearner,
-    weights: Callable[[], Any],
-    opened: ExitStack,
-) -> Publisher:
-    """An adapter alone; or all weights, by broadcast where the config asks for one or NCCL has a short way."""
-    if broadcasts_weights(config, plan):
-        transfer = WeightTransfer(
-            engine.fleet,
-            learner if isinstance(learner, RemoteLearner) else WeightSender(learner.policy.model),
-            share=cluster.launcher.share,
-            backend="nccl" if plan.device_type == "cuda" else "gloo",
-            deadline_s=config.inference_model.timeout_s,
-            host=cluster.host,
-            dtype=engine.weight_dtype,
-        )
-        opened.callback(transfer.close)
-        return Publisher(lambda: transfer, [engine])
-    whole: Callable[[], Any] | None = None
-    if config.train_model.lora.enabled:
-        whole = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
-    return Publisher(weights, [engine], learner.give_back if plan.shared else None, whole)
-
-
 def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner | RemoteLearner) -> Callable[[], Any]:
-    """What a push hands over where nothing is broadcast: an adapter alone, or all weights."""
+    """What a push hands over: an adapter alone, or all weights."""
     if config.train_model.lora.enabled:
         if isinstance(learner, RemoteLearner):
             engine.base = partial(learner.weights, merged=False)
@@ -456,18 +414,6 @@ def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner |
     if isinstance(learner, RemoteLearner):
         return partial(learner.weights, dtype=engine.weight_dtype)
     return partial(WeightPack.of_model, learner.policy.model, dtype=engine.weight_dtype)
-
-
-def broadcasts_weights(config: Config, plan: Plan) -> bool:
-    """Whether weights go by broadcast: on GPUs of one machine they do, unless something is in the way.
-
-    NCCL wants a GPU for each member. Between machines a broadcast has not been tried: there it has to be asked for.
-    """
-    if config.inference_model.weight_transfer != "auto":
-        return config.inference_model.weight_transfer == "collective"
-    own = set(plan.placement.train).isdisjoint(plan.placement.inference)
-    near = plan.device_type == "cuda" and config.ray.address is None and not is_server(plan.engine)
-    return near and own and not any(obstacles_to_a_broadcast(config))
 
 
 def subject_of(config: Config, parts: Parts) -> Subject:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sota_grpo.assembly.devices import Plan, num_cores
+from sota_grpo.assembly.devices import Plan
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, is_server
 from sota_grpo.errors import RunFailed, UserError
@@ -27,10 +27,9 @@ class Cluster:
     """The launchers of a run and the places of its workers.
 
     On this machine alone a worker sees the GPUs that the plan gives it; on a running cluster Ray chooses them. The
-    learner is one of the workers where it has several ranks, or where there is a cluster. Engines that come and go on a
-    cluster have no bundles: each waits alone for a node with room. Engines on the learner's devices share their bundle
-    with the ranks on the same ones; Ray gives a GPU to one of them only, so each is told by its environment which of
-    the bundle's GPUs are its own.
+    learner is one of the workers where it has several ranks, or where there is a cluster. Engines on the learner's
+    devices share their bundle with the ranks on the same ones; Ray gives a GPU to one of them only, so each is told by
+    its environment which of the bundle's GPUs are its own.
 
     Args:
         config, plan: of the run.
@@ -39,7 +38,7 @@ class Cluster:
     Attributes:
         launcher: of the workers, which shares large values with them.
         engine_launcher: of the engines' workers: servers are threads of this process, whoever else is in Ray.
-        num_engines: that are to be started, at most.
+        num_engines: that are to be started.
         num_ranks: of the learner in processes of their own; 0 where it lives in this one.
 
     Raises:
@@ -53,31 +52,18 @@ class Cluster:
         per_engine = config.inference_model.tensor_parallel_size
         gpus = plan.placement.inference
         self._engines = [gpus[i : i + per_engine] for i in range(0, len(gpus), per_engine)]
-        self._engines_are_free = False
-        if plan.elastic is not None and self._on_cluster:  # only how many GPUs one takes means something
-            self._engines_are_free, self._engines = True, [gpus[:per_engine]] * plan.elastic[1]
         self._references = [(index,) for index in plan.placement.ref]
         ranks = plan.placement.train if self._on_cluster or len(plan.placement.train) > 1 else ()
         self._ranks = [(index,) for index in ranks]
         self.num_engines, self.num_ranks = len(self._engines), len(self._ranks)
         self._rendezvous_file: Path | None = None
         self._servers = ThreadLauncher()
-        has_no_bundles = is_server(plan.engine) or self._engines_are_free
-        self._engines_in_ray = 0 if has_no_bundles else self.num_engines
+        self._engines_in_ray = 0 if is_server(plan.engine) else self.num_engines
         self._ranks_beside_engines = plan.shared and self._engines_in_ray > 0
         of_ranks = [] if self._ranks_beside_engines else self._ranks
         in_ray = [*self._engines[: self._engines_in_ray], *self._references, *of_ranks]  # in the order of bundles
         self.launcher: Any = self._start_ray(in_ray) if in_ray else self._servers
         self.engine_launcher: Launcher = self._servers if is_server(plan.engine) else self.launcher
-
-    @property
-    def host(self) -> str:
-        """This process's address as its workers see it."""
-        if not self._on_cluster:
-            return "127.0.0.1"
-        import ray
-
-        return ray.util.get_node_ip_address()
 
     @property
     def threads(self) -> int:
@@ -90,7 +76,7 @@ class Cluster:
 
             return cores_per_gpu()
         busy = self.num_engines + len(self._references) + max(1, self.num_ranks)
-        return max(1, (num_cores() or 1) // busy)
+        return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
 
     def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
         """A server is a process of its own already: a thread of this process talks to it."""
@@ -166,10 +152,7 @@ class Cluster:
     def _starter(
         self, role: str, spec: WorkerSpec, devices: Sequence[tuple[int, ...]], *, first: int
     ) -> Callable[[int], Worker]:
-        free = role == "rollout" and self._engines_are_free
-        placements = [
-            {"bundle": None if free else first + slot, **self._placed(gpus)} for slot, gpus in enumerate(devices)
-        ]
+        placements = [{"bundle": first + slot, **self._placed(gpus)} for slot, gpus in enumerate(devices)]
         return starter(self.launcher, role, spec, placements)
 
     def _placed(self, gpus: Sequence[int]) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.sampling import engine_rows
 from sota_grpo.config import Config, has_reference, model_name
-from sota_grpo.config.elastic import engine_range
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import longest_response, mean_responses_per_step
 from sota_grpo.config.shared import shares_devices
@@ -163,8 +161,6 @@ class Plan:
         workers: collection, reference and several ranks live in processes of their own.
         notes: what a run says of it when it starts, one sentence each.
         shared: the engines of workers stand on the learner's devices, and sleep while those compute.
-        elastic: fewest and most engines, where they come and go; on this machine ``placement`` has devices for the
-            most, on a cluster for the fewest.
     """
 
     device_type: str
@@ -172,7 +168,6 @@ class Plan:
     engine: str
     workers: bool
     notes: tuple[str, ...] = ()
-    elastic: tuple[int, int] | None = None
     shared: bool = False
 
 
@@ -216,12 +211,8 @@ def wants_workers(config: Config) -> bool:
 
 def _roles(config: Config) -> tuple[Role, Role, Role]:
     train, inference, ref = config.train_model, config.inference_model, config.ref_model
-    count, ends = inference.num_devices, engine_range(config)
-    if ends is not None:
-        count = ends[1] if config.ray.address is None else ends[0]
     shared = shares_devices(config)
-    if shared:
-        count = None
+    count = None if shared else inference.num_devices
     assert not isinstance(count, str)  # the rules have refused it
     return (
         Role("train_model", train.num_devices, train.devices),
@@ -250,10 +241,6 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
     available = 0
     if device_type == "cuda":
         available = torch.cuda.device_count() if num_gpus is None else num_gpus
-    elastic = _elastic_engines(config, device_type)
-    if elastic is not None and config.ray.address is not None and device_type == "cuda":
-        needed = sum(role.count for role in (learner, engines, reference) if role is not None)
-        available = max(available, needed)  # the others may join later: inference_model.gone_s bounds that wait
     placement = place(learner, engines, reference, available=available, concurrent=workers)
     if engines.default > 1 and device_type == "cpu":
         raise UserError(
@@ -267,11 +254,6 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
             "nodes, set policy.kl_coef=0 for a run without reference, or leave ray.address out."
         )
     if workers and device_type == "cuda" and placement.colocated and not shared:
-        if elastic is not None:
-            raise UserError(
-                f"inference_model.num_devices={config.inference_model.num_devices} needs GPUs beside the learner's, "
-                "and this machine has one, on which both take turns; leave it out."
-            )
         notes.append("One GPU: collection and training take turns on it, in synchronous mode.")
         workers = False
     if not workers and device_type == "cuda" and placement.inference[0] and engine == "vllm":
@@ -285,37 +267,14 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
     if workers:
         turns = "; engines sleep while the learner computes" if shared else ""
         notes.append(f"Placement: {describe(placement, device_type)}{turns}.")
-    if elastic is not None:
-        notes.append("The run starts with {} and takes up to {} engines as they come.".format(*elastic))
-    plan = Plan(device_type, placement, engine, workers, tuple(notes), elastic, shared and workers)
+    plan = Plan(device_type, placement, engine, workers, tuple(notes), shared and workers)
     return replace(plan, notes=(*notes, *_idle_notes(config, plan))) if device_type == "cuda" else plan
 
 
-def _elastic_engines(config: Config, device_type: str) -> tuple[int, int] | None:
-    """Fewest and most engines where they come and go.
-
-    Raises:
-        UserError: more than there will ever be room for: no cluster, and too few cores.
-    """
-    ends, per_engine = engine_range(config), config.inference_model.tensor_parallel_size
-    if ends is None:
-        return None
-    cores = num_cores()
-    if device_type == "cpu" and config.ray.address is None and cores is not None and ends[1] > cores:
-        raise UserError(
-            f"inference_model.num_devices={ends[0]}:{ends[1]} asks for up to {ends[1]} engines on this machine, which "
-            f"has {cores} CPU cores and is joined by no other; use inference_model.num_devices="
-            f"{min(ends[0], cores)}:{cores}, or ray.address of a cluster."
-        )
-    return ends[0] // per_engine, ends[1] // per_engine
-
-
 def num_engines(config: Config, plan: Plan) -> int:
-    """Engines that share what is asked at once; of those that come and go the fewest."""
+    """Engines that share what is asked at once."""
     if not plan.workers:
         return 1
-    if plan.elastic is not None:
-        return plan.elastic[0]
     return max(1, len(plan.placement.inference) // config.inference_model.tensor_parallel_size)
 
 
@@ -339,11 +298,6 @@ def _idle_notes(config: Config, plan: Plan) -> list[str]:
             "raise train.optim_batch_size, or lower train_model.num_devices."
         )
     return notes
-
-
-def num_cores() -> int | None:
-    """CPU cores that this process may use; None where nobody says."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:

@@ -393,6 +393,7 @@ def engine_options(
         url=config.engine.url,
         api_key=api_key() if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
+        shared_folder=str(run_dir),
         deadlines=Deadlines(control=inference.timeout_s),
     )
 

@@ -355,22 +355,10 @@ class InferenceModelConfig:
     num_devices: int | str | None = opt(
         None,
         "devices of the engines, their own, one engine on each; shared with mode=sync: all of the learner's, where "
-        "they sleep while it computes; MIN:MAX with mode=async: engines come and go (in YAML in quotes: it reads 1:4 "
-        "as 64); null: with mode=sync one engine shares the learner's, else 1",
-    )
-    gone_s: float = opt(
-        1800.0,
-        "num_devices=MIN:MAX: the run waits so long where it has engines for fewer than MIN, and then ends, to be "
-        "continued",
+        "they sleep while it computes; null: with mode=sync one engine shares the learner's, else 1",
     )
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     tensor_parallel_size: int = opt(1, "GPUs that hold one copy of the model; num_devices counts all of them")
-    weight_transfer: str = opt(
-        "auto",
-        "how weights reach engines in workers: shared memory, or a broadcast (NCCL on CUDA, gloo on CPU); auto is the "
-        "broadcast between GPUs of one machine",
-        ("auto", "object_store", "collective"),
-    )
     timeout_s: float = opt(120.0, "workers and servers: longest silence of an engine before it is replaced")
     torch_dtype: str = opt("auto", "of weights; auto: bfloat16 on CUDA; native: on CPUs that have it", ENGINE_DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sota_grpo.config import Config, OptimizerConfig, has_reference
-from sota_grpo.config.elastic import device_count
+from sota_grpo.config.shared import device_count
 from sota_grpo.engines import ENGINES
 from sota_grpo.policy.optimizers import OPTIMIZERS
 

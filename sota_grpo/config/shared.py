@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from sota_grpo.config import Config
-from sota_grpo.config.elastic import SHARED, device_count
+from sota_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
+
+SHARED = "shared"  # the learner's devices
 
 
 def shares_devices(config: Config) -> bool:
@@ -18,6 +19,23 @@ def shares_devices(config: Config) -> bool:
     (True, False)
     """
     return config.inference_model.num_devices == SHARED
+
+
+def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig) -> int | None:
+    """Devices that a role asks for; None where it asks for none of its own.
+
+    >>> device_count(InferenceModelConfig(num_devices="shared")), device_count(TrainModelConfig(devices=[0, 3]))
+    (None, 2)
+    """
+    if role.devices is not None:
+        return len(role.devices)
+    return None if isinstance(role.num_devices, str) else role.num_devices
+
+
+def engines_have_a_number_of_devices_or_the_learners(config: Config) -> Iterator[str]:
+    option, value = "inference_model.num_devices", config.inference_model.num_devices
+    if isinstance(value, str) and value != SHARED:
+        yield f"{option}={value} is neither a number nor {SHARED}; write it like {option}=2."
 
 
 def shared_devices_are_used_in_turn(config: Config) -> Iterator[str]:

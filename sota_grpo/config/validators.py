@@ -12,7 +12,6 @@ from sota_grpo.config import (
     Config,
     ModelConfig,
     algorithm_rules,
-    elastic,
     memory_rules,
     most_kept,
     responses_per_step,
@@ -69,7 +68,7 @@ _AMOUNTS = (
     *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
     *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
-    *("inference_model.gone_s", "env.max_dialog_s", "env.max_observation_tokens"),
+    *("env.max_dialog_s", "env.max_observation_tokens"),
     *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
     *("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"),
 )
@@ -390,14 +389,11 @@ def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
 def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
     engine = config.inference_model
     size = engine.tensor_parallel_size
-    counts = elastic.engine_range(config) or (elastic.device_count(engine) or size,)
-    if size < 1:
-        return  # every_amount_is_positive says so
-    if any(count % size for count in counts):
-        fix = ":".join(str(max(1, count // size) * size) for count in sorted(counts))
+    count = shared.device_count(engine) or size
+    if size > 0 and count % size:  # every_amount_is_positive says the rest
         yield (
-            f"inference_model takes {':'.join(map(str, counts))} devices and one copy of the model takes "
-            f"tensor_parallel_size={size}; use inference_model.num_devices={fix}."
+            f"inference_model takes {count} devices and one copy of the model takes tensor_parallel_size={size}; use "
+            f"inference_model.num_devices={max(1, count // size) * size}."
         )
 
 
@@ -410,7 +406,7 @@ def a_url_belongs_to_a_server(config: Config) -> Iterator[str]:
 
 
 def a_url_is_one_engine(config: Config) -> Iterator[str]:
-    count = elastic.device_count(config.inference_model)
+    count = shared.device_count(config.inference_model)
     if config.engine.url is not None and count is not None:
         yield (
             f"engine.url={config.engine.url} is one running server, and inference_model asks for {count} devices to "
@@ -426,36 +422,6 @@ def a_server_started_here_has_gpus_of_its_own(config: Config) -> Iterator[str]:
             f"engine={config.engine.name} starts its servers on this machine, whose GPUs the cluster of ray.address="
             f"{address} gives to others; use engine=vllm there, engine.url of a server on GPUs that Ray does not have, "
             "device=cpu, or leave ray.address out."
-        )
-
-
-def a_broadcast_of_weights_has_whole_engines(config: Config) -> Iterator[str]:
-    """Members of the broadcast are the learner and one process per engine, and full weights travel."""
-    if config.inference_model.weight_transfer == "collective":
-        yield from obstacles_to_a_broadcast(config)
-
-
-def obstacles_to_a_broadcast(config: Config) -> Iterator[str]:
-    """Why ``inference_model.weight_transfer=collective`` would be refused; nothing where it would not."""
-    engine = config.inference_model
-    if is_server(config.engine.name):
-        yield f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
-    if shared.shares_devices(config):
-        yield (
-            "inference_model.weight_transfer=collective sends between devices, and with inference_model.num_devices="
-            "shared engines stand on the learner's; leave it out."
-        )
-    if config.train_model.lora.enabled:
-        yield "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."
-    if engine.tensor_parallel_size > 1:
-        yield (
-            f"inference_model.weight_transfer=collective sends to engines of one device, and tensor_parallel_size="
-            f"{engine.tensor_parallel_size}; leave it out."
-        )
-    if config.train_model.timeout_s <= engine.timeout_s:
-        yield (
-            f"train_model.timeout_s={config.train_model.timeout_s} must be above inference_model.timeout_s="
-            f"{engine.timeout_s}, the longest that a rank waits for an engine in a broadcast."
         )
 
 
@@ -566,11 +532,10 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             )
 
 
-_MODULES = (algorithm_rules, elastic, memory_rules, shared)
+_MODULES = (algorithm_rules, memory_rules, shared)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
-_GENERATORS = [rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE]
-RULES = tuple(rule for rule in _GENERATORS if rule is not obstacles_to_a_broadcast)  # those above, in their order
+RULES = tuple(rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE)  # in their order
 
 
 class ConfigError(UserError, ValueError):

@@ -85,6 +85,7 @@ class EngineOptions:
             server is made of is its own business.
         api_key: of the server at ``url``.
         log_path: what a server that is started prints goes here.
+        shared_folder: in which a server on another machine, at ``url``, reads pushed weights.
         environment: of a server, on top of this process's (``CUDA_VISIBLE_DEVICES``, ...); vLLM here sets it.
         deadlines: of every wait for a server.
         script: what the scripted engine says; None: random tokens.
@@ -113,6 +114,7 @@ class EngineOptions:
     url: str | None = None
     api_key: str | None = field(default=None, repr=False)
     log_path: str | Path = "server.log"
+    shared_folder: str | Path = "."
     environment: Mapping[str, str] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     script: Script | None = None

@@ -1,7 +1,7 @@
 """The engine over HTTP: groups become requests to an inference server, weights a file that the server reads.
 
 Token ids in, token ids out; no Ray, no inference library in this process. What differs between servers, paths and the
-form of requests and answers, is a :class:`~sota_grpo.engines.inference_server.Dialect`; the rest is here.
+form of requests and answers, is a :class:`~sota_grpo.engines.vllm_server.VLLMDialect`; the rest is here.
 """
 
 from __future__ import annotations
@@ -27,22 +27,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sota_grpo.engines import Deadlines, EngineOptions
+from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import (
     SOCKET_BYTES,
-    Dialect,
     HttpClient,
-    Order,
     ServerError,
     ServerProcess,
     ServerSilent,
-    Versions,
-    start_server,
 )
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
-from sota_grpo.engines.vllm_server import VLLMDialect
-from sota_grpo.engines.weight_upload import WEIGHT_FILE, ReceiveWeights, WeightUpload
+from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect
 from sota_grpo.errors import UserError
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.policy.lora import MergedWeights
@@ -50,21 +45,23 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
+_WEIGHT_FILE = "model.safetensors"  # as a model's folder has it
 _STEP_S = 0.05  # a step waits so long for a finished group
 _PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is asked whether it still works
 _DEATH_SHOWS_S = 5.0  # a broken connection may be the first sign of a death that the launcher sees a moment later
 _ABORT_S = 5.0  # closing waits so long for a server of somebody else to take the aborts
 _MAX_CONNECTIONS = 512
 _CONTROL_CONNECTIONS = 4  # pushing, probing and aborting go on while every row is waited for
-_DIALECTS: dict[str, type[Dialect]] = {dialect.name: dialect for dialect in (VLLMDialect, SGLangDialect)}
+_DIALECTS: dict[str, type[VLLMDialect]] = {dialect.name: dialect for dialect in (VLLMDialect, SGLangDialect)}
 
 
 class WeightFolder:
-    """A folder that only this user can read, in shared memory where that has room, else in the temporary folder.
+    """A folder that only this user can read: below ``base``, or in shared memory, or, without room, in a temporary one.
 
     Args:
         shapes: of all weights that one push writes.
         dtype: in which they are written, that of the server; None: as they come.
+        base: a folder that a server on another machine sees, too; None: the server is on this machine.
 
     >>> folder = WeightFolder({"w": torch.Size([2])}, torch.float32)
     >>> push = folder.write({"w": torch.zeros(2)})
@@ -75,8 +72,18 @@ class WeightFolder:
     False
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None):
+    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None, base: Path | None = None):
         self.dtype = dtype
+        if base is None:
+            self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=self._folder_of_this_machine(shapes)))
+        else:
+            self.path = base.absolute() / f".weights.{secrets.token_hex(6)}.tmp"  # a leftover, were this process killed
+            self.path.mkdir(mode=0o700)
+        # also when the process ends while the thread that owns this is busy
+        self._delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def _folder_of_this_machine(self, shapes: Mapping[str, torch.Size]) -> Path | str:
+        dtype = self.dtype
         num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
         free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
         roomy = free is not None and free > num_bytes
@@ -89,10 +96,7 @@ class WeightFolder:
                 num_bytes / 2**30,
                 folder_for_sockets(room=SOCKET_BYTES),
             )
-        folder = _SHARED_MEMORY if roomy else folder_for_sockets(room=SOCKET_BYTES)
-        self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=folder))
-        # also when the process ends while the thread that owns this is busy
-        self._delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        return _SHARED_MEMORY if roomy else folder_for_sockets(room=SOCKET_BYTES)
 
     def write(self, weights: Mapping[str, torch.Tensor]) -> Path:
         """A new folder with all weights in ``model.safetensors``, as a model's folder has them; yours to delete.
@@ -108,7 +112,7 @@ class WeightFolder:
             # safetensors takes no two names of one memory, and readers need a tied weight under both its names
             tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())
-        save_file(tensors, folder / WEIGHT_FILE)
+        save_file(tensors, folder / _WEIGHT_FILE)
         return folder
 
     def close(self) -> None:
@@ -136,7 +140,6 @@ class ServerEngine(SteppingEngine):
         tied: for each tied weight, the one it shares its values with.
         process: the server, where it is ours to end.
         weight_folder: where pushes are written; None makes one, for weights as they come.
-        upload: brings them from there to a server that cannot read that folder.
         can_sleep: the server was started so that it can free its memory.
 
     Raises:
@@ -146,19 +149,18 @@ class ServerEngine(SteppingEngine):
     def __init__(
         self,
         client: HttpClient,
-        dialect: Dialect,
+        dialect: VLLMDialect,
         options: EngineOptions,
         *,
         shapes: dict[str, torch.Size],
         tied: dict[str, str],
         process: ServerProcess | None = None,
         weight_folder: WeightFolder | None = None,
-        upload: WeightUpload | None = None,
         can_sleep: bool = False,
     ):
         super().__init__()
         self.name = self.label = dialect.name
-        self._client, self._dialect, self._process, self._upload = client, dialect, process, upload
+        self._client, self._dialect, self._process = client, dialect, process
         self._shapes, self._tied = shapes, tied
         self._max_rows, self._deadlines = options.max_rows, options.deadlines
         self._stop_token_ids = tuple(sorted(options.eos_token_ids))
@@ -318,7 +320,7 @@ class ServerEngine(SteppingEngine):
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was pushed then.
             OSError: no room for the file of weights; nothing was pushed then.
-            ServerError: the server did not get or load them.
+            ServerError: the server did not load them.
             ServerDied: it ended.
         """
         self._require_open()
@@ -333,20 +335,13 @@ class ServerEngine(SteppingEngine):
                 self._process.has_ended(within_s=_DEATH_SHOWS_S)
                 self._fail(self._process.died("before it took new weights"), "")
             raise
-        number = self._num_pushes + 1
         try:
-            readable = str(folder)
-            if self._upload is not None:
-                with self._failing("while it was sent weights"):
-                    readable = self._upload.send(folder / WEIGHT_FILE, number)
             with self._between_steps():
                 self._require_open()
                 self._wake_now()
-                self._push(readable, version)
+                self._push(str(folder), version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            if self._upload is not None:
-                self._upload.forget(number)
         self._base = weights.base if isinstance(weights, MergedWeights) else None
 
     def _has_base_of(self, weights: MergedWeights) -> bool:
@@ -361,10 +356,16 @@ class ServerEngine(SteppingEngine):
         self._may_send.clear()
         label = self._versions.label(version)
         try:
-            with self._failing("while it loaded weights"):
-                self._dialect.push(self._client, folder, label, self._deadlines, idle=not self._sent)
+            self._dialect.push(self._client, folder, label, self._deadlines, idle=not self._sent)
             self._num_pushes += 1
             self.version = version
+        except ServerError as error:
+            if self._process is None and not isinstance(error, ServerSilent):
+                error = ServerError(
+                    f"{error}. The server reads weights in {folder} and has to see that folder: one on another machine "
+                    "needs a run directory (hydra.run.dir) that both machines share, one in a container --ipc=host."
+                )
+            self._fail(error, "while it loaded weights")
         finally:
             self._may_send.set()
 
@@ -391,11 +392,11 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     """The engine ``vllm_server`` or ``sglang_server``.
 
     A server that is started here listens on the loopback interface, wants a random key for everything, and ends with
-    this process even when that is killed. One at ``options.url`` reads weights from this machine's shared memory, or is
-    sent them where it was started with :class:`~sota_grpo.engines.weight_upload.ReceiveWeights`.
+    this process even when that is killed. One at ``options.url`` reads weights from this machine's shared memory, or,
+    on another machine, from ``options.shared_folder``.
 
     Raises:
-        UserError: the server's package is not installed, or the server lacks something, such as a way for weights.
+        UserError: the server's package is not installed, or the server lacks something.
         ServerDied: the server ended while it started.
         ServerLate: it was not ready in time.
 
@@ -406,58 +407,34 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     """
     options, dialect = options.resolved(), _DIALECTS[options.engine]()
     reach = partial(HttpClient, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
-    upload: WeightUpload | None = None
     if options.url is not None:
         client = reach(options.url, api_key=options.api_key)
         _require_answer(client, options.deadlines.control)
-        upload = _upload_to(client, dialect, options.deadlines)
     elif find_spec(dialect.package) is None:
         raise UserError(
             f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
             "(README.md, Install), or give engine.url of a server that runs already."
         )
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
-    own: dict[str, Any] = {"upload": upload}
-    if upload is not None:
-        own["weight_folder"] = WeightFolder(shapes, getattr(torch, upload.dtype))
+    own: dict[str, Any] = {}
     if options.url is None:
         folder, on_cpu = WeightFolder(shapes, getattr(torch, options.dtype)), not torch.cuda.is_available()
         try:
-            process, url, key = start_server(dialect, options, folder.path, on_cpu=on_cpu)
+            process, url, key = dialect.start(options, folder.path, on_cpu=on_cpu)
         except BaseException:
             folder.close()
             raise
         client = reach(url, api_key=key)
         own |= {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
+    elif not is_own_address(client.host):
+        own["weight_folder"] = WeightFolder(shapes, None, Path(options.shared_folder))
+        if client.url.startswith("http:"):
+            logger.warning(
+                "The key and prompts go to %s unencrypted; where others share that network use https (vLLM's "
+                "--ssl-certfile and --ssl-keyfile) or a tunnel.",
+                client.url,
+            )
     return ServerEngine(client, dialect, options, shapes=shapes, tied=tied, **own)
-
-
-def _upload_to(client: HttpClient, dialect: Dialect, deadlines: Deadlines) -> WeightUpload | None:
-    """How weights come to a server that runs already; None: it reads this machine's shared memory.
-
-    Raises:
-        UserError: neither is possible, or the key is wrong.
-    """
-    upload = None
-    if dialect.takes_uploads:
-        session, limits = secrets.token_hex(8), {"timeout_s": deadlines.control, "keep_s": deadlines.push}
-        upload = WeightUpload.to(client, session, **limits)
-    is_here = is_own_address(client.host)
-    if upload is None and not is_here:
-        remedy = (
-            f"start it with VLLM_API_KEY and --middleware {ReceiveWeights.__module__}.{ReceiveWeights.__name__} "
-            "(docs/cluster.md), or on this machine"
-            if dialect.takes_uploads
-            else "start it on this machine, or use engine=vllm_server"
-        )
-        raise UserError(f"The server at {client.url} is on another machine and takes no weights there; {remedy}.")
-    if not is_here and client.url.startswith("http:"):
-        logger.warning(
-            "The key, prompts and weights go to %s unencrypted; where others share that network use https "
-            "(vLLM's --ssl-certfile and --ssl-keyfile) or a tunnel.",
-            client.url,
-        )
-    return upload
 
 
 def is_own_address(host: str) -> bool:

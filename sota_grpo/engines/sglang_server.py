@@ -11,19 +11,19 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import Dialect, HttpClient, Order, ServerError, Versions, finite_sample
+from sota_grpo.engines.inference_server import HttpClient, ServerError
+from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect, finite_sample
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32
 
 
-class SGLangDialect(Dialect):
+class SGLangDialect(VLLMDialect):
     """SGLang's own HTTP endpoints.
 
     Seeds hold only where the server runs with ``--enable-deterministic-inference``, as one that is started here does.
@@ -36,13 +36,12 @@ class SGLangDialect(Dialect):
     remedy = "use a newer SGLang"
     generate_path, probe_path = "/generate", "/health_generate"
     pause, resume = ("/pause_generation", {"mode": "in_place"}), ("/continue_generation", {})
-    relabel = MappingProxyType({"abort_all_requests": False})
     # The weights' memory stays: what it held would be lost until the next push.
     free_memory = ("/release_memory_occupation", {"tags": ["kv_cache"]})
     restore_memory = ("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
     def command(self, options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
-        """The key goes into a file that only this user can read: every user can read a command line."""
+        """The key goes into a file that only this user can read."""
         settings = scratch / "server.yaml"
         settings.touch(mode=0o600)
         settings.write_text(json.dumps({"api-key": key}))  # JSON is YAML
@@ -70,6 +69,9 @@ class SGLangDialect(Dialect):
                 f"top_k=0 and min_p=0 instead of top_p={sampling.top_p:g}, top_k={sampling.top_k} and "
                 f"min_p={sampling.min_p:g}."
             )
+
+    def _check_sampling(self, client: HttpClient, deadlines: Deadlines) -> None:
+        """Nothing that would be reported otherwise is sampled (:meth:`refuse`)."""
 
     def _request(self, order: Order) -> dict[str, Any]:
         """``num_samples`` copies of the prompt in one batch, sample ``i`` with its own seed.
@@ -102,6 +104,13 @@ class SGLangDialect(Dialect):
     def abort(self, client: HttpClient, name: str, num_samples: int, timeout_s: float) -> None:
         for rid in _names(name, num_samples):
             client.post("/abort_request", {"rid": rid}, timeout_s=timeout_s)
+
+    def _label(self, client: HttpClient, label: str, deadlines: Deadlines) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        client.post("/update_weight_version", body, timeout_s=deadlines.control)
+
+    def label_to_build_on(self, client: HttpClient, deadlines: Deadlines) -> str | None:
+        return None  # whether weights stay that a push leaves out is not documented
 
     def _load(self, client: HttpClient, folder: str, label: str, deadlines: Deadlines, *, idle: bool) -> None:
         """The cache can be flushed when nothing runs, else the salt keeps it apart."""

@@ -35,7 +35,7 @@ class Inbox:
 
     Args:
         engine: makes a step whenever nothing is left to do.
-        attend: called, one after the other, while there is nothing to do.
+        attend: called while there is nothing to do.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> inbox, done = Inbox(ScriptedEngine()), []
@@ -44,7 +44,7 @@ class Inbox:
     (1, [1], 0)
     """
 
-    def __init__(self, engine: Engine, attend: Sequence[Callable[[], object]] = ()):
+    def __init__(self, engine: Engine, attend: Callable[[], object] | None = None):
         self._engine, self._attend = engine, attend
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
@@ -71,9 +71,8 @@ class Inbox:
         done = self.drain()
         if done or self._engine.advance():
             return done
-        for attend in self._attend:
-            attend()
-        if self._attend:
+        if self._attend is not None:
+            self._attend()
             timeout_s = _ATTEND_S if timeout_s is None else min(_ATTEND_S, timeout_s)
         if self._engine.stepwise:
             timeout_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)

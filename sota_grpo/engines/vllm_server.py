@@ -3,20 +3,24 @@
 Generation goes through vLLM's token-in token-out endpoint ``/inference/v1/generate``, which returns the ids, their
 log-probs and the spans of the weights' labels. Weights go through ``/pause?mode=keep``, ``reload_weights`` of the
 workers by ``/collective_rpc`` and ``/resume``: no code of ours runs in the workers, so any vLLM server that was started
-with the options of :data:`NEEDED_OPTIONS` will do, as long as it can read the folder of the pushed weights, or is sent
-them (:mod:`sota_grpo.engines.weight_upload`). On CPU it needs ``--no-enable-chunked-prefill`` too (seeds). Its
-``--api-key`` alone leaves the control of the weights open to all who reach it; ``VLLM_API_KEY`` with ``--middleware
-sota_grpo.engines.vllm_server.RequireKey`` closes that.
+with the options of :data:`NEEDED_OPTIONS` will do, as long as it can read the folder of the pushed weights. On CPU it
+needs ``--no-enable-chunked-prefill`` too (seeds). Its ``--api-key`` alone leaves the control of the weights open to all
+who reach it; ``VLLM_API_KEY`` with ``--middleware sota_grpo.engines.vllm_server.RequireKey`` closes that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
+import logging
 import os
+import secrets
+import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import fields, replace
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import chain, starmap
@@ -26,10 +30,12 @@ from typing import Any
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import Dialect, HttpClient, Order, ServerError, Versions, finite_sample
+from sota_grpo.engines.inference_server import HttpClient, ServerDied, ServerError, ServerLate, ServerProcess
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import MOST_KEPT, GroupRequest, Sample, Sampling, sample_seed
 
+logger = logging.getLogger(__name__)
+Exchange = tuple[str, Any]  # path and body; a body of None is an empty one
 TIES = 64  # tokens that may tie with the last that top-k keeps: vLLM keeps them all
 _CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM reads it too; a command line would show it to every user of the machine
@@ -37,22 +43,115 @@ NEEDED_OPTIONS = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --generation-config vllm "
     "--logprobs-mode processed_logprobs"
 )
+_NO_LOG_PROB = -9000.0  # vLLM writes -9999 where a log-prob is missing, infinite or NaN
+_PORT_TRIES, _POLL_S = 3, 0.2
 _NAME_PREFIX = "generate-tokens-"  # the endpoint's own, in front of the names that it is given
 
 
-class VLLMDialect(Dialect):
-    """vLLM 0.32's HTTP endpoints."""
+@dataclass(frozen=True)
+class Versions:
+    """Policy versions as the labels of weights that the server keeps: ``TOKEN:VERSION``, the token new for each engine.
+
+    A label of another engine in an answer means that somebody else has pushed weights into the same server.
+
+    >>> mine = Versions("ab")
+    >>> mine.label(3), mine.version("ab:3")
+    ('ab:3', 3)
+    >>> mine.version("cd:4")
+    Traceback (most recent call last):
+    ...
+    RuntimeError: The server's weights have the label cd:4, which this engine never gave (its own begin with ab:); ...
+    """
+
+    token: str
+
+    def label(self, version: int) -> str:
+        """What the server is to call weights of ``version``."""
+        return f"{self.token}:{version}"
+
+    def version(self, label: str) -> int:
+        """The version that ``label`` was made of.
+
+        Raises:
+            RuntimeError: it is not one of ours.
+        """
+        token, _, number = label.rpartition(":")
+        if token != self.token:
+            raise RuntimeError(
+                f"The server's weights have the label {label}, which this engine never gave (its own begin with "
+                f"{self.token}:); give every trainer a server of its own."
+            )
+        return int(number)
+
+    def per_token(self, spans: Iterable[dict[str, Any]], num_tokens: int) -> torch.Tensor:
+        """Versions ``[num_tokens]`` int64 from spans ``{version, start, end}`` over the response.
+
+        >>> spans = [{"version": "ab:3", "start": 0, "end": 1}, {"version": "ab:4", "start": 1, "end": 3}]
+        >>> Versions("ab").per_token(spans, 3)
+        tensor([3, 4, 4])
+
+        Raises:
+            ServerError: they cover another number of tokens.
+        """
+        parts = [torch.full((span["end"] - span["start"],), self.version(span["version"])) for span in spans]
+        versions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        if len(versions) != num_tokens:
+            raise ServerError(f"The server labelled {len(versions)} tokens of {num_tokens} with their weights.")
+        return versions
+
+
+@dataclass(frozen=True)
+class Order:
+    """One group as it is sent: what to sample, and what the server is to remember about it.
+
+    Args:
+        name: of the request, unique in the server.
+        request: the group.
+        room: most response tokens.
+        sampling: how they are drawn.
+        stop_token_ids: the tokens that end a response, but for ``sampling.ignore_eos``.
+        cache_salt: cached prompts are shared between requests of one salt only; it is new after every push.
+        version: of the weights when this was sent.
+    """
+
+    name: str
+    request: GroupRequest
+    room: int
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+    cache_salt: str
+    version: int
+
+
+class VLLMDialect:
+    """How a vLLM 0.32 server is started and spoken to; a server of another kind is a subclass, which says what differs.
+
+    Every exchange blocks and may raise :class:`~sota_grpo.engines.inference_server.ServerError`.
+
+    Attributes:
+        name: of the engine.
+        package: that a server of this kind is started from.
+        remedy: what mends a server that lacks something.
+        generate_path: where groups are sampled.
+        probe_path: a small question that only a server whose workers still work can answer.
+        pause, resume: path and body of what freezes everything in flight, and lets it go on.
+        free_memory, restore_memory: path and body of what frees its GPU memory, and takes it again.
+    """
 
     name, package = "vllm_server", "vllm"
     remedy = f"start it with `{NEEDED_OPTIONS}`"
     generate_path = "/inference/v1/generate"
     probe_path = "/weight_info"  # the engine's process answers it between two steps
-    pause, resume = ("/pause?mode=keep&clear_cache=false", None), ("/resume", None)
-    free_memory, restore_memory = ("/sleep?level=1", None), ("/wake_up", None)
-    takes_uploads = True
+    pause: Exchange = ("/pause?mode=keep&clear_cache=false", None)
+    resume: Exchange = ("/resume", None)
+    free_memory: Exchange = ("/sleep?level=1", None)
+    restore_memory: Exchange = ("/wake_up", None)
 
     def command(self, options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
-        """The key travels in the environment: every user of the machine can read a command line."""
+        """What starts one on ``port`` of the loopback interface, where everything wants ``key``.
+
+        The key travels in the environment: every user of the machine can read a command line.
+        """
         return [
             # The script `vllm` looks up the distribution `vllm`, which the CPU build is not.
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
@@ -62,11 +161,11 @@ class VLLMDialect(Dialect):
         ]
 
     def environment(self, options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Control endpoints; on CPU this process's number of threads wherever there is room, and nothing compiled.
+        """What it needs on top of this process's environment.
 
-        What vLLM compiles on CPU counts ranks that nobody reads, and takes 7 seconds. Without the extra worker
-        process, which vLLM starts on CPU to place threads, the server is there 10 seconds earlier and takes 0.6 GB
-        less.
+        Control endpoints; on CPU this process's number of threads wherever there is room, and nothing compiled: what
+        vLLM compiles there counts ranks that nobody reads, and takes 7 seconds. Without the extra worker process, which
+        vLLM starts on CPU to place threads, the server is there 10 seconds earlier and takes 0.6 GB less.
         """
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:
@@ -76,8 +175,70 @@ class VLLMDialect(Dialect):
         cache = {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
         return common | threads | alone | cache | {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
 
+    def start(self, options: EngineOptions, scratch: Path, *, on_cpu: bool) -> tuple[ServerProcess, str, str]:
+        """Start a server on a free port of the loopback interface and wait until ``/health`` answers.
+
+        Args:
+            options: of the engine; ``log_path``, ``environment`` and ``deadlines.start`` are read here.
+            scratch: folder that is deleted with it.
+            on_cpu: whether it computes there.
+
+        Returns:
+            The process, its url, and the random key that it asks for.
+
+        Raises:
+            ServerDied: it ended before it answered.
+            ServerLate: it did not answer in time; it was ended then.
+        """
+        log_path = Path(options.log_path)
+        logger.info("An inference server is started; what it says goes to %s.", log_path)
+        # A killed server leaves sockets and rendezvous files. On a GPU the temporary folder keeps compiled code too.
+        leavings = {"TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH": str(scratch)}
+        for attempt in range(1, _PORT_TRIES + 1):
+            port, key = _free_port(), secrets.token_urlsafe(32)
+            environment = {**leavings, **self.environment(options, key, on_cpu=on_cpu), **options.environment}
+            command = self.command(options, port, key, scratch, on_cpu=on_cpu)
+            process = ServerProcess(command, environment, log_path, scratch)
+            url = f"http://127.0.0.1:{port}"
+            try:
+                _wait_until_healthy(process, HttpClient(url, api_key=key), options.deadlines.start)
+            except ServerDied:
+                if attempt == _PORT_TRIES or "address already in use" not in process.said().lower():
+                    raise
+                logger.warning("Another program took port %d before the server did; trying the next one.", port)
+                scratch.mkdir(mode=0o700, exist_ok=True)
+                continue
+            except BaseException:
+                process.close()
+                raise
+            return process, url, key
+        raise AssertionError("unreachable")
+
+    def connect(self, client: HttpClient, deadlines: Deadlines, label: str) -> int:
+        """Check that the server can do all that is needed, label its weights, and return its context in tokens.
+
+        Raises:
+            UserError: the key is wrong or something is missing; with what mends it.
+            ServerError: the server has another fault.
+        """
+        try:
+            context = client.get("/v1/models", timeout_s=deadlines.control)["data"][0]["max_model_len"]
+            client.post(*self.resume, timeout_s=deadlines.control)  # a trainer that died may have left it paused
+            self._label(client, label, deadlines)
+            self._check_sampling(client, deadlines)
+        except ServerError as error:
+            if error.status == 401:
+                raise UserError(
+                    f"The server at {client.url} refused the key; set engine.api_key (SOTA_GRPO_API_KEY) to its own."
+                ) from error
+            if error.status not in (403, 404, 405):
+                raise
+            lacks = f"The server at {client.url} lacks what a trainer needs ({error}); {self.remedy}."
+            raise UserError(lacks) from error
+        return int(context)
+
     def _check_sampling(self, client: HttpClient, deadlines: Deadlines) -> None:
-        """Sample one token that has no rival."""
+        """Raise UserError where its log-probs, of a token that has no rival, are not those of what it samples from."""
         params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "logprobs": 0, "detokenize": False}
         # Not token 0: it is often the padding token, whose embedding is 0, and top_k=1 keeps all of many equal logits.
         body = {"token_ids": [1, 2, 3], "sampling_params": params}
@@ -90,7 +251,19 @@ class VLLMDialect(Dialect):
                 "processed_logprobs."
             )
 
+    def generate(self, client: HttpClient, order: Order, versions: Versions, timeout_s: float) -> tuple[Sample, ...]:
+        """Sample one group; as many samples as were asked for."""
+        answer = client.post(self.generate_path, self._request(order), timeout_s=timeout_s)
+        try:
+            return self._samples(answer, order, versions)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"POST {client.url}{self.generate_path} was answered in a form this client does not know ({error!r}): "
+                f"{str(answer)[:300]}"
+            ) from error
+
     def _request(self, order: Order) -> dict[str, Any]:
+        """The body that asks for one group."""
         return {
             "request_id": order.name,
             "token_ids": list(order.request.prompt_ids),
@@ -99,21 +272,82 @@ class VLLMDialect(Dialect):
         }
 
     def _samples(self, answer: Any, order: Order, versions: Versions) -> tuple[Sample, ...]:
+        """What was answered to it."""
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         samples = tuple(_sample(choice, versions) for choice in choices)
         return samples * order.request.num_samples if order.sampling.temperature == 0 else samples
 
     def abort(self, client: HttpClient, name: str, num_samples: int, timeout_s: float) -> None:
+        """End the request called ``name``; one that the server does not know is no error."""
         client.post("/inference/v1/abort_requests", {"request_ids": [_NAME_PREFIX + name]}, timeout_s=timeout_s)
 
+    def refuse(self, request: GroupRequest, sampling: Sampling) -> None:
+        """Raise ValueError for what this server cannot do; vLLM samples all."""
+
+    def _label(self, client: HttpClient, label: str, deadlines: Deadlines) -> None:
+        client.post("/update_weight_version", {"new_version": label}, timeout_s=deadlines.control)
+
     def label_to_build_on(self, client: HttpClient, deadlines: Deadlines) -> str | None:
+        """The label of the server's weights, where those that a push leaves out stay; None: a push has to be whole."""
         return str(client.get("/weight_info", timeout_s=deadlines.control)["weight_version"])
 
+    def push(self, client: HttpClient, folder: str, label: str, deadlines: Deadlines, *, idle: bool) -> None:
+        """Load the safetensors in ``folder``; what is in flight goes on, its next token from the new weights."""
+        client.post(*self.pause, timeout_s=deadlines.control)
+        try:
+            self._load(client, folder, label, deadlines, idle=idle)
+        except ServerError:
+            with contextlib.suppress(ServerError):  # the first error is the cause
+                client.post(*self.resume, timeout_s=deadlines.control)
+            raise
+        client.post(*self.resume, timeout_s=deadlines.control)
+
     def _load(self, client: HttpClient, folder: str, label: str, deadlines: Deadlines, *, idle: bool) -> None:
-        """Old cached prompts are left to the salt of new requests."""
+        """Replace and label the weights of a server that is paused, and was ``idle`` before.
+
+        Old cached prompts are left to the salt of new requests.
+        """
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         client.post("/collective_rpc", load, timeout_s=deadlines.push)
         self._label(client, label, deadlines)
+
+
+def finite_sample(
+    token_ids: Sequence[int], log_probs: Sequence[float], versions: torch.Tensor, *, truncated: bool
+) -> Sample:
+    """A sample as a server told it.
+
+    Raises:
+        ServerError: a log-prob is not finite.
+    """
+    told = torch.tensor(log_probs, dtype=torch.float32)
+    if not bool((told.isfinite() & (told > _NO_LOG_PROB)).all()):
+        raise ServerError("The server reports no finite log-prob for a token that it sampled.")
+    return Sample(torch.tensor(token_ids, dtype=torch.int64), told, versions, truncated)
+
+
+def _wait_until_healthy(process: ServerProcess, client: HttpClient, start_s: float) -> None:
+    deadline = time.monotonic() + start_s
+    while not process.has_ended():
+        try:
+            client.get("/health", timeout_s=5.0)
+        except ServerError as error:  # not there yet, or there and still loading
+            if time.monotonic() > deadline:
+                raise ServerLate(
+                    f"The inference server was not ready after {start_s:g} s ({str(error).rstrip('.')}); "
+                    f"what it said is in {process.log_path}."
+                ) from error
+            time.sleep(_POLL_S)
+        else:
+            client.close()
+            return
+    raise process.died("before it was ready")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 _CAPTURED_ROWS, _CAPTURED_STEP = 512, 16  # of vLLM 0.32's CUDA graphs before Blackwell: wider batches are eager
@@ -290,14 +524,11 @@ class RequireKey:
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or scope["path"] == "/health" or self._has_key(scope):
+        is_open = scope["type"] == "lifespan" or scope["path"] == "/health"
+        if is_open or hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b"This path needs the server's API key."})
         else:
             await send({"type": "websocket.close", "code": 1008})
-
-    def _has_key(self, scope: Any) -> bool:
-        header = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(header, self._expected)

@@ -17,7 +17,7 @@ from typing import Any
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import AlgorithmConfig, Config
-from sota_grpo.config.elastic import SHARED
+from sota_grpo.config.shared import SHARED
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
@@ -78,13 +78,10 @@ class Account:
         self.carried.update(options)
 
     def num_devices(self, role: str) -> int:
-        """Devices of ``train_model`` or ``inference_model``: those that are listed, else so many (most), else one."""
+        """Devices of ``train_model`` or ``inference_model``: those that are listed, else so many, else one."""
         devices, count = self[f"{role}.devices"], self[f"{role}.num_devices"]
         if count == SHARED:
             return self.num_devices("train_model")
-        if isinstance(count, str):
-            self.note(f"{role}.num_devices", "engines do not come and go there; this is the largest number.")
-            count = int(count.rpartition(":")[2])
         return len(devices) if devices else count or 1
 
     def loss_of(self, peer: str, option: str, text: str) -> str:

@@ -124,7 +124,6 @@ _DECLARED = (
         "groups/in_flight", "last", "Groups being sampled, graded or at the reference when a batch was taken.", "groups"
     ),
     Metric("groups/ready", "last", "Finished groups left in the buffer when a batch was taken.", "groups"),
-    Metric("workers/engines", "last", "Engines at work when a batch was taken, where they come and go.", "engines"),
     Metric("workers/restarts", "last", "Worker processes that were replaced since the run began.", "processes"),
     Metric("workers/requeued", "last", "Tasks given to another worker because theirs was lost.", "tasks"),
     Metric(

@@ -123,7 +123,6 @@ class Progress:
             ("success", "success {:.0%}"),
             ("kl", "kl {:.2g}"),
             ("tokens_per_s", "{:,.0f} tok/s"),
-            ("workers/engines", "engines {:.0f}"),
         ):
             value = metrics.get(name)
             if name == "success" and self._by_reward and not any(map(_is_verdict, metrics)):

@@ -267,12 +267,9 @@ class Run:
             starting("Checking before training")
         checks: list[Check] = []
         try:
-            subject = subject_of(self.config, self.parts)
-            run_gate(subject, self.config.check.mode, on_check=checks.append)
+            run_gate(subject_of(self.config, self.parts), self.config.check.mode, on_check=checks.append)
         finally:
             write_gate(self.run_dir, self.config.check.mode, checks)
-        if self.parts.newcomers is not None:
-            self.parts.newcomers.begin(subject)
         if checks:
             made = [check.passed for check in checks if check.passed is not None]
             slowest = max(checks, key=lambda check: check.seconds)

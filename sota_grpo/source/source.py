@@ -126,12 +126,12 @@ class Rollouts:
     Args:
         env: tokenises, and has the grader.
         engine: samples the responses.
-        attend: called now and then, one after the other, by whoever has the learner and waits for groups.
+        attend: called now and then by whoever has the learner and waits for groups.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
 
-    def __init__(self, env: TaskEnv, engine: Engine, attend: Sequence[Callable[[], object]] = ()):
+    def __init__(self, env: TaskEnv, engine: Engine, attend: Callable[[], object] | None = None):
         self.env, self.engine, self.attend = env, engine, attend
 
     def request(self, prompt: Prompt) -> GroupRequest:
@@ -425,8 +425,8 @@ class RolloutSource:
         """Return when the batch is ready."""
         began = time.monotonic()
         while True:
-            for attend in self._rollouts.attend:
-                attend()
+            if self._rollouts.attend is not None:
+                self._rollouts.attend()
             with self._changed:
                 self._waiting = True
                 try:

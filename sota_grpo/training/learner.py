@@ -586,17 +586,12 @@ class Publisher:
         self.seconds = time.perf_counter() - began
 
     def differing(self) -> list[str] | None:
-        """The names of weights that an engine holds otherwise than the learner does; None where none can say.
-
-        Of weights that go by broadcast, nothing is at hand here to compare with.
-        """
+        """The names of weights that an engine holds otherwise than the learner does; None where none can say."""
         odd: set[str] = set()
         for engine in self.engines:
             if (held := engine.weight_sums()) is None:
                 return None
             pushed = (self.whole or self.weights)()
-            if not isinstance(pushed, Iterable):
-                return None
             known = ((name, value, held[name]) for name, value in pushed if name in held)
             odd |= {name for name, value, own in known if Checksum.of(value, own.dtype) != own}
         return sorted(odd)

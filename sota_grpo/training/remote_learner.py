@@ -31,7 +31,6 @@ from sota_grpo.training.learner import Learner
 from sota_grpo.training.shards import Shards, ShardWriter
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
 from sota_grpo.workers.packing import StatePack
-from sota_grpo.workers.weight_transfer import Rendezvous, WeightSender
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -59,10 +58,8 @@ class LearnerWorker:
         self._thread = WorkerThread("learner")
         self.learner: Learner = self._thread.submit(make_learner).result()
         self.learner.policy.register_forward_hook(lambda *_: self._thread.progress())
-        leads = self.learner.ranks.leads
         self._writer = ShardWriter(self.learner.ranks)
         self.learner.before_change = self._writer.wait_copied
-        self._sender = WeightSender(self.learner.policy.model, leads=leads, progress=self._thread.progress)
 
     def update(self, share: Share) -> Future[dict[str, float | None]]:
         """:meth:`Learner.update_share`.
@@ -143,10 +140,6 @@ class LearnerWorker:
 
         return self._thread.submit(adapter)
 
-    def kept_weights(self) -> tuple[WeightPack, int]:
-        """:meth:`WeightSender.kept_weights`, at once, whatever the learner is at."""
-        return self._sender.kept_weights()
-
     def export_hf(self, folder: str) -> Future[None]:
         """:func:`sota_grpo.policy.load.save_hf`, written by rank 0."""
         if self.tokenizer is None:
@@ -155,9 +148,8 @@ class LearnerWorker:
         return self._thread.submit(lambda: save_hf(*arguments) and None)
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        """Any other method of the learner, or of its :class:`WeightSender`."""
-        owner = self._sender if hasattr(WeightSender, method) else self.learner
-        return self._thread.submit(lambda: getattr(owner, method)(*args))
+        """Any other method of the learner."""
+        return self._thread.submit(lambda: getattr(self.learner, method)(*args))
 
     def ping(self) -> float:
         """Seconds since the last forward pass, gathered weight or written slice of what is running; 0 when idle."""
@@ -393,7 +385,6 @@ class RemoteLearner:
         """The adapter alone (:class:`sota_grpo.policy.lora.AdapterPack`)."""
         return self._call("adapter")
 
-    weight_layout = _asked(WeightSender.weight_layout)
     measured = _asked(Learner.measured)
     measured_with_rounding = _asked(Learner.measured_with_rounding)
     diagnose = _asked(Learner.diagnose)
@@ -403,24 +394,6 @@ class RemoteLearner:
     restore = _asked(Learner.restore)
     trainable_names = _asked(Learner.trainable_names)
     give_back = _asked(Learner.give_back)
-
-    def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None:
-        """:meth:`WeightSender.send_weights`; the members, perhaps many, are told to rank 0 alone, which sends."""
-        told = [rendezvous] + [None] * (len(self.workers) - 1)
-        return self._call_each("ask", [("send_weights", members, version, dtype) for members in told])
-
-    def kept_weights(self) -> tuple[WeightPack, int]:
-        """Rank 0's copy of what it sent last; another thread may ask while the ranks compute.
-
-        Raises:
-            LearnerDied: rank 0 died, or does not answer.
-        """
-        try:
-            return self.workers[0].call("kept_weights").result(self._silence_s)
-        except WorkerDied as error:
-            self._die(0, str(error), error)
-        except TimeoutError as error:
-            self._die(0, f"it does not answer, for {self._silence_s:g} s", error)
 
     def export_hf(self, folder: Path) -> None:
         """:func:`sota_grpo.policy.load.save_hf`, written on the machine of rank 0; raises what it raises."""

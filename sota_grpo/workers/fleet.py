@@ -9,12 +9,11 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from sota_grpo.workers.base import (
     IDLE_METHOD,
@@ -25,11 +24,11 @@ from sota_grpo.workers.base import (
     WorkerDied,
     WorkerLate,
 )
-from sota_grpo.workers.slots import Broadcast, OnDemand, Slot, Sticky, Task, TaskLost, TaskOverdue, Timers
+from sota_grpo.workers.slots import Broadcast, Slot, Task, TaskLost, TaskOverdue, Timers
 
 logger = logging.getLogger(__name__)
-MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
-_FIRST_PAUSE_S = 0.1  # between two starts that fail
+_MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
 _GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
 _ATTEND_S = 1.0  # between two calls of what is to be attended to while a broadcast is waited for
 _MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
@@ -74,9 +73,6 @@ class Fleet:
             replacement that no machine has room for.
     """
 
-    _first_state: Literal["pending", "starting"] = "starting"
-    _longest_pause_s = 5.0  # between two starts that fail
-
     def __init__(
         self,
         role: str,
@@ -88,7 +84,7 @@ class Fleet:
         progress: Callable[..., int] | None = None,
         silence_s: float = 60.0,
         start_silence_s: float = 600.0,
-        max_attempts: int = MAX_ATTEMPTS,
+        max_attempts: int = _MAX_ATTEMPTS,
         max_start_failures: int = 5,
     ) -> None:
         if count < 1 or capacity < 1:
@@ -107,7 +103,7 @@ class Fleet:
         # Ready, with room for a task, by their number of tasks: who waits longest comes first. No line is empty.
         self._offered: dict[int, dict[int, Slot]] = {}
         self._broadcasts: list[Broadcast] = []  # open
-        self._sticky: dict[str, Sticky] = {}  # method -> the arguments that a new worker gets
+        self._sticky: dict[str, tuple[Any, ...]] = {}  # method -> the arguments that a new worker gets
         self._ready: Future[None] = Future()
         self._dead: WorkerDied | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -125,15 +121,6 @@ class Fleet:
     def pids(self) -> list[int | None]:
         """Of the workers, as :attr:`names`; None for a thread, and for an actor that has not said it yet."""
         return [getattr(worker, "pid", None) for slot in self._slots if (worker := slot.worker) is not None]
-
-    @property
-    def _enough(self) -> tuple[int, int]:
-        """Workers that it takes to be ready, and to go on."""
-        return len(self._slots), 1
-
-    def metrics(self) -> dict[str, int]:
-        """What the metrics of a step say of it: workers and tasks that were lost, since the start."""
-        return {"workers/restarts": self.restarts, "workers/requeued": self.requeued}
 
     def wait_ready(self) -> None:
         """Return when every worker has been constructed.
@@ -183,15 +170,6 @@ class Fleet:
         while not wait([future], timeout=_ATTEND_S).done:
             self.attend()
         return future.result()
-
-    def keep(self, method: str, args: Sticky) -> None:
-        """As a sticky broadcast, but those that are ready are not asked: they have it already.
-
-        Args:
-            method: of the worker.
-            args: or what makes them when the first worker needs them.
-        """
-        self._post(self._keep, method, args)
 
     def close(self) -> None:
         """Kill every worker and fail what is open; idempotent."""
@@ -278,7 +256,7 @@ class Fleet:
         """Put a new worker in a slot, whoever was there before."""
         old, slot.worker = slot.worker, None
         slot.life += 1
-        slot.state, slot.is_pinged, slot.is_timed = self._first_state, False, False
+        slot.state, slot.is_pinged, slot.is_timed = "starting", False, False
         slot.start = Start(self._start_silence_s, self._timers.now_s() + pause_s)
         self._look_at_start(slot)
         name = f"start of {self._role} {slot.index}"
@@ -307,28 +285,22 @@ class Fleet:
             worker.kill()
             return
         slot.worker = worker
-        self._bring_up_to_date(slot)
-
-    def _bring_up_to_date(self, slot: Slot) -> None:
         slot.answers_owed = 0
         for method, args in [*self._sticky.items(), ("ping", ())]:
             self._prepare(slot, method, args)
 
     def _start_failed(self, slot: Slot, life: int, error: BaseException) -> None:
         """Try again, unless this slot failed too often or its first construction raised."""
-        if slot.life != life or slot.state not in ("pending", "starting") or self._dead is not None:
+        if slot.life != life or slot.state != "starting" or self._dead is not None:
             return
         slot.failed_starts += 1
-        if self._is_hopeless(slot, error):
+        no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
+        if no_construction or slot.failed_starts >= self._max_start_failures:
             self._retire(slot, error)
             return
         logger.warning("%s does not start: %s; it is tried again.", slot.who, error)
         self.restarts += 1
-        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), self._longest_pause_s))
-
-    def _is_hopeless(self, slot: Slot, error: BaseException) -> bool:
-        no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
-        return no_construction or slot.failed_starts >= self._max_start_failures
+        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), _LONGEST_PAUSE_S))
 
     def _retire(self, slot: Slot, error: BaseException) -> None:
         left = sum(other.state != "retired" for other in self._slots) - 1
@@ -341,9 +313,9 @@ class Fleet:
             slot.worker.kill()
         cause = WorkerDied(what)
         cause.__cause__ = error
-        if left < self._enough[0] and not self._ready.done():
+        if not self._ready.done():
             self._ready.set_exception(cause)
-        if left < self._enough[1]:
+        if left == 0:
             self._end(cause)
 
     def _look_at_start(self, slot: Slot) -> None:
@@ -363,23 +335,12 @@ class Fleet:
         if future.exception() is None:  # of its death, what it is asked to prepare will tell
             slot.start.answered(future.result(), self._timers.now_s())
 
-    def _prepare(self, slot: Slot, method: str, args: Sticky) -> None:
+    def _prepare(self, slot: Slot, method: str, args: tuple[Any, ...]) -> None:
         slot.answers_owed += 1
-        if isinstance(args, OnDemand):
-            args.made().add_done_callback(partial(self._post, self._if_same, slot, slot.life, self._made, method, args))
-        else:
-            self._ask(slot, method, args, self._prepared)
+        self._ask(slot, method, args, self._prepared)
 
-    def _made(self, slot: Slot, method: str, args: OnDemand, made: Future[Any]) -> None:
-        if self._sticky.get(method) is not args:  # newer ones are on their way to this worker
-            self._prepared(slot)
-        elif error := made.exception():
-            self._start_failed(slot, slot.life, error)
-        else:
-            self._ask(slot, method, made.result(), self._prepared)
-
-    def _prepared(self, slot: Slot, answer: Future[Any] | None = None) -> None:
-        if answer is not None and (error := answer.exception()):
+    def _prepared(self, slot: Slot, answer: Future[Any]) -> None:
+        if error := answer.exception():
             self._start_failed(slot, slot.life, error)
             return
         slot.answers_owed -= 1
@@ -393,7 +354,7 @@ class Fleet:
         slot.heard_s = self._timers.now_s()
         self._offer(slot)
         self._tick(slot)
-        if not self._ready.done() and sum(other.state == "ready" for other in self._slots) >= self._enough[0]:
+        if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
         for broadcast in self._broadcasts:
             if broadcast.needs_another:
@@ -536,15 +497,10 @@ class Fleet:
         for slot in self._slots:
             if slot.state == "ready":
                 self._ask_for(broadcast, slot)
+            elif sticky and slot.state == "starting" and slot.worker is not None:
+                self._prepare(slot, broadcast.method, broadcast.args)
         if sticky:
-            self._keep(broadcast.method, broadcast.args)
-
-    def _keep(self, method: str, args: Sticky) -> None:
-        """Call ``method`` on workers that are not ready yet, and on those that start later, before their first task."""
-        self._sticky[method] = args
-        for slot in self._slots:
-            if slot.state == "starting" and slot.worker is not None:
-                self._prepare(slot, method, args)
+            self._sticky[broadcast.method] = broadcast.args
 
     def _ask_for(self, broadcast: Broadcast, slot: Slot) -> None:
         broadcast.waiting.add(slot.index)
@@ -592,9 +548,9 @@ class Fleet:
         broadcast.args, broadcast.previous = (), None  # a timer holds the broadcast for long, and weights are large
 
 
-def worker_metrics(fleets: Iterable[Fleet]) -> dict[str, int]:
-    """:meth:`Fleet.metrics` of all of them, added up."""
-    total: Counter[str] = Counter()
-    for fleet in fleets:
-        total.update(fleet.metrics())
-    return dict(total)
+def worker_metrics(fleets: Sequence[Fleet]) -> dict[str, int]:
+    """Workers that were replaced and tasks that were queued again since the start, over all fleets."""
+    return {
+        "workers/restarts": sum(fleet.restarts for fleet in fleets),
+        "workers/requeued": sum(fleet.requeued for fleet in fleets),
+    }

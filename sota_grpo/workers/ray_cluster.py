@@ -312,18 +312,17 @@ class RayLauncher(Launcher):
         name: str,
         spec: WorkerSpec,
         *,
-        bundle: int | None,
+        bundle: int,
         num_gpus: float = 0,
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> RayWorker:
-        """Start a worker in a bundle, where it waits until an earlier one has freed its GPUs; or where there is room.
+        """Start a worker in a bundle, where it waits until an earlier one has freed its GPUs.
 
         Args:
             name: in messages.
             spec: what it runs.
-            bundle: which of the launcher's; None: of none, with a CPU and these GPUs on whatever node has them, now or
-                some day. An autoscaler of the cluster sees that they are wanted.
+            bundle: which of the launcher's.
             num_gpus: of the bundle's; the actor sees these only.
             env: variables set before its process starts.
             threads: of OpenMP, hence of torch; None leaves it to Ray.
@@ -331,10 +330,7 @@ class RayLauncher(Launcher):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_concurrency": 10_000}
-        if bundle is None:
-            options["num_cpus"] = 1
-        else:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, bundle)
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, bundle)
         if variables := child_environment(env, threads):
             options["runtime_env"] = {"env_vars": variables}
         actor = _actor_class(name.partition("-")[0]).options(**options).remote(name, pickle.dumps(spec), sys.path)

@@ -26,7 +26,6 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import OpenCalls, WorkerDied, promised
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.sleeping import SleepingFleet
-from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightReceiver, WeightTransfer
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +60,6 @@ class RolloutWorker:
         self._inbox: queue.SimpleQueue[tuple[int, Callable[[SteppingEngine], Any]] | None] = queue.SimpleQueue()
         self._calls = OpenCalls("This rollout worker")
         self._base: WeightPack | WeightPacks | None = None
-        self._receiver = WeightReceiver()
         self._since: float | None = None  # when the step or call at hand began; None while there is nothing to do
         started: Future[None] = promised()
         self._thread = threading.Thread(target=self._live, args=(make_engine, started), name="engine-loop", daemon=True)
@@ -106,23 +104,6 @@ class RolloutWorker:
     def weight_sums(self) -> Future[Mapping[str, Checksum] | None]:
         """:meth:`~sota_grpo.engines.Engine.weight_sums`."""
         return self._submit(lambda engine: engine.weight_sums())
-
-    def weight_member(self) -> str:
-        """The name of this worker in a :class:`~sota_grpo.workers.weight_transfer.Rendezvous`."""
-        return self._receiver.member
-
-    def receive_weights(self, rendezvous: Rendezvous, layout: WeightLayout, version: int) -> None:
-        """Take part in a broadcast of weights, between two steps, and push them; :meth:`served` tells how it went."""
-
-        def receive(engine: SteppingEngine) -> None:
-            if (weights := self._receiver.receive(rendezvous, layout, self._progress)) is not None:
-                engine.update_weights(weights, version)
-
-        self._submit(receive)
-
-    def served(self) -> Future[tuple[int, str | None]]:
-        """The version of the next token, once what came before is done; and why the last broadcast failed, if so."""
-        return self._submit(lambda engine: (engine.version, self._receiver.failure))
 
     def sleep(self) -> Future[None]:
         """:meth:`~sota_grpo.engines.Engine.sleep`, with nothing in flight."""
@@ -276,38 +257,26 @@ class FleetEngine(Streams):
         self.base = base
         self._deadline_s = deadline_s
 
-    def over(self, fleet: Any) -> FleetEngine:
-        """The same front of some of these workers, which have what is under an adapter already."""
-        deadline_s = self._deadline_s
-        return FleetEngine(
-            fleet, name=self.name, max_model_len=self.max_model_len, share=self._share, deadline_s=deadline_s
-        )
-
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """The group, some day; its samples are drawn by the weights that are newest as they are drawn."""
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
-    def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack | WeightTransfer, version: int
-    ) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack, version: int) -> None:
         """Push to every worker, in flight; returns when each one's next token comes from the new weights.
 
         Args:
-            weights: the tensors; or an adapter; or what brings the learner's weights by itself.
+            weights: the tensors, or an adapter.
             version: what they are called.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
         """
-        if isinstance(weights, WeightTransfer):
-            served = weights.push(version)
-        else:
-            if isinstance(weights, AdapterPack):
-                self._send_base()
-            elif not isinstance(weights, (WeightPack, WeightPacks)):
-                weights = WeightPack.of(weights)
-            served = self._broadcast("update_weights", self._share(weights), version)
+        if isinstance(weights, AdapterPack):
+            self._send_base()
+        elif not isinstance(weights, (WeightPack, WeightPacks)):
+            weights = WeightPack.of(weights)
+        served = self._broadcast("update_weights", self._share(weights), version)
         if wrong := sorted(set(served) - {version}):
             raise RuntimeError(f"Rollout workers serve versions {wrong} after a push of {version}.")
         self.version = version

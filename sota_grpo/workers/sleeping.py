@@ -16,8 +16,8 @@ class SleepingFleet(Fleet):
     """A fixed number of workers that leave their devices to others between :meth:`sleep` and :meth:`wake`.
 
     Contract, beside that of :class:`~.fleet.Fleet`. While they sleep nothing is started, because a worker that loads a
-    model takes the memory that others use: one that dies then is killed, and its slot is *pending* until the fleet
-    wakes, without a deadline. A task ends the sleep too; the worker that has it wakes by itself.
+    model takes the memory that others use: one that dies then is killed, and its slot waits, without a deadline, until
+    the fleet wakes. A task ends the sleep too; the worker that has it wakes by itself.
 
     Args:
         role, start, count: as of a fleet; workers have ``sleep`` and ``wake``.
@@ -82,19 +82,23 @@ class SleepingFleet(Fleet):
     def _look_whether_all_sleep(self) -> None:
         """Who became ready after the broadcast was told to sleep before, because that call is sticky."""
         if self._all_asleep is not None and all(slot.state in ("ready", "retired") for slot in self._slots):
-            self._first_state = "pending"
             self._may_start.clear()
             self._all_asleep.set_result(None)
             self._all_asleep = None
 
     def _resume(self) -> None:
         self._sticky.pop("sleep", None)
-        self._first_state = "starting"
-        for slot in self._slots:
-            if slot.state == "pending":
-                slot.state, slot.start = "starting", Start(self._start_silence_s, self._timers.now_s())
-                self._look_at_start(slot)
+        if self._may_start.is_set():
+            return
         self._may_start.set()
+        for slot in self._slots:
+            if slot.state == "starting":
+                slot.start = Start(self._start_silence_s, self._timers.now_s())
+                self._look_at_start(slot)
+
+    def _look_at_start(self, slot: Slot) -> None:
+        if self._may_start.is_set():
+            super()._look_at_start(slot)
 
     def _welcome(self, slot: Slot) -> None:
         super()._welcome(slot)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sota_grpo.workers.base import Start, Worker, WorkerDied, promised, resolve
+from sota_grpo.workers.base import Start, Worker, WorkerDied, promised
 
 
 class TaskOverdue(TimeoutError):
@@ -48,7 +47,7 @@ class Slot:
     index: int
     life: int = 0
     worker: Worker | None = None
-    state: Literal["pending", "starting", "ready", "retired"] = "starting"  # pending: for want of a machine
+    state: Literal["starting", "ready", "retired"] = "starting"
     start: Start = field(default_factory=lambda: Start(0.0, 0.0))  # while it is starting
     tasks: dict[int, Task] = field(default_factory=dict)  # oldest first
     failed_starts: int = 0  # in a row
@@ -104,34 +103,6 @@ class Timers:
         return function, args
 
 
-class OnDemand:
-    """Arguments of a sticky call that are made when a worker first needs them, on a thread of their own.
-
-    Args:
-        make: gives the arguments; called again only after it has raised.
-
-    >>> arguments = OnDemand(lambda: (1, 2))
-    >>> arguments.made().result()
-    (1, 2)
-    """
-
-    def __init__(self, make: Callable[[], tuple[Any, ...]]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._made: Future[tuple[Any, ...]] | None = None
-
-    def made(self) -> Future[tuple[Any, ...]]:
-        """The arguments, some day."""
-        with self._lock:
-            if self._made is None or (self._made.done() and self._made.exception()):
-                self._made = promised()
-                threading.Thread(target=resolve, args=(self._made, self._make), name="on demand", daemon=True).start()
-            return self._made
-
-
-Sticky = tuple[Any, ...] | OnDemand
-
-
 @dataclass(eq=False)
 class Broadcast:
     """One call to every live worker, until each has answered, died or been late."""
@@ -139,7 +110,7 @@ class Broadcast:
     method: str
     args: tuple[Any, ...]
     deadline_s: float  # for each worker, from when it is asked
-    previous: Sticky | None = None  # sticky arguments that these replaced
+    previous: tuple[Any, ...] | None = None  # sticky arguments that these replaced
     waiting: set[int] = field(default_factory=set)  # slots
     answers: dict[int, Any] = field(default_factory=dict)  # slot -> answer
     refusals: list[BaseException] = field(default_factory=list)

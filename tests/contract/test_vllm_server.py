@@ -22,6 +22,7 @@ from sota_grpo.engines.server_engine import ServerEngine, server_engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.policy.lora import MergedWeights, add_lora, engine_weights
 from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
 from sota_grpo.rl.task import Task
@@ -132,6 +133,32 @@ def test_a_push_while_groups_run_is_seen_in_their_versions_and_ends_none(rig: Ri
             first = sample.token_ids[:num_old]
             wanted = reference_log_probs(before, requests[output.group_id].prompt_ids, first, 1.0)
             assert float((wanted - sample.log_probs[:num_old]).abs().max()) < 1e-4
+
+
+def test_of_merged_weights_those_without_an_adapter_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Whole first, then the merged layers alone: vLLM keeps what the file leaves out."""
+    sizes, write = [], rig.engine._weights.write
+
+    def counted(weights: dict[str, torch.Tensor]) -> Path:
+        folder = write(weights)
+        sizes.append((folder / "model.safetensors").stat().st_size)
+        return folder
+
+    monkeypatch.setattr(rig.engine._weights, "write", counted)
+    adapted = add_lora(AutoModelForCausalLM.from_pretrained(POLICY).eval(), r=4, alpha=8)
+    served, requests = AutoModelForCausalLM.from_pretrained(POLICY).eval(), ragged_requests(6, 4)
+    for _ in range(2):
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if ".lora_B." in name:
+                    parameter.normal_(0.0, 0.05)
+        rig.engine.update_weights(MergedWeights.of(adapted), rig.engine.version + 1)
+        served.load_state_dict(dict(engine_weights(adapted)))
+        assert largest_gap(served, requests, generate(rig.engine, requests, Sampling(max_tokens=40)), 1.0) < 1e-4
+    whole, again = sizes
+    own = sum(value.nbytes for _, value in engine_weights(adapted, base=False))
+    assert own < again < own + 20_000 < whole  # the file's header names what it has
+    rig.push(4)
 
 
 def test_equal_calls_give_equal_samples_that_differ_and_end_at_a_stop_token_or_are_truncated(rig: Rig):

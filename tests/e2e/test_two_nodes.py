@@ -98,14 +98,12 @@ def require_at_work(run: Popen, run_dir: Path) -> None:
 
 
 def require_weights_cross_once(nodes: TwoNodes) -> None:
-    """Of three workers on the far node Ray's object store fetches once for all, gloo's broadcast goes to two."""
+    """For three workers on the far node Ray's object store fetches once."""
     done = nodes.run(0, sys.executable, "-m", "tests.link_bytes", nodes.address)
     assert done.returncode == 0, done.stderr
     crossed = json.loads(done.stdout)
     assert 1.0 < crossed["object_store"] < 1.5  # two copies would be 2; Ray itself talks beside it
     assert 2.0 < crossed["object_store_from_there"] < 2.1  # through the driver's node
-    assert 2.0 < crossed["collective"] < 2.1
-    assert "object store" not in done.stderr  # no broadcast was given up
 
 
 def require_cut_is_borne(nodes: TwoNodes, run: Popen, run_dir: Path, seconds: float) -> None:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
-from sota_grpo.engines.vllm_server import KEY_VARIABLE
-from sota_grpo.engines.weight_upload import PATH, ReceiveWeights
-
 CONTEXT = 64
-KEY = "right"
 Answer = tuple[int, Any]
 
 
@@ -134,73 +127,6 @@ class FakeVLLM(FakeServer):
         return 200, {"choices": choices[::-1]}
 
 
-class FarVLLM(FakeVLLM):
-    """One that takes weights over HTTP, in bfloat16, by the middleware itself; its key is :data:`KEY`.
-
-    Attributes:
-        faults: of the buckets by index, one at each of its next arrivals: ``flipped``, ``torn`` or ``hung up``.
-        loads: names and dtypes of the tensors in each file that it was told to load.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(KEY)
-        self.faults: dict[str, list[str]] = {}
-        self.loads: list[dict[str, torch.dtype]] = []
-        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
-        self._app = SimpleNamespace(state=SimpleNamespace(vllm_config=config))
-        self._loop = asyncio.new_event_loop()
-        self._receiver: Any = None
-
-    def load(self, folder: str) -> None:
-        kept = self.weights
-        super().load(folder)
-        self.loads.append({name: weight.dtype for name, weight in self.weights.items()})
-        self.weights = kept | self.weights
-
-    @contextmanager
-    def running(self) -> Iterator[FarVLLM]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(KEY_VARIABLE, KEY)
-            self._receiver = ReceiveWeights(_not_found)
-        thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        thread.start()
-        with super().running():
-            yield self
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        thread.join()
-        self._loop.close()
-
-    def receive(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes] | None:
-        """Status and body of the answer; None: the connection broke."""
-        self.calls.append((path, None))
-        index = path.rpartition("/")[2]
-        fault = self.faults[index].pop(0) if method == "PUT" and self.faults.get(index) else ""
-        if fault == "hung up":
-            return None
-        if fault == "flipped":
-            body = body[:-1] + bytes([body[-1] ^ 1])
-        messages = [{"type": "http.request", "body": body}]
-        if fault == "torn":
-            messages = [{"type": "http.request", "body": body[:5], "more_body": True}, {"type": "http.disconnect"}]
-        said: list[Any] = []
-
-        async def receive() -> Any:
-            return messages.pop(0)
-
-        async def send(message: Any) -> None:
-            said.append(message)
-
-        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": method, "path": path, "headers": raw, "app": self._app}
-        asyncio.run_coroutine_threadsafe(self._receiver(scope, receive, send), self._loop).result(60)
-        return None if fault == "torn" else (said[0]["status"], said[1]["body"])
-
-
-async def _not_found(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 404})
-    await send({"type": "http.response.body", "body": b""})
-
-
 class FakeSGLang(FakeServer):
     """Serves SGLang's documented ``/generate`` and weight endpoints; ``spans=False`` is an older one."""
 
@@ -269,12 +195,6 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
 
         def _serve(self) -> None:
             text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if isinstance(fake, FarVLLM) and self.path.startswith(PATH):
-                if (answer := fake.receive(self.command, self.path, self.headers, text)) is None:
-                    self.close_connection = True
-                else:
-                    self._reply_with(answer[0], answer[1])
-                return
             body = json.loads(text) if text else None
             if self.path in fake.hang_up_once:
                 fake.hang_up_once.discard(self.path)
@@ -290,9 +210,7 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
 
         def _reply(self, status: int, body: Any) -> None:
-            self._reply_with(status, b"" if body is None else json.dumps(body).encode())
-
-        def _reply_with(self, status: int, data: bytes) -> None:
+            data = b"" if body is None else json.dumps(body).encode()
             self.send_response(status)
             if data:
                 self.send_header("Content-Type", "application/json")
@@ -300,6 +218,6 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_PUT = do_DELETE = _serve
+        do_GET = do_POST = _serve
 
     return Handler

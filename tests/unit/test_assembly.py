@@ -359,7 +359,6 @@ def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None
     plan = make_plan(config, "cuda")
     assert (plan.workers, plan.shared, num_engines(config, plan)) == (True, True, 2)
     assert any("engines sleep while the learner computes" in note for note in plan.notes)
-    assert not build.broadcasts_weights(config, plan)
     gpus(1)
     alone = make_plan(config_of(*SHARED[:2]), "cuda")
     assert (alone.workers, alone.shared, alone.placement.colocated) == (False, False, True)
@@ -397,48 +396,6 @@ def test_on_a_cluster_shared_engines_stand_in_the_bundles_of_their_ranks(monkeyp
     assert asked == [2, 2, 1]
 
 
-ELASTIC = ("mode=async", "engine.name=vllm", "inference_model.num_devices='2:4'")  # YAML reads 2:4 as 124
-
-
-def test_engines_that_come_and_go_on_a_cluster_wait_alone_for_a_node(monkeypatch, tmp_path, with_vllm) -> None:
-    """The learner has a bundle, and what it waits for; of engines only their number of GPUs means something."""
-    bundles, launcher = [], Mock()
-    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: bundles.extend(places) or launcher)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8, "GPU": 2}}])
-    config = config_of(*ELASTIC, "ray.address=auto", "inference_model.tensor_parallel_size=2")
-    plan = make_plan(config, "cuda", 1)  # more may join
-    assert plan.elastic == (1, 2)
-    assert "The run starts with 1 and takes up to 2 engines as they come." in plan.notes
-    cluster = Cluster(config, plan, tmp_path)
-    start = cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2]))
-    for slot in range(cluster.num_engines):
-        start(slot)
-    assert (len(bundles), cluster.num_engines) == (1, 2)
-    assert [(one.kwargs["bundle"], one.kwargs["num_gpus"]) for one in launcher.start.call_args_list] == [(None, 2)] * 2
-
-
-def test_engines_that_come_and_go_on_one_machine_have_places_for_all(gpus, with_vllm, monkeypatch, tmp_path) -> None:
-    gpus(5)
-    plan = make_plan(config_of(*ELASTIC), "cuda")
-    assert (len(plan.placement.inference), plan.elastic) == (4, (2, 4))
-    assert num_engines(config_of(*ELASTIC), plan) == 2  # among so few are the rows divided
-    launcher = Mock()
-    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
-    start = Cluster(config_of(*ELASTIC), plan, tmp_path).start_rollout(EngineOptions("tiny", eos_token_ids=[2]))
-    start(3)
-    assert launcher.start.call_args.kwargs["bundle"] == 3
-    gpus(4)
-    with pytest.raises(UserError, match=r"5 devices .* has 4; lower inference_model\.num_devices"):
-        make_plan(config_of(*ELASTIC), "cuda")
-    gpus(1)
-    with pytest.raises(UserError, match="num_devices=1:1 needs GPUs beside the learner's"):
-        make_plan(config_of("mode=async", "engine.name=vllm", "inference_model.num_devices='1:1'"), "cuda")
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(3))
-    with pytest.raises(UserError, match=r"has 3 CPU cores .*; use inference_model\.num_devices=2:3, or ray\.address"):
-        make_plan(config_of(*ELASTIC, "engine.name=transformers"), "cpu")
-    assert make_plan(config_of(*ELASTIC, "engine.name=transformers", "ray.address=auto"), "cpu").elastic == (2, 4)
-
-
 def test_weights_reach_servers_as_they_are_though_a_reference_is_in_ray(monkeypatch, tmp_path) -> None:
     """Servers are threads of this process: nobody would unwrap what Ray shares."""
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: Mock())
@@ -462,27 +419,6 @@ def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> Non
     assert [Path(asked[slot].log_path).name for slot in (0, 1)] == ["vllm_server-0.log", "vllm_server-1.log"]
     assert [asked[slot].environment["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["1", "3"]
     assert {options.max_rows for options in asked.values()} == {7}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "device_type", "train", "broadcast"),
-    [
-        ([], "cuda", (0,), True),
-        ([], "cpu", (0,), False),
-        (["ray.address=auto"], "cuda", (0,), False),
-        (["train_model.lora.enabled=true"], "cuda", (0,), False),
-        (["inference_model.tensor_parallel_size=2"], "cuda", (0,), False),
-        (["engine.name=vllm_server"], "cuda", (0,), False),
-        ([], "cuda", (1,), False),
-        (["inference_model.weight_transfer=object_store"], "cuda", (0,), False),
-        (["inference_model.weight_transfer=collective"], "cpu", (0,), True),
-    ],
-)
-def test_weights_are_broadcast_between_gpus_of_one_machine(overrides, device_type, train, broadcast) -> None:
-    config = config_of("mode=async", *overrides)
-    placement = Placement(train=train, inference=(1, 2), ref=(), colocated=False)
-    plan = Plan(device_type, placement, config.engine.name, True)
-    assert build.broadcasts_weights(config, plan) is broadcast
 
 
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:

@@ -25,7 +25,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers import rollout
 from sota_grpo.workers.base import WorkerDied
-from sota_grpo.workers.rollout import RolloutWorker, rollout_worker
+from sota_grpo.workers.rollout import FleetEngine, RolloutWorker, rollout_worker
 from tests.engine_rigs import (
     CONTEXT,
     EOS,
@@ -341,3 +341,11 @@ def test_the_factory_takes_plain_values(tmp_path: Path):
     found = outputs_of([worker.run(request, Sampling(max_tokens=10)) for request in requests])
     assert largest_gap(model, requests, found, 1.0) < 1e-5
     worker.close()
+
+
+@pytest.mark.parametrize("others", [torch.bfloat16, torch.float32, None])
+def test_weights_come_in_the_dtype_that_all_engines_have(others: torch.dtype | None) -> None:
+    fleet = Mock()
+    fleet.broadcast.return_value = [torch.bfloat16, others]
+    engine = FleetEngine(fleet, name="vllm", max_model_len=8, share=lambda value: value, deadline_s=1.0)
+    assert engine.weight_dtype == (torch.bfloat16 if others == torch.bfloat16 else None)

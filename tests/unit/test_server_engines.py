@@ -14,13 +14,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sota_grpo.engines import Deadlines, Engine, EngineOptions, inference_server
+from sota_grpo.engines import Deadlines, Engine, EngineOptions, vllm_server
 from sota_grpo.engines import server_engine as server_module
-from sota_grpo.engines.inference_server import Dialect, HttpClient, ServerDied, ServerError
+from sota_grpo.engines.inference_server import HttpClient, ServerDied, ServerError
 from sota_grpo.engines.server_engine import ServerEngine
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
+from sota_grpo.files import _LEFTOVER as LEFTOVER
+from sota_grpo.policy.lora import MergedWeights
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling, sample_seed
 from tests.engine_rigs import add, step
 from tests.process_rigs import wait_for
@@ -39,7 +41,7 @@ class Rigs:
 
     def engine(self, fake: FakeServer, *, key: str | None = None, **given: Any) -> ServerEngine:
         running = fake if fake.url else self._stack.enter_context(fake.running())
-        dialect: Dialect = VLLMDialect() if isinstance(fake, FakeVLLM) else SGLangDialect()
+        dialect = VLLMDialect() if isinstance(fake, FakeVLLM) else SGLangDialect()
         client = HttpClient(running.url, api_key=key)
         options = EngineOptions("model", eos_token_ids=[3, 1], **given)
         engine = ServerEngine(client, dialect, options, shapes=SHAPES, tied={"head": "embed"})
@@ -267,6 +269,52 @@ def test_vllm_is_frozen_while_it_loads_and_its_file_is_gone_afterwards(rigs: Rig
         fake.load(folder)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_elsewhere_reads_weights_in_a_folder_that_both_see(
+    rigs: Rigs, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fake = fake_of(kind)
+    monkeypatch.setattr(server_module, "is_own_address", lambda host: False)
+    monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {"head": "embed"}))
+    with fake.running():
+        options = EngineOptions("m", eos_token_ids=[1], engine=f"{kind}_server", url=fake.url, shared_folder=tmp_path)
+        engine = server_module.server_engine(options)
+        engine.update_weights(weights(2.0).items(), 1)
+        assert torch.equal(fake.weights["embed"], weights(2.0)["embed"])
+        (folder,) = tmp_path.iterdir()
+        assert (folder.stat().st_mode & 0o777, list(folder.iterdir())) == (0o700, [])
+        assert LEFTOVER.fullmatch(folder.name)  # of a killed run the next start deletes it
+        path = "/collective_rpc" if kind == "vllm" else "/update_weights_from_disk"
+        fake.answers[path] = lambda _: (500, {"error": "no such folder"})
+        with pytest.raises(ServerError, match=r"no such folder.* has to see that folder: .*hydra\.run\.dir"):
+            engine.update_weights(weights().items(), 2)
+        engine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_merged_weights_only_those_with_an_adapter_are_written_again(rigs: Rigs):
+    fake, base, other = FakeVLLM(), object(), object()
+    engine, loads = rigs.engine(fake), []
+    load = fake.load
+
+    def counted(folder: str) -> None:
+        load(folder)
+        loads.append(set(fake.weights))
+
+    fake.load = counted
+
+    def merged(over: object) -> MergedWeights:
+        return MergedWeights(weights().items(), {"norm"}, over)
+
+    pushes = [merged(base), merged(base), merged(base), weights().items(), merged(other), merged(other), merged(base)]
+    for version, push in enumerate(pushes, 1):
+        engine.update_weights(push, version)
+    fake.label = "default"  # as of a server that was started anew behind the same url
+    engine.update_weights(merged(base), 8)
+    whole, adapted = set(SHAPES), {"norm"}
+    assert loads == [whole, adapted, adapted, whole, whole, adapted, whole, whole]
+
+
 def test_sglang_flushes_its_cache_only_when_nothing_is_in_flight(rigs: Rigs):
     fake = FakeSGLang()
     fake.held = {20: threading.Event()}
@@ -488,7 +536,7 @@ def test_what_a_server_leaves_behind_lies_in_the_folder_that_ends_with_it(
 
     monkeypatch.setattr(server_module, "find_spec", lambda name: object())
     monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {}))
-    monkeypatch.setattr(inference_server, "ServerProcess", start)
+    monkeypatch.setattr(vllm_server, "ServerProcess", start)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(InterruptedError):
         server_module.server_engine(EngineOptions("model", engine="vllm_server", eos_token_ids=[1]))

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess, start_server
+from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess
 from sota_grpo.engines.server_engine import WeightFolder
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import KEY_VARIABLE, RequireKey, VLLMDialect
@@ -36,14 +35,13 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 def start(folder: Path, script: str = SERVER, *, start_s: float = 60.0) -> tuple[ServerProcess, str, str]:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    dialect = Mock(
-        command=lambda options, port, *_, on_cpu: [sys.executable, "-c", script, str(port)],
-        environment=lambda options, key, on_cpu: {KEY_VARIABLE: key},
-    )
+    dialect = VLLMDialect()
+    dialect.command = lambda options, port, *_, on_cpu: [sys.executable, "-c", script, str(port)]
+    dialect.environment = lambda options, key, on_cpu: {KEY_VARIABLE: key}
     options = EngineOptions(
         "model", eos_token_ids=[1], log_path=folder / "logs" / "server.log", deadlines=Deadlines(start=start_s)
     )
-    return start_server(dialect, options, scratch, on_cpu=True)
+    return dialect.start(options, scratch, on_cpu=True)
 
 
 def test_closing_ends_the_server_its_children_and_its_scratch_folder(tmp_path: Path):
@@ -172,7 +170,7 @@ def test_a_guard_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("dialect", [VLLMDialect(), SGLangDialect()])
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_no_command_line_shows_the_key(dialect: VLLMDialect | SGLangDialect, on_cpu: bool, tmp_path: Path):
+def test_no_command_line_shows_the_key(dialect: VLLMDialect, on_cpu: bool, tmp_path: Path):
     options = EngineOptions("model", eos_token_ids=[1], dtype="bfloat16", max_rows=33, max_model_len=77)
     command = dialect.command(options, 1234, "the-secret", tmp_path, on_cpu=on_cpu)
     assert not [word for word in command if "the-secret" in word]

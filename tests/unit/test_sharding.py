@@ -32,7 +32,6 @@ from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.remote_learner import LearnerDied, LearnerWorker, RemoteLearner, travelling
 from sota_grpo.workers.base import IDLE_METHOD, WorkerDied
 from sota_grpo.workers.packing import StatePack
-from sota_grpo.workers.weight_transfer import Rendezvous
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 
@@ -202,18 +201,6 @@ def test_a_rank_that_does_not_answer_is_named_though_the_others_are_stuck_too() 
 
 
 @pytest.mark.parametrize("gone", ["died", "mute"])
-def test_the_rank_that_keeps_the_weights_is_named_when_it_is_gone(gone: str) -> None:
-    """Another thread asks for them, when a successor of an engine needs what all others have."""
-    ranks = [Rank(number) for number in range(2)]
-    died = failing(WorkerDied("learner-0 was ended by SIGKILL"))
-    ranks[0].answers["kept_weights"] = died if gone == "died" else ranks[0].never
-    remote = facade(*ranks, silence_s=0.2)
-    with pytest.raises(LearnerDied, match=r"rank 0 .*(SIGKILL|does not answer).*train\.resume=auto"):
-        remote.kept_weights()
-    assert all(rank.killed.is_set() for rank in ranks)
-
-
-@pytest.mark.parametrize("gone", ["died", "mute"])
 def test_a_rank_that_dies_while_something_else_is_waited_for_is_noticed(gone: str) -> None:
     """Its node may have been that of the engines too, so that no batch comes, and no call to the learner."""
     ranks = [Rank(number) for number in range(2)]
@@ -309,14 +296,6 @@ def test_whoever_waits_for_a_dead_learner_is_told_of_the_rank_that_failed_first(
             wait_for_samples(remote)
         assert written.exception() is told.value
     assert all(rank.killed.is_set() for rank in ranks)
-
-
-def test_who_receives_weights_is_told_to_the_rank_that_sends_them() -> None:
-    ranks = [Rank(number, send_weights=lambda: None) for number in range(3)]
-    members = Rendezvous("127.0.0.1", 1, "group", ("a", "b"), "gloo", 1.0, 64)
-    facade(*ranks).send_weights(members, 7, torch.bfloat16)
-    told = [call for rank in ranks for call in rank.calls if call[0] == "send_weights"]
-    assert told == [("send_weights", sent, 7, torch.bfloat16) for sent in (members, None, None)]
 
 
 def test_ranks_that_make_no_progress_are_ended() -> None:

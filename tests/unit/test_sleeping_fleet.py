@@ -91,7 +91,7 @@ def test_one_that_dies_asleep_is_not_replaced_before_the_others_wake(stage: Slee
     fleet.sleep(WAIT_S)
     first = stage.now(0)
     fleet._post(fleet._lose, fleet._slots[0], "it died")
-    until(lambda: first.killed and fleet._slots[0].state == "pending")
+    until(lambda: first.killed and fleet._slots[0].state == "starting")
     fleet.sleep(WAIT_S)
     fleet._post(fleet._look_at_start, fleet._slots[0])
     assert stage.lives() == [1, 1]
@@ -105,7 +105,7 @@ def test_where_all_died_asleep_wake_waits_for_another(stage: SleeperStage) -> No
     fleet = stage.fleet(1)
     fleet.sleep(WAIT_S)
     fleet._post(fleet._lose, fleet._slots[0], "it died")
-    until(lambda: fleet._slots[0].state == "pending")
+    until(lambda: fleet._slots[0].state == "starting")
     fleet.wake(WAIT_S)
     assert stage.lives() == [2]
     task = fleet.submit("a")
@@ -148,7 +148,7 @@ def test_a_task_ends_the_sleep(stage: SleeperStage) -> None:
     fleet = stage.fleet(1)
     fleet.sleep(WAIT_S)
     fleet._post(fleet._lose, fleet._slots[0], "it died")
-    until(lambda: fleet._slots[0].state == "pending")
+    until(lambda: fleet._slots[0].state == "starting")
     fleet.submit("a")
     until(lambda: stage.now(0).tasks == ["a"])
 
@@ -172,6 +172,6 @@ def test_close_ends_a_wait_for_sleep_and_starts_nobody(stage: SleeperStage) -> N
     lives = stage.lives()
     other.sleep(WAIT_S)
     other._post(other._lose, other._slots[0], "it died")
-    until(lambda: other._slots[0].state == "pending")
+    until(lambda: other._slots[0].state == "starting")
     other.close()
     assert stage.lives() == lives

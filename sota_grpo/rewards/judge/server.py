@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import SOCKET_BYTES, ServerProcess, start_server
+from sota_grpo.engines.inference_server import SOCKET_BYTES, ServerProcess
 from sota_grpo.engines.vllm_server import RequireKey, VLLMDialect, engine_arguments, flag
 from sota_grpo.errors import UserError
 from sota_grpo.files import folder_for_sockets
@@ -86,7 +86,7 @@ class JudgeServer:
         """
         scratch = Path(tempfile.mkdtemp(prefix="sota-grpo-judge-", dir=folder_for_sockets(room=SOCKET_BYTES)))
         on_cpu = not torch.cuda.is_available()
-        self._process, url, key = start_server(self._dialect, self._options, scratch, on_cpu=on_cpu)
+        self._process, url, key = self._dialect.start(self._options, scratch, on_cpu=on_cpu)
         return url, key
 
     def revive(self) -> tuple[str, str] | None:
