@@ -11,7 +11,6 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from sota_grpo import keys
-from sota_grpo.assembly.compare import compared
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.devices import make_plan
 from sota_grpo.assembly.replay import replayed
@@ -143,10 +142,10 @@ def test_a_run_learns_from_its_teacher_and_is_replayed(name: str, teacher: str, 
         assert replayed(tmp_path / "run", step)["agrees"]
         assert ("distill/hinted" in row) == any("distill_hint" in option for option in RUNS[name])
     if "distill/hinted" in rows[0]:  # grpo has no teacher, and nobody to tell a hint
-        norms = [each["grad_norm"] for each in compared(tmp_path / "run", 0, ["run", "grpo"])["algorithms"].values()]
-        assert norms[0] != norms[1]
+        norms = replayed(tmp_path / "run", 0, ["algorithm=grpo"])["figures"]["grad_norm"]
+        assert norms["replayed"] != norms["under"]["grpo"]
     other = replayed(tmp_path / "run", 1, ["algorithm.distill_coef=2"])["figures"]["grad_norm"]
-    assert other["other"] != other["replayed"]
+    assert other["under"]["run"] != other["replayed"]
     assert "rewards were equal" not in (tmp_path / "run" / "training.log").read_text()
 
 

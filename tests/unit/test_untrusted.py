@@ -108,9 +108,7 @@ def test_a_replay_needs_consent_to_the_objective_that_it_computes(run_dir: Path,
     assert "run /nowhere/mine.py (algorithm.objective)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command", ["eval RUN --k 0", "export RUN --to verl", "export RUN --to trl", "replay RUN", "compare RUN"]
-)
+@pytest.mark.parametrize("command", ["eval RUN --k 0", "export RUN --to verl", "export RUN --to trl", "replay RUN"])
 def test_every_command_refuses_before_anything_of_the_run_is_executed(
     command: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
