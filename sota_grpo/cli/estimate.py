@@ -127,8 +127,8 @@ def _facts(estimated: Estimate) -> dict[str, str]:
         "engine": facts["engine"],
         "largest sample": f"{prompt:,} prompt tokens ({places['prompt']}) + {response:,} of the response",
         "the run": f"{facts['steps']:,} steps of {facts['responses_per_step']:,} responses ({problems}), "
-        f"{facts['optimizer_steps']:,} optimizer steps in micro-batches of up to {facts['micro_batch_tokens']:,} tokens "
-        f"({facts['micro_batches_per_step']:,} for each at full length)",
+        f"{facts['optimizer_steps']:,} optimizer steps; micro-batches of up to {facts['micro_batch_tokens']:,} tokens "
+        f"({facts['micro_batches_per_step']:,} a step at full length)",
         "disk": disk_of(estimated.config, estimated.model).sentence,
     }
 
