@@ -38,10 +38,9 @@ from benchmarks.fleet_constants import GROUP, Measured, fleet_costs, measure
 from benchmarks.roofline_rates import DEVICES
 from benchmarks.scale import make_env, resident_kib, table, tune_gc
 from benchmarks.simulation import Outcome, Scenario, Simulation
-from sota_grpo.assembly.estimate import model_shape
 from sota_grpo.assembly.memory import Learning, MicroBatch, kv_bytes_per_token, learner_memory, vllm_pool_bytes
 from sota_grpo.envs import TaskEnv
-from sota_grpo.functional.flops import shared_load, step_flops
+from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.staleness import max_groups_admitted
 from sota_grpo.policy.model_sizes import Architecture, architecture_of
 
@@ -235,7 +234,14 @@ def learner_of(job: Job, within_s: float) -> Learner:
     how, micro_tokens = sharding(model, cluster)
     fabric = cluster.links * cluster.network
     load = shared_load(job.prompt, [job.tokens] * GROUP).times(job.per_step)
-    gpu_s = step_flops(model_shape(model, 0), load) / (DEVICES["h100"].peak * cluster.mfu)
+    shape = ModelShape(
+        trainable_weights=model.layers * model.layer_matrices,
+        frozen_weights=0,
+        attention_width=model.layers * model.query_width,
+        head_weights=model.head_weights,
+        head_trainable=True,
+    )
+    gpu_s = step_flops(shape, load) / (DEVICES["h100"].peak * cluster.mfu)
     copies = max(1, math.ceil((job.learner_gpus or gpu_s / within_s) / how.ranks))
     gpus, whole = copies * how.ranks, 4 * model.parameters
     shards = how.ranks // cluster.gpus_per_node  # nodes of one copy

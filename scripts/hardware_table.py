@@ -37,7 +37,7 @@ def _cell(model: str, overrides: tuple[str, ...], memory_gib: int) -> str:
     from sota_grpo.config.spelling import overrides_of
 
     config = compose("grpo_gsm8k", [f"model.name={model}", "device=auto", *overrides])
-    found = estimate(config, memory_gib=memory_gib, prompt_tokens=PROMPT_TOKENS, probe=False)
+    found = estimate(config, memory_gib=memory_gib, prompt_tokens=PROMPT_TOKENS)
     if found.fits:
         return f"{max(device.peak / device.capacity for device in found.devices):.0%}".replace("%", " %")
     change = found.other_change if not overrides and found.other_change else found.change

@@ -177,7 +177,7 @@ def estimated(case: dict[str, Any]) -> int:
     }
     config = compose("grpo_cpu", [f"{name}={value}" for name, value in given.items()])
     learner = RunMemory(
-        config, architecture_from(model_config(case)), case["prompt"], Machine("cpu", 64 * GIB, None, 0)
+        config, architecture_from(model_config(case)), case["prompt"], Machine("cpu", 64 * GIB, 0)
     ).learner
     if case.get("gate"):
         return sum(learner[GATE].values()) - learner[GATE]["optimizer"]

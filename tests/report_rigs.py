@@ -145,24 +145,8 @@ def store(run_dir: Path, step: int, metrics: dict[str, float | None], fields: li
     save_step(run_dir, StoredStep(step, metrics, RowTable.of(rows), fields, pieces, measured, origin))
 
 
-def comparison(step: int = 0, names: Sequence[str] = ("grpo", "gspo"), **changes: Any) -> dict[str, Any]:
-    """What ``sota-grpo compare`` finds in a step: two tokens that differ, one sample of four tokens."""
-    figures = {"grad_norm": 0.5, "losses": {"loss/objective": -0.01}, "advantage": 0.7, "clipped": 0.125}
-    figures |= {"masked": 0.0, "without_advantage": 0.25, "mean_weight": None, "ess": 0.4}
-    of_token = {
-        name: {"coefficient": 1.5 - 3 * at, "advantage": 1.0, "clipped": at > 0} for at, name in enumerate(names)
-    }
-    place = {"group_id": 4, "sample_id": 1}
-    token = {**place, "before": "So 2 + 2", "after": " 4", "ratio": 1.1, "difference": 3.0, "algorithms": of_token}
-    lines = {name: [None, 0.0, 1.5 - 3 * at, -0.5] for at, name in enumerate(names)}
-    text = {**place, "reward": 1.0, "start": 0, "tokens": 4, "pieces": ["So", " 2", " =", " 4"], "coefficients": lines}
-    return {
-        **{"run": "RUN", "step": step, "checkpoint": None, "optimizer_step": 2, "optimizer_steps": 2, "samples": 8},
-        **{"num_tokens": 60, "ess": 0.98, "options": ["train.epochs=2"], "notes": ["A note."]},
-        "algorithms": dict.fromkeys(names, figures),
-        "cosines": {one: {other: 1.0 if one == other else 0.25 for other in names} for one in names},
-        "tokens": [{**token, "position": 2, "text": " ="}, {**token, "position": 3, "text": " 4"}],
-        "largest_difference": 3.0,
-        "texts": [text],
-        **changes,
-    }
+def replay_record(names: Sequence[str] = ("grpo", "gspo"), **changes: Any) -> dict[str, Any]:
+    """What ``sota-grpo replay`` leaves of a step under these algorithms."""
+    figures = [["", "stored", *names], ["grad_norm", "0.5", *("0.25" for _ in names)]]
+    cosines = [["cosine of gradients", *names], *([name, *("0.75" for _ in names)] for name in names)]
+    return {"title": "Step 0, 8 samples", "tables": [figures, cosines], "notes": ["A note."], **changes}

@@ -142,7 +142,7 @@ def whole_runs_fit(options: Options) -> Iterator[Finding]:
     """What the estimate says of the presets on this device."""
     family, sizes = SHAPES["qwen2.5-1.5b"]
     total = torch.cuda.get_device_properties(0).total_memory
-    model, machine = architecture_from(CONFIG_MAPPING[family](**sizes)), Machine("cuda", total, 1, 0)
+    model, machine = architecture_from(CONFIG_MAPPING[family](**sizes)), Machine("cuda", total, 0, 1)
     for device in RunMemory(compose("grpo_gsm8k", ["device=cuda"]), model, 512, machine).devices:
         moments = {name: sum(parts.values()) / GIB for name, parts in device.moments.items()}
         yield Finding(f"estimate of the default run, {device.name}", max(moments.values()) < total / GIB, moments)

@@ -1,6 +1,6 @@
-"""What every device, the machine of the learner and its disk hold of a run, before anything is built.
+"""What every device and the disk hold of a run before anything is built: arithmetic from config and shape of the model.
 
-Arithmetic from the config and the shape of the model alone; that of single parts is in :mod:`.memory`.
+That of single parts is in :mod:`.memory`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,11 @@ from sota_grpo.assembly.memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows
-from sota_grpo.config import (
-    Config,
-    has_reference,
-    model_name,
-    most_kept,
-    responses_per_step,
-)
+from sota_grpo.config import Config, has_reference, model_name, most_kept, responses_per_step
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import group_sizes, longest_response
 from sota_grpo.config.spelling import overrides_of, with_options
-from sota_grpo.engines import ENGINES, is_server
+from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import KEPT_SHARE
 from sota_grpo.functional.micro_batches import PromptGroup, fill
@@ -61,12 +55,9 @@ from sota_grpo.training.subject import NUM_SAMPLES
 
 GIB = 2**30
 MOST_GPUS = 128
-THRESHOLD = "MALLOC_MMAP_THRESHOLD_"  # of glibc: see sota_grpo.assembly.memory
 VLLM_CPU_POOL = GIB  # keys and values of vLLM on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
 CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces of the matrix library
-GRADER_BYTES = 60 * 2**20  # of a reward worker
 SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
-LOAD = "loading"  # where it can be more than what follows
 FILLED = 0.9  # of what is free while training, by micro-batches of train.micro_batch_tokens=auto
 _BY_MICRO_BATCHES = (SCORE, TRAIN, AT_WORK, GATE)  # moments that depend on their size
 _OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "lost in the heap", "reference: pass")
@@ -78,9 +69,9 @@ class Machine:
 
     device_type: str  # cuda or cpu
     memory: int  # bytes of each GPU, or of the whole machine
-    count: int | None  # GPUs; None: as many as the config asks for
-    process_bytes: int  # what a process holds on the device before any tensor
-    is_here: bool = True  # it can be measured on
+    process_bytes: int = CUDA_CONTEXT  # what a process holds on the device before any tensor
+    count: int | None = None  # GPUs; None: as many as the config asks for
+    is_here: bool = True
 
 
 @dataclass(frozen=True)
@@ -153,10 +144,9 @@ class RunMemory:
     def devices(self) -> list[DeviceMemory]:
         """Every device with what it holds at each moment.
 
-        In synchronous mode on one device, or on GPUs that engines and learner share, its parts take turns: sampling,
-        the reference's pass, training; an engine that shares a GPU with the learner sleeps through the latter two. With
-        other workers all are at work at once. Before the first step come the checks, where the learner compares two
-        gradients. On a CPU all processes share the memory of the machine, and nothing sleeps.
+        Parts that take turns on a device do so in synchronous mode on one device and on GPUs that engines and learner
+        share; an engine sleeps while its GPU's learner trains. Before the first step come the checks, where the learner
+        compares two gradients. On a CPU all processes share the memory of the machine, and nothing sleeps.
         """
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":
@@ -179,40 +169,28 @@ class RunMemory:
         own, passing = self.reference
         engine, problem = self.engine if engines else ({}, None)
         learner = self.learner if ranks else {}
-        if not plan.workers:
-            processes = 1 + (references > 0 and self.config.ref_model.process)
-        elif on_cpu:
-            processes = 1 + (ranks if ranks > 1 else 0) + (0 if is_server(plan.engine) else engines) + references
-        else:
-            in_share = kind == "vllm" and not plan.shared  # vLLM's share holds its own context, which does not sleep
-            processes = ranks + references + (0 if in_share else engines)
-        if on_cpu:
-            graders = GRADER_BYTES * self.config.env.reward_workers
-            base = {"libraries": processes * self.machine.process_bytes + graders}
-        else:
-            base = {"context": CUDA_CONTEXT * processes}
+        # vLLM's share of a GPU has its own context, which does not sleep
+        own_context = 0 if kind == "vllm" and not (plan.shared or on_cpu) else engines
+        alone = 1 + (references > 0 and self.config.ref_model.process)
+        processes = ranks + references + own_context if plan.workers else alone
+        base = {"libraries" if on_cpu else "context": processes * self.machine.process_bytes}
         base |= {"reference: weights": own * references} if references else {}
         if plan.workers and references:  # a process of its own keeps what a pass took
             base |= {"reference: pass": passing * references}
         if not self._take_turns:
             base |= {part: engines * size for part, size in engine.items()}
-            base |= {"weights on their way": self.model.parameters * 4} if on_cpu else {}  # in the workers' store
             moments = {AT_WORK: base}
             for moment, parts in learner.items():
                 moments[moment] = base | {part: ranks * size for part, size in parts.items()}
         else:
-            kept = ("engine: weights", "engine: keys and values") if kind == "vllm" else ("engine: weights",)
             asleep = {} if plan.placement.colocated else engine
-            if on_cpu:
-                asleep = {part: size for part, size in engine.items() if part in kept}
+            if on_cpu:  # nothing sleeps, and the embedded engine keeps its weights alone
+                asleep = {part: size for part, size in engine.items() if kind == "vllm" or part == "engine: weights"}
             resting = {part: learner[TRAIN][part] for part in ("weights", "optimizer") if learner}
             moments = {SAMPLE: base | resting | engine} if engines else {}
             if passing and (references or (ranks and not own)):
                 moments[SCORE] = base | resting | asleep | {"reference: pass": passing}
             moments |= {moment: base | parts | asleep for moment, parts in learner.items()}
-            if on_cpu and learner and self.how.quantized:  # the model is whole before it is in 4 bits
-                whole = {"weights": self.model.parameters * self.how.weight_bytes}
-                moments[LOAD] = base | whole | {part: engine[part] for part in kept if part in engine}
         present = {"learner": ranks, "engine": engines, "reference": references or (on_cpu and passing)}
         roles = tuple(role for role, count in present.items() if count)
         return DeviceMemory(name, roles, moments, self.machine.memory, problem)
@@ -224,7 +202,6 @@ class RunMemory:
 
     @cached_property
     def how(self) -> Learning:
-        """How the learner trains, in the terms of :mod:`sota_grpo.assembly.memory`."""
         model, device_type = self.config.train_model, self.plan.device_type
         weight_bytes, on_cpu = dtype_bytes(model.torch_dtype), device_type == "cpu"
         product_bytes = weight_bytes if trainer_precision(self.config, device_type) == "fp32" else 2
@@ -244,7 +221,7 @@ class RunMemory:
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
             kept=min(most_kept(self.config), self.model.vocab),
             kept_tiles=0 if on_cpu else self.machine.memory // KEPT_SHARE,
-            heap=on_cpu and platform.libc_ver()[0] == "glibc" and THRESHOLD not in os.environ,
+            heap=on_cpu and platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ,
         )
 
     @property
@@ -271,7 +248,7 @@ class RunMemory:
     def micro_batches(self, shares: int) -> list[MicroBatch]:
         """Those of an optimizer step in one of so many shares, if every sample is the largest; the heaviest first.
 
-        Ragged samples fill a micro-batch better, up to ``train.micro_batch_tokens``: the heaviest is taken to be full.
+        Ragged samples fill a micro-batch better, so the heaviest is taken to be full.
         """
         return self._step_in(shares, self.micro_batch_tokens)
 
@@ -283,10 +260,8 @@ class RunMemory:
     @cached_property
     def micro_batch_tokens(self) -> int:
         """``train.micro_batch_tokens``; of ``auto`` on a GPU the most with which learner and reference fill at most
-        :data:`FILLED` of what is free while they compute, on every device.
-
-        At most :data:`~sota_grpo.assembly.learning.MOST_TOKENS`, or one share of a step; not below the longest sample,
-        since that is computed whole in any case. A group above it is cut (:mod:`sota_grpo.functional.micro_batches`).
+        :data:`FILLED` of what is free while they compute, on every device: at most ``MOST_TOKENS``, or one share of a
+        step, and at least the longest sample, which is computed whole in any case.
         """
         if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
             return micro_batch_tokens(self.config)
@@ -321,8 +296,7 @@ class RunMemory:
         return f"{text}."
 
     @property
-    def forward_tokens(self) -> int:
-        """Of a micro-batch without a gradient."""
+    def _forward_tokens(self) -> int:
         return forward_tokens(self.micro_batch_tokens, self.plan.device_type)
 
     def _cut(self, rows: int, group: int, budget: int) -> list[MicroBatch]:
@@ -331,14 +305,11 @@ class RunMemory:
 
     @cached_property
     def learner(self) -> dict[str, Parts]:
-        """Peaks of one rank: in a step, and in the gate of a run that is resumed (a fresh one has no moments yet).
-
-        The rows of the gate are few, but cut by another budget than a step's, and computed in float32 on a CPU.
-        """
+        """Peaks of one rank: in a step, and in the gate of a resumed run, in float32 on a CPU."""
         how = self.how
         step = learner_memory(self.model, how, self.micro_batches(self.row_shares))
         if make_settings(self.config, self.plan.device_type).recompute or how.dropout:
-            scored = forward_bytes(self.model, how, self._step_in(self.row_shares, self.forward_tokens)[0])
+            scored = forward_bytes(self.model, how, self._step_in(self.row_shares, self._forward_tokens)[0])
             scoring = {part: step[part] for part in ("weights", "optimizer")} | {"activations": scored}
             step = max(step, scoring, key=lambda parts: sum(parts.values()))
         moments = {TRAIN if self._take_turns else AT_WORK: step}
@@ -357,7 +328,7 @@ class RunMemory:
         model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
         how = replace(self.how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, self.how.product_bytes))
         own = model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
-        return own, forward_bytes(model, how, self._step_in(1, self.forward_tokens)[0])
+        return own, forward_bytes(model, how, self._step_in(1, self._forward_tokens)[0])
 
     @property
     def num_engines(self) -> int:
@@ -400,23 +371,6 @@ class RunMemory:
             )
         return parts, None
 
-    @property
-    def host(self) -> dict[str, int] | None:
-        """Bytes by moment on the machine of the learner, beside the programs and their data; None on a CPU.
-
-        Of several ranks only rank 0 loads the model, and its machine is counted as if the others were there too.
-        """
-        if self.plan.device_type == "cpu":
-            return None
-        trained, saved = self.how.trained_bytes(self.model), self.how.optimizer_bytes(self.model)
-        engine = self.model.parameters * dtype_bytes(engine_dtype(self.config.inference_model.torch_dtype, "cuda"))
-        asleep = engine * self.num_engines if self.plan.placement.colocated and self._take_turns else 0
-        return {
-            "loading the model": self.model.parameters * self.how.weight_bytes,
-            "the checks": asleep + (trained if self.config.check.mode != "off" else 0),
-            "a checkpoint on its way to the disk": asleep + trained + saved,
-        }
-
 
 @lru_cache(maxsize=1024)
 def _micro_batches(prompt: int, response: int, rows: int, group: int, budget: int, shared: bool) -> list[MicroBatch]:
@@ -442,11 +396,11 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Disk:
-    """What a run writes."""
+    """What a run writes, in bytes: checkpoints of the trained weights and the optimizer's state, and the model."""
 
-    checkpoint: int  # bytes of one: the trained weights and the optimizer's state
+    checkpoint: int
     checkpoints: int  # that are there at once: those that are kept and the one that is being written
-    export: int  # bytes of the trained model at the end
+    export: int
 
     @property
     def total(self) -> int:
@@ -490,9 +444,8 @@ def require_disk(config: Config, run_dir: Path) -> None:
     needed = disk_of(config, model)
     if needed.total <= free:
         return
-    fewer: list[dict[str, Any]] = [
-        {"train.keep_checkpoints": count} for count in range(config.train.keep_checkpoints - 1, 0, -1)
-    ]
+    counts = range(config.train.keep_checkpoints - 1, 0, -1)
+    fewer: list[dict[str, Any]] = [{"train.keep_checkpoints": count} for count in counts]
     least = (fewer[-1] if fewer else {}) | ({"train.export_hf": False} if config.train.export_hf else {})
     adapter = {"train_model.lora.enabled": True}
     has_other = not config.train_model.lora.enabled and OPTIMIZERS[config.optimizer.name].trains_adapters

@@ -1,16 +1,8 @@
-"""A dry run: where the parts of a run would stand, what they would hold, how long it would take. Nothing is trained.
-
-How fast a device is comes from a probe: a few real passes of a model of the run's widths and few layers, timed. The
-learner's rate is in floating-point operations per second, as :mod:`sota_grpo.functional.flops` counts them, and so
-carries over to the whole model and to rows of any length. The engine's is the time of one token of all rows, which is
-scaled by the weights that it reads.
-"""
+"""A dry run: where the parts of a run would be, and what they would hold. Nothing is loaded or trained."""
 
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -20,37 +12,22 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils.benchmark import Timer
 
-from sota_grpo.assembly.device_memory import GIB, THRESHOLD, TRAIN, Disk, Machine, RunMemory, disk_of
+from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory, disk_of
 from sota_grpo.assembly.devices import Plan, describe
 from sota_grpo.assembly.learning import make_settings
-from sota_grpo.assembly.sampling import engine_dtype, kwargs_of_tasks, start_instances, task_of
-from sota_grpo.config import Config, has_reference, model_name, num_steps
+from sota_grpo.assembly.sampling import kwargs_of_tasks, start_instances, task_of
+from sota_grpo.config import Config, model_name, num_steps
 from sota_grpo.config.memory_rules import micro_batch_tokens
-from sota_grpo.config.mixture import (
-    groups_per_step,
-    has_dialogs,
-    longest_response,
-    mean_group_size,
-    mean_responses_per_step,
-    task_configs,
-)
+from sota_grpo.config.mixture import has_dialogs, longest_response, mean_responses_per_step, task_configs
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate
-from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
-from sota_grpo.functional.flops import ModelShape, forward_flops, recomputed_flops, shared_load, step_flops
-from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import MODEL_LOCK, find_architecture, load_tokenizer, resolve_model_path
-from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS
-from sota_grpo.rl.records import GroupRequest, Sampling
-from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.training.subject import NUM_PROMPTS, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -58,28 +35,6 @@ ASSUMED_GIB = 80  # of a GPU that is not here
 ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
 _BYTES_PER_TOKEN = 3  # of prompts whose tokenizer is not here; English text has four
 _MOST_CHANGES = 3  # options that a proposal may touch
-# the probe
-_MOST_WEIGHTS, _MOST_VOCAB = 150_000_000, 16_384  # of the model that is timed, where its widths allow
-_PROMPT, _RESPONSE, _GROUP = 64, 64, 8
-_WORK, _MOST_GROUPS = 2e10, 16  # operations of a pass of the learner, and the groups that it takes at most
-_TOKENS, _MOST_ROWS = 16, 128  # that the engine samples for each row; rows
-_SECONDS = 2.0  # of the learner's passes, once warm
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a training step at full length, and what they were computed from."""
-
-    learn_s: float
-    sample_s: float
-    response_s: float  # of one response in each of an engine's rows
-    reference_s: float
-    flops_per_s: float
-    sampled_tokens_per_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.learn_s + self.sample_s + self.reference_s
 
 
 @dataclass(frozen=True)
@@ -88,18 +43,15 @@ class Estimate(RunMemory):
 
     Args:
         places: where the facts come from: ``model``, ``prompt``, ``machine``, one phrase each.
-        num_problems, num_heldout: of the training split, and held out; None where the data is not here.
+        num_problems: of the training split; None where the data is not here.
         change: the options of the smallest one that makes it fit; None where it fits, or where nothing helps.
         other_change: those of the smallest one that still trains all weights, where ``change`` does not.
-        times: None where nothing was measured.
     """
 
     places: dict[str, str]
     num_problems: int | None
-    num_heldout: int | None = None
     change: dict[str, Any] | None = None
     other_change: dict[str, Any] | None = None
-    times: Times | None = None
 
     @property
     def refusal(self) -> str | None:
@@ -108,60 +60,17 @@ class Estimate(RunMemory):
             return None
         worst = self.worst
         reason = worst.problem or f"it needs {worst.peak / GIB:.1f} GiB and has {worst.capacity / GIB:.1f} GiB"
-        if self.change is None:
-            fix = "no change of memory options that is known here is enough; take a smaller model or larger devices"
-        else:
+        fix = "no change of memory options that is known here is enough; take a smaller model or larger devices"
+        if self.change is not None:
             peak = self.with_options(self.change).worst.peak
             fix = f"use {' '.join(overrides_of(self.change))} ({peak / GIB:.1f} GiB)"
         if self.other_change is not None:
             fix += f", or, to train all weights, {' '.join(overrides_of(self.other_change))}"
-        if worst.moments.get(TRAIN, {}).get("lost in the heap"):
-            fix += f" ({THRESHOLD}=1048576 in the environment saves memory too, and costs time)"
         return f"The run does not fit on {worst.name}: {reason}; {fix}."
-
-    @property
-    def num_evaluations(self) -> int:
-        """At the start, every ``eval.every`` steps, and at the end."""
-        every = self.config.eval.every
-        between = (num_steps(self.config) - 1) // every if every else 0
-        return 2 + between if self.config.eval.mode == "on" else 0
-
-    @property
-    def responses(self) -> dict[str, int]:
-        """Responses that the run samples: to train on, in all evaluations, and for the checks before training."""
-        options = self.config.eval
-        measured = options.num_samples if self.num_heldout is None else min(options.num_samples, self.num_heldout)
-        return {
-            "training": num_steps(self.config) * mean_responses_per_step(self.config),
-            "evaluation": self.num_evaluations * measured * (1 + options.avg_at_k),
-            "checks": NUM_PROMPTS * NUM_SAMPLES if self.config.check.mode != "off" else 0,
-        }
-
-    @property
-    def seconds(self) -> dict[str, float] | None:
-        """At full length, of what :attr:`responses` counts; None where nothing was measured.
-
-        The checks sample once, and pass their rows through the learner about four times.
-        """
-        times = self.times
-        if times is None:
-            return None
-        many, size = self.responses, mean_responses_per_step(self.config)
-        return {
-            "training": num_steps(self.config) * times.step_s,
-            "evaluation": many["evaluation"] / size * times.sample_s,
-            "checks": times.response_s + 4 * many["checks"] / size * times.learn_s if many["checks"] else 0.0,
-        }
-
-    @property
-    def disk(self) -> Disk:
-        """What is written to the run's directory."""
-        return disk_of(self.config, self.model)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: plain values, sizes in bytes."""
-        prompt, response = self.largest_sample
-        plan, disk = self.plan, self.disk
+        (prompt, response), plan, disk = self.largest_sample, self.plan, disk_of(self.config, self.model)
         return {
             "fits": self.fits,
             "refusal": self.refusal,
@@ -174,29 +83,18 @@ class Estimate(RunMemory):
             "problems": self.num_problems,
             "responses_per_step": mean_responses_per_step(self.config),
             "steps": num_steps(self.config),
-            "evaluations": self.num_evaluations,
-            "responses": self.responses,
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
             "micro_batch_tokens": self.micro_batch_tokens,
             "micro_batches_per_step": len(self.micro_batches(self.row_shares)),
-            "host_memory": self.host,
             "disk": asdict(disk) | {"total": disk.total},
             "devices": [asdict(device) | {"peak": device.peak} for device in self.devices],
-            "seconds": asdict(self.times) | {"step_s": self.times.step_s, "in_all": self.seconds}
-            if self.times
-            else None,
         }
 
 
 def estimate(
-    config: Config,
-    *,
-    memory_gib: float | None = None,
-    gpus: int | None = None,
-    prompt_tokens: int | None = None,
-    probe: bool = True,
+    config: Config, *, memory_gib: float | None = None, gpus: int | None = None, prompt_tokens: int | None = None
 ) -> Estimate:
-    """Plan the run of ``config``, add up its memory, and time a few passes where its device is here.
+    """Plan the run of ``config`` and add up its memory.
 
     Args:
         memory_gib: of each GPU, or of the machine on a CPU; None measures it, or assumes :data:`ASSUMED_GIB` GiB for
@@ -204,7 +102,6 @@ def estimate(
         gpus: that there are, for the run and for what is proposed; None: those of this machine, or, where it has none,
             as many as the config asks for.
         prompt_tokens: of the longest prompt; None measures it.
-        probe: whether to time anything, if it fits.
 
     Raises:
         UserError: the config breaks a rule, its devices cannot be shared out, its model or data cannot be read, or a
@@ -213,13 +110,12 @@ def estimate(
     validate(config)
     (model, model_place), teacher = _architectures(config)
     machine, machine_place = _find_machine(config, memory_gib, gpus)
-    run = RunMemory(config, model, prompt_tokens or 0, machine)
-    longest, prompt_place, problems = _prompts(config, prompt_tokens, run.context)
+    context = RunMemory(config, model, prompt_tokens or 0, machine).context
+    longest, prompt_place, problems = _prompts(config, prompt_tokens, context)
     places = {"model": model_place, "prompt": prompt_place, "machine": machine_place}
-    num_problems, num_heldout = problems or (None, None)
-    run = Estimate(config, model, longest, machine, places, num_problems, num_heldout, teacher=teacher)
+    run = Estimate(config, model, longest, machine, places, problems, teacher=teacher)
     if run.fits:
-        return replace(run, times=_times(run)) if probe and machine.is_here else run
+        return run
     change = smallest_change(run)
     trains_less = change is not None and "train_model.lora.enabled" in change
     return replace(run, change=change, other_change=smallest_change(run, with_lora=False) if trains_less else None)
@@ -235,24 +131,23 @@ def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architectu
 def _find_machine(config: Config, memory_gib: float | None, gpus: int | None) -> tuple[Machine, str]:
     """Where the run would be, and how that is known.
 
-    A config that says neither ``device`` nor a model of this machine is for GPUs, here or elsewhere.
+    A config that names neither ``device`` nor a model of this machine is for GPUs, here or elsewhere.
     """
     memory = None if memory_gib is None else int(memory_gib * GIB)
-    is_local = Path(resolve_model_path(model_name(config))).is_dir()
     elsewhere = config.ray.address is not None
     has_gpu = torch.cuda.is_available() and not elsewhere
-    if config.device == "cpu" or (config.device == "auto" and is_local and not has_gpu and not elsewhere):
+    is_local = Path(resolve_model_path(model_name(config))).is_dir() and not elsewhere
+    if config.device == "cpu" or (config.device == "auto" and is_local and not has_gpu):
         libraries = psutil.Process().memory_info().rss  # this process has those of a run loaded and nothing else
-        return Machine("cpu", memory or machine_bytes(), None, libraries), "the CPU of this machine"
+        return Machine("cpu", memory or machine_bytes(), libraries), "the CPU of this machine"
     if has_gpu:
         gpu, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
         said = "" if gpus is None else f", {gpus} as --gpus says"
-        return Machine(
-            "cuda", memory or gpu.total_memory, gpus or count, 0
-        ), f"{count} x {gpu.name} on this machine{said}"
+        machine = Machine("cuda", memory or gpu.total_memory, count=gpus or count)
+        return machine, f"{count} x {gpu.name} on this machine{said}"
     size, many = memory_gib or ASSUMED_GIB, "GPUs" if gpus is None else f"{gpus} GPU{'s' * (gpus > 1)}"
     source = "as --memory-gb says" if memory_gib else "assumed; --memory-gb says otherwise"
-    machine = Machine("cuda", int(size * GIB), gpus, 0, is_here=False)
+    machine = Machine("cuda", int(size * GIB), count=gpus, is_here=False)
     return machine, f"{many} of {size:g} GiB, none of them here ({source})"
 
 
@@ -264,20 +159,20 @@ def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config
         prompt_tokens: of the longest prompt.
     """
     tokens = micro_batch_tokens(config)
-    machine, _ = _find_machine(config, None, None)
-    is_open = config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda"
-    if is_open and machine.is_here:
-        model, teacher = _architectures(config)
-        run = RunMemory(config, model[0], prompt_tokens, machine, teacher=teacher)
-        vars(run)["plan"] = plan
-        tokens = run.micro_batch_tokens
-        logger.info(run.micro_batches_sentence)
-    elif is_open:
-        logger.info(
-            "train.micro_batch_tokens=auto is %s: the learner's GPUs are not on this machine, so their memory is not "
-            "known; sota-grpo estimate --memory-gb says how many tokens fill it.",
-            f"{tokens:,}",
-        )
+    if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
+        machine, _ = _find_machine(config, None, None)
+        if machine.is_here:
+            (model, _), teacher = _architectures(config)
+            run = RunMemory(config, model, prompt_tokens, machine, teacher=teacher)
+            vars(run)["plan"] = plan
+            tokens = run.micro_batch_tokens
+            logger.info(run.micro_batches_sentence)
+        else:
+            logger.info(
+                "train.micro_batch_tokens=auto is %s: the learner's GPUs are not on this machine, so their memory is "
+                "not known; sota-grpo estimate --memory-gb says how many tokens fill it.",
+                f"{tokens:,}",
+            )
     return with_options(config, {"train.micro_batch_tokens": tokens})
 
 
@@ -290,19 +185,18 @@ def machine_bytes() -> int:
     return min(limits)
 
 
-def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, tuple[int, int] | None]:
-    """Tokens of the longest prompt, how they are known, and how many problems are for training and held out.
+def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
+    """Tokens of the longest prompt, how they are known, and how many problems are trained on.
 
     What cannot be reached is assumed, but only of a hub: a path that is wrong is a mistake.
     """
-    task: Task | None = None
+    task, count = None, None
     try:
         task = task_of(config)
+        count = len(task.train)
     except DatasetError:
-        named = ((each.env.dataset_path, each.env.eval_path) for each in task_configs(config).values())
-        if any(paths != (None, None) for paths in named):
+        if any((each.env.dataset_path, each.env.eval_path) != (None, None) for each in task_configs(config).values()):
             raise
-    count = None if task is None else (len(task.train), len(task.heldout))
     if prompt_tokens is not None:
         if prompt_tokens >= context:
             leaves = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response"
@@ -326,8 +220,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         except UserError as error:  # a server that is not up yet, or runs where training will
             instances, lacks = {}, f", without their tools: {error}"
         kwargs = kwargs_of_tasks(config, instances)
-    limit = context - 1
-    env = TaskEnv(task, tokenizer, multi_turn=has_dialogs(config), max_prompt_tokens=limit, **kwargs)
+    env = TaskEnv(task, tokenizer, multi_turn=has_dialogs(config), max_prompt_tokens=context - 1, **kwargs)
     longest = env.check_prompts(skip=config.env.skip_unreadable)
     return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts{lacks}", count
 
@@ -382,130 +275,3 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
     elif with_lora and kind.trains_adapters:
         adapter = {"train_model.lora.enabled": True}
         yield 8, [adapter, *(adapter | half for half in halves)]
-
-
-def _times(run: RunMemory) -> Times:
-    config, how, per_step = run.config, run.how, mean_responses_per_step(run.config)
-    rows = min(per_step, run.engine_rows, _MOST_ROWS)
-    flops_per_s, token_s = _measure(run, rows)
-    (prompt, response), group = run.largest_sample, math.ceil(mean_group_size(config))
-    shape = model_shape(run.model, how.rank)
-    load = shared_load(prompt, [response] * group).times(groups_per_step(config))
-    settings = make_settings(config, run.plan.device_type)
-    learn = settings.epochs * (step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=how.checkpointing))
-    passes = int(settings.recompute) + (settings.epochs if settings.top_entropy_quantile < 1 else 0)
-    learn += passes * forward_flops(shape, load)
-    sample_s = per_step / (rows * run.num_engines) * response * token_s
-    return Times(
-        learn_s=learn / flops_per_s / run.num_ranks,
-        sample_s=sample_s,
-        response_s=response * token_s,
-        reference_s=forward_flops(model_shape(run.teacher or run.model, 0), load) / flops_per_s
-        if has_reference(config)
-        else 0.0,
-        flops_per_s=flops_per_s,
-        sampled_tokens_per_s=per_step * response / sample_s,
-    )
-
-
-def _measure(run: RunMemory, rows: int) -> tuple[float, float]:
-    """Time the learner and the embedded engine with a model of the same widths, made quickly for its few layers.
-
-    Returns:
-        Operations per second of the learner's passes, what they compute twice counted twice, and seconds in which the
-        engine samples one token for each of ``rows`` rows of the whole model.
-    """
-    vocab, device = min(run.model.vocab, _MOST_VOCAB), run.plan.device_type
-    room = max(0, _MOST_WEIGHTS - vocab * run.model.hidden) // run.model.layer_matrices
-    small = replace(run.model, vocab=vocab, layers=min(run.model.layers, max(1, room)), tied=True, other=0)
-    net = _random_model(small, device, torch.float32 if run.how.weight_bytes == 4 else torch.bfloat16)
-    dtype = getattr(torch, engine_dtype(run.config.inference_model.torch_dtype, device))
-    token_s = _token_seconds(net, small, rows, dtype) * _decode_weights(run.model) / _decode_weights(small)
-    shape, one = model_shape(small, run.how.rank), shared_load(_PROMPT, [_RESPONSE] * _GROUP)
-    groups = min(_MOST_GROUPS, 1 + int(_WORK / step_flops(shape, one)))
-    load = one.times(groups)
-    work = step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=False)
-    return work / _learn_seconds(net, small, run, groups), token_s
-
-
-def model_shape(model: Architecture, rank: int) -> ModelShape:
-    """What the operations of a model are counted from; ``rank`` of its adapter, 0 without."""
-    matrices = model.layers * model.layer_matrices
-    return ModelShape(
-        trainable_weights=model.adapter_parameters(rank) if rank else matrices,
-        frozen_weights=matrices if rank else 0,
-        attention_width=model.layers * model.query_width,
-        head_weights=model.head_weights,
-        head_trainable=not rank,
-    )
-
-
-def _decode_weights(model: Architecture) -> int:
-    """Weights that are read for every token: all layers' matrices and the head."""
-    return model.layers * model.layer_matrices + model.head_weights
-
-
-def _random_model(model: Architecture, device: str, dtype: torch.dtype) -> Any:
-    """Weights that are all alike: they take no time to draw, and products do not depend on what is multiplied."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    options: dict[str, Any] = {"head_dim": model.head_dim}  # not in its signature
-    config = Qwen2Config(
-        hidden_size=model.hidden,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        intermediate_size=model.intermediate,
-        vocab_size=model.vocab,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        **options,
-    )
-    with MODEL_LOCK, torch.device("meta"):
-        net: Any = Qwen2ForCausalLM(config)
-    net = net.to(dtype).to_empty(device=device)
-    net.tie_weights()
-    with torch.no_grad():
-        for tensor in [*net.parameters(), *net.buffers()]:
-            tensor.fill_(0.01)
-    return net
-
-
-def _learn_seconds(net: Any, model: Architecture, run: RunMemory, groups: int) -> float:
-    """Of one forward and backward pass over so many groups, the fastest of some."""
-    how, device = run.how, run.plan.device_type
-    net = add_lora(net, r=how.rank, alpha=how.rank) if how.rank else net
-    policy = CausalPolicy(net.train(), shared_prompt=not how.repeats_keys)
-    rows = groups * _GROUP
-    tokens = torch.arange(rows * (_PROMPT + _RESPONSE), device=device).view(rows, -1) % model.vocab
-    tokens[:, :_PROMPT] = tokens[::_GROUP, :_PROMPT].repeat_interleave(_GROUP, 0)
-    completion_mask = (torch.arange(_PROMPT + _RESPONSE, device=device) >= _PROMPT).expand(rows, -1)
-
-    def once() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=how.product_bytes < how.weight_bytes):
-            log_probs, _ = policy.log_probs(tokens, torch.ones_like(completion_mask), completion_mask)
-        log_probs.sum().backward()
-        policy.zero_grad(set_to_none=True)
-
-    timer = Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=_SECONDS).times)
-
-
-def _token_seconds(net: Any, model: Architecture, rows: int, dtype: torch.dtype) -> float:
-    """Of one token of all rows: the difference between a short and a longer response, which both have the prompt."""
-    engine = TransformersEngine(
-        net, eos_token_ids=[0], pad_token_id=0, max_model_len=1024, max_rows=rows, device=net.device, dtype=dtype
-    )
-    group = min(_GROUP, rows)
-    prompt = tuple(1 + index % (model.vocab - 1) for index in range(_PROMPT))
-    requests = [GroupRequest(index, prompt, group, index) for index in range(max(1, rows // group))]
-
-    def seconds(tokens: int) -> float:
-        began = time.perf_counter()
-        list(engine.generate(requests, Sampling(max_tokens=tokens, ignore_eos=True)))
-        return time.perf_counter() - began
-
-    seconds(2)  # the first call of everything
-    short, long = seconds(1), seconds(1 + _TOKENS)
-    engine.close()
-    return max(long - short, 1e-6) / _TOKENS

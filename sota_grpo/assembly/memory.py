@@ -1,27 +1,22 @@
-"""Bytes that a training step holds at its peak, counted from the shape of a model.
+"""Bytes that a training step, a reference and an engine hold at their peak, counted from the shape of a model.
 
-Plain numbers in, bytes out. What is counted is what this project's own code keeps: rows packed with each prompt once
-and attention that saves its inputs, its output and one number per token and head
-(:mod:`sota_grpo.policy.shared_prompt`), logits in tiles (:mod:`sota_grpo.functional.log_probs`), an update in place.
+What is counted is what this project's own code keeps: rows packed with each prompt once and attention that saves its
+inputs, its output and one number per token and head (:mod:`sota_grpo.policy.shared_prompt`), logits in tiles
+(:mod:`sota_grpo.functional.log_probs`), an update in place.
 
 **A decoder layer** saves for its backward pass, per token, with ``H`` hidden, ``Q`` and ``K`` the widths of queries and
 of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the matrix products (2 under autocast, else
 ``c = w``)::
 
-    two norms         2 (4 H + 4)             their inputs, always in float32, and the inverse roots
-                      2 w H                   what they normed: the gradient of their weights needs it
-    their outputs     2 c H                   inputs of q, k, v and of gate, up; under autocast each of the five
-                                              casts its own: 5 c H
+    two norms         2 (4 H + 4) + 2 w H     their inputs in float32, the inverse roots, and what they normed
+    their outputs     2 c H                   inputs of q, k, v and of gate, up; under autocast five casts: 5 c H
     attention         2 c Q + 2 c K + 4 heads queries and output, keys and values, log-sum of each head
     MLP               4 c I                   gate, silu(gate), up, and their product
 
-    float32           4 (6 H + 2 Q + 2 K + 4 I + heads + 2)
-
-The output of the attention is the input of ``o``, and positions enter the queries by a product with constants, so
-neither is saved twice. With frozen weights (LoRA) the norms keep no ``w H``; each linear layer keeps ``rank`` numbers
-more, and under dropout its own noise and dropped input. Under checkpointing a layer keeps its input ``w H`` alone, and
-one layer at a time is there in full. Compiled layers keep less: 0.6 of it puts five peaks of an H100 within 6 %, in
-float32 under autocast without an adapter, and is taken there alone.
+With frozen weights (LoRA) the norms keep no ``w H``; each linear layer keeps ``rank`` numbers more, and under dropout
+its own noise and dropped input. Under checkpointing a layer keeps its input ``w H`` alone, and one layer at a time is
+there in full. Compiled layers keep less: 0.6 of it puts five peaks of an H100 within 6 %, in float32 under autocast
+without an adapter, and is taken there alone.
 
 **The moments of an optimizer step** that can be its peak, for the first micro-batch, which finds no gradients, and the
 next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``)::
@@ -29,22 +24,9 @@ next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``
     head        activations of all layers, tiles of logits, E, the gradient of the hidden states
     decoder     activations of all layers, E where it waits for a tied embedding or is new, one MLP's gradients
     embedding   G, and where head and embedding are tied, E once more: each has made a dense gradient by then
-
     step        G, and what the optimizer works with (:mod:`sota_grpo.policy.optimizers`)
 
 Weights and the optimizer's state are there throughout.
-
-**The C library's heap** (glibc, on a CPU) gives tensors below 32 MiB room that others have left only in part: gradients
-that are made while activations go lie between their pieces. So high-water marks add up instead of taking turns, and
-some is never used again: measured, a tenth of the activations; 0.5 to 1.1 of them with an adapter, whose gradients are
-small and many (0.8 is taken); under checkpointing 0.4 of what all layers would save. ``MALLOC_MMAP_THRESHOLD_=1048576``
-in the environment gives every larger tensor pages of its own, which ends that and costs 4 to 36 % of the time. Under
-autocast on a CPU the matrix library holds some 60 MiB more, which are not counted.
-
-**Those who only read a model** hold bytes beside its weights, too: the reference in its pass, an engine. The embedded
-engine's are those of :mod:`sota_grpo.engines.decode_attention` and :mod:`sota_grpo.engines.transformers_engine`; vLLM
-takes the share of the device that it is given, and what is left of that after its weights and its largest pass are keys
-and values.
 """
 
 from __future__ import annotations
@@ -58,8 +40,7 @@ from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
 
 TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 2**30  # of sota_grpo.functional.log_probs
-HEAP_TENSOR = 32 * 2**20  # glibc's largest threshold above which memory comes in pages of its own
-LOST, LOST_WITH_ADAPTER, LOST_UNDER_CHECKPOINTING = 0.1, 0.8, 0.4  # see the module
+HEAP = 0.18  # of all tensors of a learner on a CPU: what glibc's heap cannot give back, 0.16 to 0.23 measured
 KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
 COMPILED = 0.6  # of what eager layers save, see the module
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
@@ -103,18 +84,10 @@ class Learning:
         return Trained.of(model, rank=self.rank, weight_bytes=self.weight_bytes)
 
     def base_bytes(self, model: Architecture) -> int:
-        """Of the weights themselves, without an adapter.
-
-        In 4 bits 64 of a matrix share a scale of 8 bits, and 256 of these one in float32 (arXiv:2305.14314, section 3).
-        """
+        """Of the weights without an adapter; in 4 bits with scales as in arXiv:2305.14314, section 3."""
         matrices = model.layers * model.layer_matrices if self.quantized else 0
         packed = matrices // 2 + matrices // 64 + matrices // (64 * 64)
         return (model.parameters - matrices) * self.weight_bytes + packed
-
-    def dequantized_bytes(self, model: Architecture) -> int:
-        """Of the largest matrix of a layer as it is computed with: one at a time, beside its copy in half precision."""
-        largest = max(inputs * outputs for inputs, outputs in model.linear_layers)
-        return largest * (self.weight_bytes + (self.product_bytes if self.casts else 0)) if self.quantized else 0
 
     def optimizer_bytes(self, model: Architecture) -> int:
         """What the optimizer keeps between two steps."""
@@ -156,15 +129,13 @@ def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """What the decoder has saved when its last layer is through: its layers, or under checkpointing their inputs.
 
-    Beside them stand the cosines and sines of the positions, once for all layers, and the last norm; under autocast
-    without checkpointing the weights in half precision, from which the gradients of the inputs are computed.
+    Besides, the cosines and sines of the positions, once for all layers, and the last norm; under autocast without
+    checkpointing the weights in half precision, from which the gradients of the inputs are computed.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     >>> rows = MicroBatch(tokens=10, predicted=6, slots=20)
     >>> decoder_bytes(tiny, Learning(), rows)  # 2 layers of 10 * 4 (48 + 16 + 8 + 64 + 2 + 2), positions 320, norm 680
     12200
-    >>> decoder_bytes(tiny, Learning(checkpointing=True), rows)  # 2 inputs of 320, positions 320, norm 680
-    1640
     """
     if how.checkpointing:
         layers = model.layers * rows.tokens * how.weight_bytes * model.hidden
@@ -184,12 +155,6 @@ def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
 
 
-def _kept_tiles_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Of the probabilities that the head keeps from its forward to its backward pass, where they are few enough."""
-    size = rows.predicted * model.vocab * how.product_bytes
-    return size if size <= how.kept_tiles and not (how.rank or how.kept or how.parallel > 1) else 0
-
-
 def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """Of the head's backward pass: tiles, the gradient of the hidden states, one tile of that of the weight."""
     wide = 4 * rows.predicted * model.hidden
@@ -199,24 +164,20 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
         return how.tile_bytes + 2 * wide
     half = how.product_bytes if how.product_bytes < 4 else 0
     columns = math.isqrt(how.tile_bytes // (8 + half))
-    tile = how.tile_bytes + 4 * model.hidden * min(columns, model.vocab) + _kept_tiles_bytes(model, how, rows)
+    probabilities = rows.predicted * model.vocab * how.product_bytes  # kept for the backward pass where they are few
+    kept = probabilities if probabilities <= how.kept_tiles and how.parallel == 1 else 0
+    tile = how.tile_bytes + 4 * model.hidden * min(columns, model.vocab) + kept
     return tile + wide + half * rows.predicted * model.hidden
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> Parts:
     """Peak of an optimizer step on one rank, once the optimizer has its moments.
 
-    Args:
-        micro_batches: of the step, the heaviest first; only the first two count.
+    Of ``micro_batches``, the heaviest first, only the first two count.
 
-    Worked example, one micro-batch of 10 tokens and a tied vocabulary of 32: 1448 parameters, so 5792 bytes of weights
-    and of gradients and 11584 of moments. In the decoder's backward pass there are ``E`` = 1024 bytes of gradients and
-    12200 + 20 * 150 of activations, less the last norm (680), more the MLP's (10 * 192); at its end 5792 + 1024. The
-    head's moment has 8 MiB of tiles, which decide here:
-
-    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
     >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
-    >>> parts | {"logits": parts["logits"] - 8 * 2**20}
+    >>> parts | {"logits": parts["logits"] - 8 * 2**20}  # the tiles decide: the head's moment, 12200 + 20 * 150 + 360
     {'weights': 5792, 'gradients': 1024, 'optimizer': 11584, 'activations': 15560, 'logits': 1216}
     """
     weights, whole, optimizer = _standing_bytes(model, how)
@@ -229,29 +190,18 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     moments.append((whole + made_anew, 0, 0))
     stepping = OPTIMIZERS[how.optimizer].step_bytes(how.trained(model), how.on_cpu)
     moments.append((whole, 0, stepping))
-    gradients, activations, logits = worst = max(moments, key=sum)
+    gradients, activations, logits = max(moments, key=sum)
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     parts |= {"activations": activations, "logits": logits}
-    lost = _heap_bytes(model, how, micro_batches[0], moments, worst) if how.heap else 0
-    return parts | ({"lost in the heap": lost} if lost else {})
+    return parts | ({"lost in the heap": int(HEAP * sum(parts.values()))} if how.heap else {})
 
 
 def gate_memory(
     model: Architecture, how: Learning, together: Sequence[MicroBatch], alone: Sequence[MicroBatch]
 ) -> Parts:
-    """Peak while the gate compares two gradients of the same rows (``Learner.gradient_gap``).
+    """Peak while the gate compares two gradients of the same rows, cut in two ways (``Learner.gradient_gap``).
 
     The first waits in the host's memory: beside the second where the learner computes there too, apart from a GPU.
-
-    Args:
-        together: the micro-batches of the first, the heaviest first.
-        alone: those of the second.
-
-    One row that is a micro-batch of its own in both makes the same gradient twice:
-
-    >>> tiny, rows = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64), [MicroBatch(10, 6, 20)]
-    >>> [gate_memory(tiny, Learning(on_cpu=cpu), rows, rows)["gradients"] for cpu in (True, False)]
-    [6816, 1024]
     """
     first, second = (learner_memory(model, how, batches) for batches in (together, alone))
     if how.on_cpu:
@@ -269,7 +219,8 @@ def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: 
     saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
     of_head = head_bytes(model, how, rows)
     one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
-    one_layer += how.dequantized_bytes(model)
+    if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
+        one_layer += _largest_matrix(model) * (w + (c if how.casts else 0))
     if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.attention_tables
         one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
     cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
@@ -283,25 +234,6 @@ def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: 
         # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
         moments.append((0, saved + of_head + model.layers * cast, how.tile_bytes))
     return moments
-
-
-def _heap_bytes(
-    model: Architecture, how: Learning, rows: MicroBatch, moments: Sequence[_Moment], worst: _Moment
-) -> int:
-    """What the heap holds beyond the worst moment: other moments' gradients, activations and tiles, and lost room.
-
-    Only tensors below :data:`HEAP_TENSOR` come from it: the wide ones are those of the MLP.
-    """
-    narrow, wide = (rows.tokens * how.product_bytes * width for width in (model.hidden, model.intermediate))
-    if narrow >= HEAP_TENSOR:
-        return 0
-    layer = layer_bytes(model, how, rows)
-    share = 1 - 4 * wide / layer if wide >= HEAP_TENSOR else 1.0
-    highest = [max(sizes) for sizes in zip(*moments)]
-    lost = (LOST_WITH_ADAPTER if how.rank else LOST) * highest[1]
-    if how.checkpointing:
-        lost = LOST_UNDER_CHECKPOINTING * model.layers * layer
-    return int(share * (sum(highest) - sum(worst) + lost))
 
 
 def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
@@ -323,19 +255,19 @@ def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
     )
 
 
+def _largest_matrix(model: Architecture) -> int:
+    return max(inputs * outputs for inputs, outputs in model.linear_layers)
+
+
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """What a forward pass without gradient holds beside the weights (the reference): one layer's MLP, and the head.
 
-    In the MLP stand three numbers per unit of its width (``silu(gate)``, ``up``, their product), and three of the
+    In the MLP there are three numbers per unit of its width (``silu(gate)``, ``up``, their product), and three of the
     residual stream; under autocast one matrix is cast at a time.
-
-    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
-    >>> forward_bytes(tiny, Learning(), MicroBatch(tokens=10, predicted=6, slots=20)) - 8 * 2**20
-    6072
     """
     c, w = how.product_bytes, how.weight_bytes
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
-    cast = c * max(inputs * outputs for inputs, outputs in model.linear_layers) if how.casts else 0
+    cast = c * _largest_matrix(model) if how.casts else 0
     hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
     return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes + rows.predicted * how.kept * KEPT_BYTES
 
@@ -350,55 +282,30 @@ def _pass_bytes(model: Architecture, tokens: int, number_bytes: int) -> int:
     return tokens * 3 * number_bytes * (model.intermediate + model.hidden)
 
 
-def grown_columns(tokens: int) -> int:
-    """Columns of the embedded engine's cache after ``tokens`` tokens: it grows by half, at least by 64.
-
-    >>> [grown_columns(n) for n in (1, 65, 66, 300)]
-    [65, 65, 130, 444]
-    """
-    columns = 0
-    while columns < tokens:
-        end = columns + 1
-        columns = end + max(64, end // 2)
-    return columns
-
-
 def embedded_engine_bytes(
     model: Architecture, sample: tuple[int, int], *, number_bytes: int, prompts: int, rows: int
 ) -> tuple[int, int]:
-    """Keys and values, and what the pass of a token needs beside them, at the end of the longest responses.
+    """Keys and values of ``prompts`` and ``rows`` at their longest (tokens of prompt and response), and a pass beside.
 
-    Each prompt's keys and values are there once, a row's own in :func:`grown_columns`. A pass needs the logits, twice
-    in float32 beside the engine's own dtype (scaled, and as probabilities), and the results of all rows; or, at the
-    beginning, an MLP of :data:`PREFILL_TOKENS` tokens.
-
-    Args:
-        sample: tokens of the longest prompt and response.
-        number_bytes: of the engine's dtype.
-        prompts, rows: groups that are sampled together, and their samples.
+    Each prompt's keys and values are there once, a row's own grow by half, at least by 64. A pass needs the logits,
+    twice in float32 beside the engine's own dtype, and the results of all rows; at the beginning an MLP.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     >>> embedded_engine_bytes(tiny, (10, 20), number_bytes=4, prompts=1, rows=2)
     (8960, 589824)
     """
     prompt, response = sample
-    columns = prompts * prompt + rows * grown_columns(response)
+    grown = 0
+    while grown < response:
+        grown = grown + 1 + max(64, (grown + 1) // 2)
     token = rows * (model.vocab * (number_bytes + 8) + 16 * response)
     prefill = _pass_bytes(model, PREFILL_TOKENS, number_bytes)
-    return kv_bytes_per_token(model, number_bytes) * columns, max(token, prefill)
+    return kv_bytes_per_token(model, number_bytes) * (prompts * prompt + rows * grown), max(token, prefill)
 
 
 def vllm_pool_bytes(model: Architecture, share: int, *, number_bytes: int, rows: int, parallel: int = 1) -> int:
-    """What vLLM has left of its ``share`` for keys and values on each of ``parallel`` devices; below 0 where that is
-    too small for the weights.
-
-    ``share - weights / n - one pass of 8192 tokens - float32 logits of all rows, twice``. The pass is an estimate: vLLM
-    measures it when it starts.
-
-    >>> from sota_grpo.policy.model_sizes import architecture_of
-    >>> pool = vllm_pool_bytes(architecture_of("Qwen/Qwen2.5-1.5B"), 20 * 2**30, number_bytes=2, rows=128)
-    >>> round(pool / 2**30, 1)
-    16.5
+    """What vLLM has left of its ``share`` for keys and values on each of ``parallel`` devices, below 0 if it is too
+    small: less the weights, one pass of 8192 tokens (vLLM measures its own), and float32 logits of all rows, twice.
     """
     weights = model.parameters * number_bytes // parallel
     return share - weights - _pass_bytes(model, VLLM_PASS_TOKENS, number_bytes) // parallel - rows * model.vocab * 8

@@ -1,7 +1,8 @@
 """A stored training step computed again, offline and on the CPU: its advantages, its losses and its gradients.
 
 No engine is started, nothing is sampled or graded: responses and rewards are those that were stored, the weights and
-the optimizer those of the checkpoint before the step, and the step is done by the learner that did it.
+the optimizer those of the checkpoint before the step, and the step is done by the learner that did it. Other algorithms
+take the same step, each with its own advantages, loss weights and surrogate.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -22,7 +24,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from sota_grpo import keys
-from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
+from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, algorithms_of, load_config, overrides_under
 from sota_grpo.assembly.learning import kl_in_reward, make_advantage, make_learner, make_model, make_policy
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.spelling import walk, with_options
@@ -33,7 +35,7 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.run_files import STEPS_FOLDER
 from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
 from sota_grpo.rl.objective_files import surrogate
-from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens
+from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_reference
@@ -49,19 +51,20 @@ FIGURES = (
     *("entropy_coef", "entropy_threshold"),
     "distill/reverse_kl",
     *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "gradient_share/max_token"),
-    *("kl_approx", "mismatch_kl", "lr"),
+    *("tokens/with_advantage", "tokens/with_gradient", "kl_approx", "mismatch_kl", "lr"),
 )
 TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _JUDGED = (*_LOSSES, "grad_norm")
-_SAME_ADVANTAGE = 1e-6
-ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
+_ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
 _OF_THE_COLLECTION = (
     *(f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")),
 )
 _ALGORITHM = {name for name, _, _ in walk() if name.startswith("algorithm.")} - {"algorithm.name"}
-COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss"}
-MEMORY = "train.micro_batch_tokens"
+_STEPS = ("train.epochs", "train.optim_batch_size")  # into how many optimizer steps the training step is divided
+_COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss", *_STEPS}
+_MEMORY = "train.micro_batch_tokens"
+_CHUNK = 1 << 22  # numbers of a gradient that are read at a time
 
 
 @dataclass(frozen=True)
@@ -78,59 +81,63 @@ class Replay:
     """A step computed once."""
 
     figures: dict[str, float | None]  # those of FIGURES that there are; None where nothing could be measured
-    advantages: Tensor  # [N], in the order of the stored rows
-    #: By group and sample, for each use of the row which of its trained tokens the clip took the gradient of.
-    clipped: dict[tuple[int, int], list[Tensor]]
     optimizer_steps: int  # taken in the training step
+    #: Of all trained parameters, before its norm is clipped, summed over the optimizer steps; None: not asked for.
+    gradient: Tensor | None = None
 
 
 def replayed(
     run_dir: Path, number: int | None, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> dict[str, Any]:
-    """Replay a stored step as the run did it and, with ``overrides``, under other options; plain values throughout.
+    """Replay a stored step as the run did it and under other algorithms; plain values throughout.
+
+    Every algorithm takes the whole training step as a run under it would: the same responses, rewards and initial
+    weights, and then its own optimizer steps.
 
     Args:
         run_dir: of the run; nothing is written there.
         number: of the step; None: the last that can be replayed.
-        overrides: such as ``["algorithm=dapo"]``.
-        trust: run the Python files of the run's model (``model.trust_remote_code`` in its config).
+        overrides: ``algorithm=A,B,..``, each a preset, ``FILE.py:FUNCTION`` (the run's algorithm with this objective)
+            or ``run``, its own; further options hold for all of them.
+        trust: consent to what the run's own config asks for.
 
     Returns:
-        ``figures``: by name ``stored``, ``replayed`` and ``difference``, with overrides also ``other`` and
-        ``other_difference`` (from ``replayed``); None where nothing was measured. ``agrees``: losses and gradient norm
-        are the stored ones to ``TOLERANCE``. ``worst``: which of them is furthest from it and how far, relatively; None
-        where only one side has it. ``notes``: sentences. With overrides ``advantages`` and ``clip``: what changed.
+        ``figures``: by name ``stored``, ``replayed``, ``difference`` and, by algorithm, ``under``; None where nothing
+        was measured. ``agrees``: losses and gradient norm are the stored ones to ``TOLERANCE``. ``worst``: which of
+        them is furthest from it and how far, relatively; None where only one side has it. ``algorithms``: their names.
+        ``cosines``: between the gradients of ``replayed`` and of the algorithms, by name and name; None beside a
+        gradient of 0; empty without algorithms. ``notes``: sentences.
 
     Raises:
         UserError: the step cannot be replayed, or not under these options.
     """
     step = open_step(run_dir, number, trust=trust)
-    own_config, other_config, left = replay_configs(step, run_dir, overrides)
-    logger.info("Computing step %d as the run did.", step.stored.step)
-    own = replay(step, own_config)
-    other = None
-    if other_config is not None:
-        logger.info("Computing it under %s.", " ".join(overrides))
-        other = replay(step, other_config)
-    rows = step.stored.rows
-    name, distance = worst_distance(step.stored.metrics, own.figures)
-    result: dict[str, Any] = {
-        "run": str(run_dir),
-        "step": step.stored.step,
-        "checkpoint": None if step.checkpoint is None else step.checkpoint.name,
-        "samples": len(rows),
-        "groups": len(rows.get(keys.GROUP_ID).unique()),
-        "optimizer_steps": own.optimizer_steps,
-        "overrides": list(overrides),
-        "figures": _figures(step, own, other),
-        "agrees": distance <= TOLERANCE,
-        "worst": {"name": name, "relative_difference": distance if math.isfinite(distance) else None},
-        "notes": replay_notes(step, left),
-    }
-    if other is not None:
-        result["notes"] = [*equal_ratios(own), *result["notes"]]
-        result |= {"advantages": _advantages(step, own, other), "clip": _clip(own, other)}
-    return result
+    own_config, others, notes = replay_configs(step, run_dir, overrides)
+    with TemporaryDirectory() as folder:
+        files = {name: Path(folder) / str(index) for index, name in enumerate(["replayed", *others]) if others}
+        logger.info("Computing step %d as the run did.", step.stored.step)
+        own = replay(step, own_config, files.get("replayed"))
+        under = {}
+        for name, config in others.items():
+            logger.info("Computing it under %s.", name)
+            under[name] = replay(step, config, files[name])
+        rows = step.stored.rows
+        name, distance = worst_distance(step.stored.metrics, own.figures)
+        return {
+            "run": str(run_dir),
+            "step": step.stored.step,
+            "checkpoint": None if step.checkpoint is None else step.checkpoint.name,
+            "samples": len(rows),
+            "groups": len(rows.get(keys.GROUP_ID).unique()),
+            "optimizer_steps": own.optimizer_steps,
+            "overrides": list(overrides),
+            "algorithms": list(under),
+            "figures": _figures(step, own, under),
+            "agrees": distance <= TOLERANCE,
+            "worst": {"name": name, "relative_difference": distance if math.isfinite(distance) else None},
+            "cosines": cosines({"replayed": own, **under}) if under else {},
+            "notes": [*equal_ratios(under.values()), *replay_notes(step), *notes],
+        }
 
 
 def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) -> Step:
@@ -157,49 +164,47 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
     raise UserError(f"Step {number} of {run_dir} is not stored; {others} ({more}).")
 
 
-def replay(step: Step, config: Config) -> Replay:
+def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Replay:
     """Compute the step once more, in float32 on the CPU, as the run did or under the algorithm of ``config``.
 
     Args:
         config: of the run but for its algorithm and its KL term.
+        gradient_file: where the gradient is kept, 4 bytes a trained parameter. None: it is not.
 
     Raises:
-        UserError: the model is not there, or the step is not finite under ``config``.
+        UserError: the model is not there, the step is not finite under ``config``, or the gradient has no room.
         CheckpointError: the checkpoint is damaged.
     """
     rows = scored_rows(step, config)
-    with restored(step, config, ClipWatch) as learner:
+    with _restored(step, config) as learner:
+        gradient = None if gradient_file is None else _summed_gradient(learner.parameters, gradient_file)
         before = learner.optimizer_steps
         try:
             update = learner.update(rows)
         except NonFiniteStep as error:
-            raise not_finite(step) from error
+            raise UserError(f"Step {step.stored.step} is not finite when it is computed like this.") from error
     advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()
+    sampled = torch.tensor([float(mask.sum()) for mask in rows.parts(keys.ASSISTANT_MASK)])
+    count = sampled.sum().item() or math.nan
     values = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
-    return Replay(
-        figures={name: values[name] for name in FIGURES if name in values},
-        advantages=advantages,
-        clipped=learner.loss.clipped,  # type: ignore[attr-defined]
-        optimizer_steps=learner.optimizer_steps - before,
-    )
+    values["tokens/with_advantage"] = (sampled * (advantages != 0)).sum().item() / count
+    values["tokens/with_gradient"] = learner.loss.moved / count / config.train.epochs  # type: ignore[attr-defined]
+    figures = {name: values[name] for name in FIGURES if name in values}
+    return Replay(figures, learner.optimizer_steps - before, gradient)
 
 
 @contextmanager
-def restored(step: Step, config: Config, objective: type[GRPOLoss] = GRPOLoss) -> Iterator[Learner]:
-    """The learner of ``config`` as it stood before the step, in float32 on the CPU, its random streams included.
-
-    Args:
-        objective: a subclass watches what the loss does.
-
-    Raises:
-        UserError: the model is not there.
-        CheckpointError: the checkpoint is damaged.
-    """
-    config = in_float32_on_the_cpu(config)
+def _restored(step: Step, config: Config) -> Iterator[Learner]:
+    """The learner of ``config`` as it was before the step, in float32 on the CPU, its random streams included."""
+    options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
+    options["train_model.log_probs"] = "tiled"
+    if config.model.attn_implementation not in (None, "sdpa", "eager"):  # kernels of GPUs
+        options["model.attn_implementation"] = "sdpa"
+    config = with_options(config, options)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     with TemporaryDirectory() as dump, _as_it_was_computed(step):
         policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
-        learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=objective)
+        learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=CountedLoss)
         if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
             learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
         if step.stored.origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
@@ -209,38 +214,67 @@ def restored(step: Step, config: Config, objective: type[GRPOLoss] = GRPOLoss) -
         yield learner
 
 
-def not_finite(step: Step) -> UserError:
-    """What is said where a loss or a gradient is NaN or infinite."""
-    return UserError(f"Step {step.stored.step} is not finite when it is computed like this.")
+class CountedLoss(GRPOLoss):
+    """The objective; ``moved`` counts the tokens that its surrogate gave a gradient, each use of a token once."""
 
-
-class ClipWatch(GRPOLoss):
-    """The objective; it remembers of which tokens its clip took the gradient."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.clipped: dict[tuple[int, int], list[Tensor]] = {}
-        self._names: list[tuple[int, int]] = []
+    moved = 0
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
-        groups, samples = (tensordict.get(key).reshape(-1).tolist() for key in (keys.GROUP_ID, keys.SAMPLE_ID))
-        self._names = list(zip(groups, samples))
-        return super().forward(tensordict)
+        out = super().forward(tensordict)
+        self.moved += int(derivative(out.loss_objective, self._log_prob).count_nonzero())
+        del self._log_prob  # it holds the graph
+        return out
 
-    def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-        value, clipped = super()._surrogate(tokens)
-        for name, row, mask in zip(self._names, clipped, tokens.mask):
-            self.clipped.setdefault(name, []).append(row[mask])
-        return value, clipped
+    def _read(self, batch: TensorDictBase) -> LossTokens:
+        tokens = super()._read(batch)
+        self._log_prob = tokens.log_prob
+        return tokens
 
 
-def in_float32_on_the_cpu(config: Config) -> Config:
-    """The options that a step is computed again with, wherever the run was."""
-    options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
-    options["train_model.log_probs"] = "tiled"
-    if config.model.attn_implementation not in (None, "sdpa", "eager"):  # kernels of GPUs
-        options["model.attn_implementation"] = "sdpa"
-    return with_options(config, options)
+def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
+    """Return a flat float32 vector in ``file`` to which every backward pass adds the parameters' gradients.
+
+    Raises:
+        UserError: the file has no room.
+    """
+    size = sum(parameter.numel() for parameter in parameters)
+    free = shutil.disk_usage(file.parent).free
+    if 4 * size > free:  # a mapped file that the disk cannot hold kills the process
+        raise UserError(
+            f"A gradient takes {4 * size / 2**30:.1f} GiB, and {file.parent} has {free / 2**30:.1f} GiB free; name "
+            "fewer algorithms, or set TMPDIR to a folder with more room."
+        )
+    flat = torch.from_file(str(file), shared=True, size=size, dtype=torch.float32)
+    for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
+
+        def add(gradient: Tensor, part: Tensor = part) -> None:
+            part.add_(gradient.detach().flatten())
+
+        parameter.register_hook(add)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def cosines(replays: Mapping[str, Replay]) -> dict[str, dict[str, float | None]]:
+    """Cosines between the gradients, by name and name, summed in float64; None beside a gradient of 0.
+
+    >>> one, two, zero = (Replay({}, 1, torch.tensor(values)) for values in ([3.0, 4.0], [4.0, 3.0], [0.0, 0.0]))
+    >>> cosines({"a": one, "b": two, "c": zero})["a"]
+    {'a': 1.0, 'b': 0.96, 'c': None}
+    """
+    vectors = {name: replay.gradient for name, replay in replays.items() if replay.gradient is not None}
+
+    def product(one: Tensor, two: Tensor) -> float:
+        return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
+
+    squares = {name: product(vector, vector) for name, vector in vectors.items()}
+    # not from the norms: the root of a square is exact, so that the cosine of two equal gradients is 1
+    return {
+        name: {
+            other: product(one, two) / size if (size := math.sqrt(squares[name] * squares[other])) > 0 else None
+            for other, two in vectors.items()
+        }
+        for name, one in vectors.items()
+    }
 
 
 def scored_rows(step: Step, config: Config) -> RowTable:
@@ -274,52 +308,60 @@ def _as_it_was_computed(step: Step) -> Iterator[None]:
         torch.set_num_threads(now)
 
 
-def replay_configs(
-    step: Step, run_dir: Path, overrides: Sequence[str]
-) -> tuple[Config, Config | None, tuple[str, ...]]:
+def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, dict[str, Config], list[str]]:
     """What a step is replayed under.
 
     Returns:
-        The run's options; those to compare them with, None where there is nothing to compare; the options among the
-        overrides' that act while responses are collected, of which the second has the run's.
+        The run's options; by name those of the algorithms, none where nothing but memory is changed; a sentence for
+        each whose preset sets options that act while responses are collected: those stay the run's.
 
     Raises:
         UserError: an override that does not exist, contradicts another, cannot matter to a step whose responses are
-            given, or needs what was not stored.
+            given, or needs what was not stored; or no algorithm differs from the run's.
     """
-    changed, left = under(step, run_dir, overrides)
-    by_name = by_option(overrides)
-    for name, override in by_name.items():
-        if name not in ("algorithm", MEMORY, *COMPARED):
+    names, common = algorithms_of(overrides)
+    for name, override in by_option(common).items():
+        if name not in (_MEMORY, *_COMPARED):
             raise UserError(
                 f"{override} cannot change a step whose responses, rewards and weights are given; a replay takes "
-                f"algorithm=PRESET, options of the algorithm, policy.kl_coef and train.kl_coef_in_loss, and {MEMORY} "
-                "for its memory."
+                f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, "
+                f"{', '.join(_STEPS)}, and {_MEMORY} for its memory."
             )
-    own = with_options(step.config, {MEMORY: changed.train.micro_batch_tokens})
-    if all(name == MEMORY for name in by_name):
-        return own, None, ()
-    if all(attrgetter(name)(changed) == attrgetter(name)(own) for name in COMPARED):
+    others, notes = {}, []
+    for name in names:
+        try:
+            others[name], left = _under(step, run_dir, overrides_under(name, common))
+        except UserError as error:
+            raise UserError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
+        if left:
+            sentence = "is read while responses are collected, so left as the run had it"
+            notes.append(f"{name}: {', '.join(left)} {sentence}.")
+    own = with_options(step.config, {_MEMORY: others[names[0]].train.micro_batch_tokens})
+    if by_option(overrides).keys() <= {_MEMORY}:
+        return own, {}, []
+    if all(attrgetter(name)(changed) == attrgetter(name)(own) for name in _COMPARED for changed in others.values()):
         raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
-    for name, override in by_name.items():
-        missing = _missing(name, changed)
-        if missing is not None:
-            raise UserError(f"{override} has no effect without {missing}.")
-    require_stored(step, changed, by_name)
-    validate(changed)
-    return own, changed, left
+    return own, others, notes
 
 
-def under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+def _under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     """The run's options under ``overrides``, and which of them act while responses are collected: those stay the run's.
 
     Raises:
-        UserError: an override that does not exist, or does not fit.
+        UserError: an override that does not exist, does not fit, has no effect or needs what was not stored.
     """
     changed = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
     options = {name: attrgetter(name)(step.config) for name in _OF_THE_COLLECTION}
     left = {name: value for name, value in options.items() if attrgetter(name)(changed) != value}
-    return with_options(changed, left), tuple(left)
+    changed, by_name = with_options(changed, left), by_option(overrides)
+    for name, override in by_name.items():
+        missing = _missing(name, changed)
+        if missing is not None:
+            raise UserError(f"{override} has no effect without {missing}.")
+    _require_stored(step, changed, by_name)
+    if any(attrgetter(name)(changed) != attrgetter(name)(step.config) for name in _COMPARED):
+        validate(changed)
+    return changed, list(left)
 
 
 def by_option(overrides: Sequence[str]) -> dict[str, str]:
@@ -331,8 +373,8 @@ def by_option(overrides: Sequence[str]) -> dict[str, str]:
     return {override.lstrip("+").partition("=")[0]: override for override in overrides}
 
 
-def replay_notes(step: Step, left: Sequence[str]) -> list[str]:
-    """What keeps a replay from giving the run's very numbers, and what of a preset it cannot show; a sentence each."""
+def replay_notes(step: Step) -> list[str]:
+    """What keeps a replay from giving the run's very numbers; a sentence each."""
     origin, options = step.stored.origin, step.config.train_model
     weights = options.torch_dtype if options.torch_dtype in ("bfloat16", "float16") else "float32"
     notes = []
@@ -345,20 +387,18 @@ def replay_notes(step: Step, left: Sequence[str]) -> list[str]:
         notes.append(f"The learner of the run had {origin.num_ranks} ranks, which add up in another order.")
     if options.lora.enabled and options.lora.dropout > 0 and (origin.device != "cpu" or origin.num_ranks > 1):
         notes.append("The run's dropout dropped other inputs than the replay's; losses and gradient differ by that.")
-    if left:
-        notes.append(f"Read while responses are collected, so left as the run had it: {', '.join(left)}.")
     return notes
 
 
-def equal_ratios(own: Replay) -> list[str]:
-    """Of a step on the policy's own responses: that no surrogate can show there what it does to a ratio."""
-    ess = own.figures.get("ess")
-    if own.optimizer_steps > 1 or ess is None or 1 - ess > ROUNDING:
+def equal_ratios(replays: Iterable[Replay]) -> list[str]:
+    """Of single optimizer steps on the policy's own responses: that no surrogate can show what it does to a ratio."""
+    shares = [replay.figures.get("ess") for replay in replays if replay.optimizer_steps == 1]
+    if not any(ess is not None and 1 - ess <= _ROUNDING for ess in shares):
         return []
     return [
-        f"The step is a single optimizer step on the policy's own responses: every ratio is 1 (effective sample size "
-        f"{ess:.6f}), and surrogates of a ratio have the same gradient there. They differ in a run with several "
-        "optimizer steps per collection (train.optim_batch_size below train.dialog_turns_per_batch, or train.epochs)."
+        "The step is a single optimizer step on the policy's own responses: every ratio is 1, and surrogates of a "
+        "ratio have the same gradient there; train.epochs=2, or a smaller train.optim_batch_size, compares them where "
+        "optimizer steps have moved the policy."
     ]
 
 
@@ -372,7 +412,7 @@ def _missing(name: str, config: Config) -> str | None:
     return "policy.kl_coef above 0" if name == "train.kl_coef_in_loss" and config.policy.kl_coef == 0 else None
 
 
-def require_stored(step: Step, changed: Config, by_name: dict[str, str]) -> None:
+def _require_stored(step: Step, changed: Config, by_name: dict[str, str]) -> None:
     """Refuse what needs the weights of the reward terms, or the reference's log-probs, where the step has none."""
     if changed.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
         raise UserError(
@@ -419,51 +459,12 @@ def worst_distance(stored: Mapping[str, float | None], figures: Mapping[str, flo
     return worst
 
 
-def _figures(step: Step, own: Replay, other: Replay | None) -> dict[str, dict[str, float | None]]:
-    table: dict[str, dict[str, float | None]] = {}
+def _figures(step: Step, own: Replay, under: Mapping[str, Replay]) -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = {}
     for name in FIGURES:
         stored, again = step.stored.metrics.get(name), own.figures.get(name)
-        row = {"stored": stored, "replayed": again, "difference": _minus(again, stored)}
-        if other is not None:
-            changed = other.figures.get(name)
-            row |= {"other": changed, "other_difference": _minus(changed, again)}
-        if any(value is not None for value in row.values()):
-            table[name] = row
+        others = {algorithm: replay.figures.get(name) for algorithm, replay in under.items()}
+        if any(value is not None for value in (stored, again, *others.values())):
+            difference = None if stored is None or again is None else again - stored
+            table[name] = {"stored": stored, "replayed": again, "difference": difference, "under": others}
     return table
-
-
-def _minus(one: float | None, two: float | None) -> float | None:
-    return None if one is None or two is None else one - two
-
-
-def _advantages(step: Step, own: Replay, other: Replay) -> dict[str, Any]:
-    """How many samples have another advantage, and which changed most."""
-    gaps = (other.advantages - own.advantages).abs()
-    most = int(gaps.argmax())
-    changed = int((gaps > _SAME_ADVANTAGE).sum())
-    largest = {
-        "group_id": int(step.stored.rows.get(keys.GROUP_ID)[most]),
-        "sample_id": int(step.stored.rows.get(keys.SAMPLE_ID)[most]),
-        "replayed": own.advantages[most].item(),
-        "other": other.advantages[most].item(),
-    }
-    return {"changed": changed, "samples": len(gaps), "largest": largest if changed else None}
-
-
-def _clip(own: Replay, other: Replay) -> dict[str, int | None]:
-    """Uses of tokens in the optimizer steps, and of how many the clip took the gradient.
-
-    ``newly`` and ``no_longer`` are None where the two do not train on the same tokens.
-    """
-    (uses, before), (other_uses, after) = _joined(own.clipped), _joined(other.clipped)
-    counts: dict[str, int | None] = {"tokens": len(before), "replayed": int(before.sum()), "other": int(after.sum())}
-    if uses != other_uses:
-        return counts | {"newly": None, "no_longer": None}
-    return counts | {"newly": int((after & ~before).sum()), "no_longer": int((before & ~after).sum())}
-
-
-def _joined(clipped: dict[tuple[int, int], list[Tensor]]) -> tuple[list[tuple[tuple[int, int], int]], Tensor]:
-    """All tokens in one order, by row and use, and before them whose they are."""
-    uses = [(name, flags) for name in sorted(clipped) for flags in clipped[name]]
-    none = torch.zeros(0, dtype=torch.bool)
-    return [(name, len(flags)) for name, flags in uses], torch.cat([none, *(flags for _, flags in uses)])

@@ -22,11 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from sota_grpo.cli import check, compare, doctor, estimate, eval, export, replay, report, score, sweep, train
+    from sota_grpo.cli import check, doctor, estimate, eval, export, replay, report, score, sweep, train
 
     parser = argparse.ArgumentParser(prog="sota-grpo", description="Tools around GRPO post-training.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, doctor, check, estimate, eval, report, replay, compare, export, score, sweep):
+    for command in (train, doctor, check, estimate, eval, report, replay, export, score, sweep):
         command.add_command(commands)
     if arguments[:1] == [train.QUERY]:  # the shell's question, which comes without a command
         return train.complete(arguments, commands.choices)

@@ -2,7 +2,6 @@
 
 - ``--to hf``: the model, adapters merged (or, with ``--adapter``, the PEFT adapter), with a model card for the hub
 - ``--to verl``: run_verl.sh, the command of verl 0.9 that trains the same, with its data and reward function
-- ``--to trl``: train.py, the same for TRL 1.16
 
 Options without a counterpart are named in the comment at the head of the script::
 
@@ -20,16 +19,14 @@ from sota_grpo.cli import add_parser, add_trust, tell_trust, whole
 from sota_grpo.config import DTYPES
 from sota_grpo.errors import UserError
 
-_KINDS = ("hf", "verl", "trl")
-
 
 def add_command(commands: Any) -> None:
     """Add ``export`` and its options to the parser of ``sota-grpo``."""
-    summary = "write a run's model with a card, or the run as verl's command or TRL's script"
+    summary = "write a run's model with a card, or the run as verl's command"
     parser = add_parser(commands, "export", summary, __doc__, run)
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory")
-    add("--to", required=True, choices=_KINDS, help="what to write")
+    add("--to", required=True, choices=("hf", "verl"), help="what to write")
     add("--out", metavar="DIR", help="where; new or empty; default: RUN/export/ and the name of the kind")
     count = whole("a number of steps", least=0)
     add(
@@ -55,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """
     of_model = {"--adapter": options.adapter or None, "--step": options.step, "--dtype": options.dtype}
     for option in [name for name, value in of_model.items() if value is not None and options.to != "hf"]:
-        raise UserError(f"{option} goes with --to hf; --to {options.to} translates the whole run.")
+        raise UserError(f"{option} goes with --to hf; --to verl translates the whole run.")
     if options.adapter and options.dtype:
         raise UserError("--dtype goes without --adapter; an adapter keeps the dtype in which it was trained.")
     from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, load_config
@@ -66,17 +63,14 @@ def run(options: argparse.Namespace) -> int:
     unused = (*UNUSED_WITHOUT_LOSS, *(UNUSED_WITHOUT_SAMPLES if options.to == "hf" else ()))
     # that there is no run is told before torch is imported
     tell_trust(options, load_config(run_dir, trust=options.trust_run, unused=unused))
-    from sota_grpo.migration.export import write_hf, write_trl, write_verl
+    from sota_grpo.migration.export import write_hf, write_verl
 
     out = run_dir / "export" / options.to if options.out is None else Path(options.out).expanduser()
     if options.to == "hf":
         chosen = {"step": options.step, "adapter": options.adapter, "dtype": options.dtype}
         steps = write_hf(run_dir, out, **chosen, trust=options.trust_run)
         print(f"{out}: the {'adapter' if options.adapter else 'model'} after {steps} steps, and its card README.md.")
-    elif options.to == "verl":
+    else:
         write_verl(run_dir, out, trust=options.trust_run)
         print(f"{out}: run_verl.sh, train.parquet, heldout.parquet, reward.py; its head says what differs there.")
-    else:
-        write_trl(run_dir, out, trust=options.trust_run)
-        print(f"{out}: train.py, train.jsonl; its head says what differs there.")
     return 0

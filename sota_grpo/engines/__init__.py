@@ -200,7 +200,7 @@ class Kind:
         takes_kwargs: is vLLM, whose further arguments are ``inference_model.engine_kwargs``.
         tells_kept: says from which tokens each was drawn where sampling is truncated (``Sample.kept``).
         max_temperature: the largest that it samples at; None: any.
-        verl, trl: what these call it; None: they have no such engine.
+        verl: what it calls it; None: it has no such engine.
     """
 
     builder: str
@@ -211,7 +211,6 @@ class Kind:
     tells_kept: bool = False
     max_temperature: float | None = None
     verl: str | None = None
-    trl: str | None = None
 
 
 #: By the name that ``engine.name=`` takes; each of ours has a preset in ``config/engine/``, and packages add theirs as
@@ -224,11 +223,8 @@ _OWN: Mapping[str, Kind] = {
         tells_kept=True,
         max_temperature=2.0,
         verl="vllm",
-        trl="colocate",
     ),
-    "transformers": Kind(
-        "transformers_engine:transformers_engine", "transformers", tells_kept=True, trl="transformers"
-    ),
+    "transformers": Kind("transformers_engine:transformers_engine", "transformers", tells_kept=True),
     "scripted": Kind("scripted:scripted_engine", "none"),
     "vllm_server": Kind(
         "server_engine:server_engine",
@@ -237,7 +233,6 @@ _OWN: Mapping[str, Kind] = {
         takes_kwargs=True,
         max_temperature=2.0,
         verl="vllm",
-        trl="server",
     ),
     "sglang_server": Kind("server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"),
 }

@@ -355,7 +355,6 @@ class Surrogate:
     loss: Callable[..., Tensor]  # to [N, T]
     clipped: Callable[..., Tensor] | None = None  # to bool [N, T], where the clip acts; None: nowhere
     verl: Mapping[str, str] = field(default_factory=dict)  # its loss_mode of the same loss, by algorithm.ratio
-    trl: Mapping[str, str] = field(default_factory=dict)  # its loss_type of the same loss, by algorithm.aggregation
     ratios: tuple[str, ...] = ("token", "sequence")  # values of algorithm.ratio that it can be given
     weighs_rows: bool = False  # its own weight of a row takes the place of a correction
 
@@ -371,15 +370,14 @@ OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative"),
     *("k_positive", "lambda_positive", "k_negative", "lambda_negative"),
 )
-_TRL = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 #: By the value of ``algorithm.objective``.
 SURROGATES = {
-    "clipped": Surrogate(clipped_surrogate, clipped_tokens, {"token": "vanilla", "sequence": "gspo"}, _TRL),
-    "cispo": Surrogate(cispo_surrogate, capped_tokens, {"token": "cispo"}, {"token": "cispo"}),
-    "reinforce": Surrogate(reinforce_surrogate, None, {"token": "gpg"}, _TRL),
-    "sapo": Surrogate(sapo_surrogate, None, {"token": "sapo"}, {"sequence": "sapo"}),
+    "clipped": Surrogate(clipped_surrogate, clipped_tokens, {"token": "vanilla", "sequence": "gspo"}),
+    "cispo": Surrogate(cispo_surrogate, capped_tokens, {"token": "cispo"}),
+    "reinforce": Surrogate(reinforce_surrogate, None, {"token": "gpg"}),
+    "sapo": Surrogate(sapo_surrogate, None, {"token": "sapo"}),
     "dppo": Surrogate(dppo_surrogate, moved_tokens, {"token": "dppo_tv"}, ratios=("token",)),
-    "vespo": Surrogate(vespo_surrogate, None, trl={"token": "vespo"}, ratios=("token",), weighs_rows=True),
+    "vespo": Surrogate(vespo_surrogate, None, ratios=("token",), weighs_rows=True),
     "gmpo": Surrogate(gmpo_surrogate, outlying_tokens, {"token": "geo_mean"}, ratios=("token",)),
 }
 

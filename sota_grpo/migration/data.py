@@ -1,8 +1,7 @@
-"""What a run takes along, to verl as to TRL: its options, each accounted for, its data, and its grader.
+"""What a run takes along to verl: its options, each accounted for, its data, and its grader.
 
-An exported ``reward.py`` (verl) or ``train.py`` (TRL) calls the grader with the ``config.yaml`` beside it, so that a
-run that has moved is rewarded as before; the columns ``query``, ``answer`` and ``extra`` of the exported data hold the
-example.
+An exported ``reward.py`` calls the grader with the ``config.yaml`` beside it, so that a run that has moved is rewarded
+as before; ``query``, ``answer`` and ``extra`` in the exported data hold the example.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from sota_grpo.config.shared import SHARED
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
-from sota_grpo.functional.advantages import soft_overlong_penalty
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rl.objective_files import surrogate
-from sota_grpo.rl.records import Example, SampledText, total_reward
+from sota_grpo.rl.records import Example, total_reward
 from sota_grpo.rl.task import Task
 
 _WIDTH = 118
@@ -84,34 +82,35 @@ class Account:
             return self.num_devices("train_model")
         return len(devices) if devices else count or 1
 
-    def loss_of(self, peer: str, option: str, text: str) -> str:
-        """What a ``peer`` (``verl``, ``trl``) calls ``algorithm.objective``, by the value of another ``option``.
+    def loss(self) -> str:
+        """What verl calls ``algorithm.objective`` under ``algorithm.ratio``.
 
-        Where it has none it is the clipped loss, and where it has none of this value its first, each with a note,
-        ``text`` the latter.
+        Where it has none it is the clipped loss, and where it has none of this ratio that of the ratio per token, each
+        with a note.
 
         >>> config = Config(); config.algorithm.objective = "cispo"
-        >>> Account(config).loss_of("verl", "algorithm.ratio", "it takes the ratio per token.")
+        >>> Account(config).loss()
         'cispo'
         """
-        value, names = self[option], getattr(surrogate(self["algorithm.objective"]), peer)
+        ratio, name = self["algorithm.ratio"], self["algorithm.objective"]
+        names = surrogate(name).verl
         if not names:
             self.note("algorithm.objective", "there is no such loss; this is the clipped one.")
-            names = getattr(SURROGATES["clipped"], peer)
-        elif value not in names:
-            self.note(option, text)
-        return str(names.get(value, next(iter(names.values()))))
+            names = SURROGATES["clipped"].verl
+        elif ratio not in names:
+            self.note("algorithm.ratio", f"verl's {name} takes the ratio per token.")
+        return names.get(ratio, names["token"])
 
-    def clips(self, peer: str) -> tuple[float, float]:
-        """``clip_low`` and ``clip_high`` for the loss that :meth:`loss_of` names, which may be the clipped one instead.
+    def clips(self) -> tuple[float, float]:
+        """``clip_low`` and ``clip_high`` for the loss that :meth:`loss` names, which may be the clipped one instead.
 
-        >>> config = Config(); config.algorithm.objective = "gmpo"; config.algorithm.clip_low = 0.4
-        >>> Account(config).clips("trl"), Account(config).clips("verl")
-        ((0.2, 0.2), (0.4, 0.2))
+        >>> config = Config(); config.algorithm.objective = "vespo"; config.algorithm.clip_low = 0.4
+        >>> Account(config).clips()
+        (0.2, 0.2)
         """
         low, high = self["algorithm.clip_low"], self["algorithm.clip_high"]
         name = self["algorithm.objective"]
-        if name in SURROGATES and not getattr(SURROGATES[name], peer):
+        if name in SURROGATES and not SURROGATES[name].verl:
             default = AlgorithmConfig()
             if (low, high) != (default.clip_low, default.clip_high):
                 self.note("algorithm.clip_low", f"of {name}; the clipped loss has its own default.")
@@ -182,12 +181,6 @@ def verl_rows(task: Task, examples: Sequence[Example], split: str) -> Iterator[d
         }
 
 
-def trl_rows(task: Task, examples: Sequence[Example]) -> Iterator[dict[str, Any]]:
-    """A chat as ``prompt``, and the columns that our grader reads."""
-    for example in examples:
-        yield {"prompt": task.messages(example), **example_columns(example)}
-
-
 def write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     """All rows in one file.
 
@@ -221,43 +214,6 @@ def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
         return {"score": total_reward(score.terms, task.term_weights), "acc": float(score.success)}
 
     return compute_score
-
-
-def trl_reward(config_file: str | Path) -> Callable[..., list[float]]:
-    """The same for TRL's trainers, which are given the columns of the exported data."""
-    task = _task(Path(config_file))
-
-    def reward(
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        query: Sequence[str],
-        answer: Sequence[str],
-        extra: Sequence[str],
-        **_: Any,
-    ) -> list[float]:
-        rows = [dict(zip(("query", "answer", "extra"), row)) for row in zip(query, answer, extra, strict=True)]
-        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
-        texts = [SampledText(text, ids) for text, ids in zip(texts, completion_ids, strict=True)]
-        pairs = list(zip(texts, map(example_of, rows), strict=True))
-        scores = guarded_scores(task.score, task.term_weights, pairs)
-        return [total_reward(score.terms, task.term_weights) for score in scores]
-
-    return reward
-
-
-def trl_overlong(max_tokens: int, buffer_tokens: int) -> Callable[..., list[float]]:
-    """DAPO's soft penalty on length (``algorithm.overlong_buffer``) as a reward function of its own.
-
-    >>> trl_overlong(10, 4)(completion_ids=[[1] * 6, [1] * 9])
-    [0.0, -0.75]
-    """
-    import torch
-
-    def overlong(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        lengths = torch.tensor([len(ids) for ids in completion_ids])
-        return soft_overlong_penalty(lengths, max_tokens, buffer_tokens).tolist()
-
-    return overlong
 
 
 def _task(config_file: Path) -> Task:

@@ -3,7 +3,6 @@ comes with its card."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shlex
@@ -35,10 +34,7 @@ from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder
-from sota_grpo.migration.data import Account, Facts, trl_rows, verl_rows, write_parquet
-from sota_grpo.migration.trl import NEXT as TRL_NEXT
-from sota_grpo.migration.trl import VERSION as TRL_VERSION
-from sota_grpo.migration.trl import trl_script
+from sota_grpo.migration.data import Account, Facts, verl_rows, write_parquet
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
@@ -130,25 +126,6 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Account:
         script.write_text(verl_script(options, account, heading), encoding="utf-8")
         script.chmod(0o755)
     return account
-
-
-def write_trl(run_dir: Path, out: Path, *, trust: bool = False) -> None:
-    """TRL's script and its data; ``trust`` as in :func:`write_hf`.
-
-    Raises:
-        UserError: as :func:`write_verl`.
-    """
-    config, task, facts = _opened(run_dir, trust)
-    ours = _versions()["sota_grpo"]
-    heading = [
-        f"{facts.name}, a run of sota_grpo {ours}, as a script for TRL {TRL_VERSION}",
-        f"(pip install 'trl>={TRL_VERSION},<{TRL_NEXT}'); the reward is sota_grpo's own grader.",
-    ]
-    with _new_folder(out, run_dir) as folder:
-        lines = "".join(json.dumps(row) + "\n" for row in trl_rows(task, task.train))
-        (folder / "train.jsonl").write_text(lines, encoding="utf-8")
-        _write_config(config, folder)
-        (folder / "train.py").write_text(trl_script(config, facts, heading), encoding="utf-8")
 
 
 def _opened(run_dir: Path, trust: bool) -> tuple[Config, Task, Facts]:

@@ -108,8 +108,8 @@ def _advantage(config: Config, ours: Account) -> dict[str, Any]:
 def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
     """verl's loss of the same gradient. Its CISPO clips the ratio from below too: at 0 here, where it never is."""
     algorithm = config.algorithm
-    loss = ours.loss_of("verl", "algorithm.ratio", f"verl's {algorithm.objective} takes the ratio per token.")
-    low, high = ours.clips("verl")
+    loss = ours.loss()
+    low, high = ours.clips()
     if loss in _BY_ROWS and algorithm.aggregation != "sequence":
         later = "; 0.9.1 heeds it" if loss == "gspo" else ""
         text = f"verl 0.9.0's {loss} weighs by sequence whatever loss_agg_mode says{later}."

@@ -91,7 +91,6 @@ class OptimizerKind:
         package: that it needs beyond torch, which is the name of an extra too.
         trains_adapters: it can train LoRA's factors.
         over_ranks: its state can be divided over ranks (FSDP2).
-        trl: what transformers' Trainer calls it, where that is not its default.
     """
 
     build: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Rates], torch.optim.Optimizer]
@@ -100,7 +99,6 @@ class OptimizerKind:
     package: str | None = None
     trains_adapters: bool = True
     over_ranks: bool = True
-    trl: str | None = None
 
 
 def decay_groups(parameters: Sequence[torch.Tensor], rates: Rates) -> list[dict[str, Any]]:
@@ -172,7 +170,6 @@ _OWN: Mapping[str, OptimizerKind] = {
         step_bytes=lambda trained, on_cpu: 20 * max(trained.sizes) if on_cpu else 0,
         package="bitsandbytes",
         over_ranks=False,
-        trl="adamw_bnb_8bit",
     ),
     "muon": OptimizerKind(
         _muon,

@@ -30,9 +30,9 @@ OVERRIDES_FILE = ".hydra/overrides.yaml"  # as Hydra writes it, there before any
 CHECKPOINTS = "checkpoints"
 EXPORTED = "hf"  # the trained model
 INPUTS = "inputs"  # what was passed in Python as an object
-STEPS_FOLDER, DEBUG_FOLDER, COMPARISONS = "steps", "debug_logs", "comparisons"
+STEPS_FOLDER, DEBUG_FOLDER, REPLAYS = "steps", "debug_logs", "replays"
 #: Folders whose files a run reads or writes itself. Any other folder of a run directory belongs to a library or a user.
-OWN_FOLDERS = (CHECKPOINTS, EXPORTED, INPUTS, STEPS_FOLDER, DEBUG_FOLDER, COMPARISONS, ".hydra")
+OWN_FOLDERS = (CHECKPOINTS, EXPORTED, INPUTS, STEPS_FOLDER, DEBUG_FOLDER, REPLAYS, ".hydra")
 GATE_FILE = "gate.json"
 FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it trains again
 LOCK_FILE = ".lock"

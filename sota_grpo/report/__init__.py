@@ -22,10 +22,9 @@ from sota_grpo.assembly.compose import PATH_OPTIONS
 from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
-from sota_grpo.recording.comparisons import read_comparisons
+from sota_grpo.recording.replays import read_replays
 from sota_grpo.recording.run_files import INPUTS, METRICS_FILE
 from sota_grpo.report.charts import charts
-from sota_grpo.report.compare import section
 from sota_grpo.report.data import (
     RunData,
     curves,
@@ -45,11 +44,6 @@ __all__ = ["TrainingReport", "write_report"]
 REPORT_FILE = "report.html"
 MAX_BYTES = 9_500_000  # of the file; plotly is half of it
 _MOST_DATA = 4_500_000
-_MOST_COMPARED = 1_500_000
-_NOT_COMPARED = (
-    '<p class="quiet">None yet: <code>sota-grpo compare RUN --step N algorithm=grpo,dapo,gspo</code> computes the '
-    "gradients of a stored step under several objectives, and they are shown here.</p>"
-)
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = (
     "base.js",
@@ -97,14 +91,12 @@ def write_report(
     """
     runs, left_out = read_runs(find_runs(run_dirs))
     library = _plotly()
-    comparisons = _comparisons(runs, left_out)
-    budget = min(_MOST_DATA, MAX_BYTES - len(library.encode())) - len(comparisons.encode())
-    data = report_json(runs, left_out, budget=budget)
+    data = report_json(runs, left_out, budget=min(_MOST_DATA, MAX_BYTES - len(library.encode())))
     path = Path(out)
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file in it, {path / REPORT_FILE}.")
     try:
-        write_text(path, _html(library, data, comparisons))
+        write_text(path, _html(library, data))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); name another file.") from error
     for reason in left_out:
@@ -112,27 +104,14 @@ def write_report(
     return path
 
 
-def _comparisons(runs: Sequence[RunData], left_out: list[str]) -> str:
-    """What was compared in the runs, as HTML; what cannot be shown is added to ``left_out``."""
-    by_run = []
-    for run, name in zip(runs, run_names(runs)):
-        comparisons, sentences = read_comparisons(run.path)
-        by_run.append((name, comparisons))
-        left_out += sentences
-    shown, sentences = section(by_run, most=_MOST_COMPARED)
-    left_out += sentences
-    return shown or _NOT_COMPARED
-
-
-def _html(library: str, data: str, comparisons: str) -> str:
-    """The page: the library's JavaScript, the data as JSON that is safe in HTML, and the comparisons, HTML already."""
+def _html(library: str, data: str) -> str:
+    """The page: the library's JavaScript, and the data as JSON that is safe in HTML."""
     script = _script(f'(() => {{\n"use strict";\n{"".join(map(_asset, _SCRIPTS))}}})();\n')
     library = _script(library)
     parts = {
         "POLICY": f"default-src 'none'; script-src {_digest(library)} {_digest(script)}; "
         "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'",
         "STYLE": _asset("report.css"),
-        "COMPARISONS": comparisons,
         "DATA": data,
         "LIBRARY": library,
         "SCRIPT": script,
@@ -171,7 +150,7 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
 
     Args:
         runs: at least one.
-        left_out: of each run that cannot be shown, a sentence that says why; groups that cannot be read are added.
+        left_out: of each run that cannot be shown, a sentence that says why; unreadable groups and replays are added.
         budget: bytes of the whole text. Curves come first, groups get what is left, each run the same.
     """
     stride = stride_for(runs)
@@ -184,7 +163,11 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
         "options": options(runs),
     }
     head = safe_json(page)
-    bodies = [safe_json(_about(run, name) | plot) for run, name, plot in zip(runs, run_names(runs), plots)]
+    bodies = []
+    for run, name, plot in zip(runs, run_names(runs), plots):
+        replays, sentences = read_replays(run.path)
+        left_out += sentences
+        bodies.append(safe_json(_about(run, name) | {"replays": replays} | plot))
     share = max(0, budget - sum(map(len, [head, *bodies]))) // len(runs)
     encoded = []
     for run, body in zip(runs, bodies):

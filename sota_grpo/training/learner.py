@@ -160,38 +160,6 @@ class Learner(ForwardPasses):
         sums = self.ranks.sums(terms)
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
-    def batches(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """The rows of each optimizer step of :meth:`update`, in the order of the steps."""
-        return [batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(rows, epoch)]
-
-    def advance(self, batches: Iterable[Sequence[Row]]) -> None:
-        """Take one optimizer step on each batch, as :meth:`update` does with all of :meth:`batches`.
-
-        Raises:
-            NonFiniteStep: a loss or gradient is NaN or infinite.
-        """
-        for batch in batches:
-            rows = plain_rows(batch)
-            self._step(rows, self._passes(rows, self.settings.micro_batch_tokens))
-
-    def loss_gradient(self, rows: Sequence[Row]) -> dict[str, float | None]:
-        """Leave the gradient of an optimizer step over ``rows`` in ``.grad``, unclipped; nothing is updated.
-
-        Adapter dropout is off. With a loss scale, the gradient is scaled by it.
-
-        Returns:
-            The losses and the diagnostics, as in :meth:`update`.
-        """
-        with without_dropout(self.policy):
-            losses, metrics = self._accumulate(rows, self.settings.micro_batch_tokens)
-        return losses | metrics
-
-    def _mini_batches(self, rows: Sequence[Row], epoch: int) -> Iterator[list[Row]]:
-        """:meth:`Planner.mini_batches`."""
-        rows = list(rows)
-        for batch in self.step_planner().mini_batches(rows, row_prompts(rows), epoch, self.version):
-            yield [rows[index] for index in batch]
-
     def _passes(
         self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
     ) -> list[Pass]:
@@ -349,12 +317,6 @@ class Learner(ForwardPasses):
         """What the next step's loss multiplies the entropy by; the head computes no gradient for a bonus of 0."""
         self.loss.entropy_coeff = applied
         self.policy.scorer.entropy_grad = applied > 0
-
-    def adopt_entropy_coef(self, other: Learner) -> None:
-        """Stand where ``other`` does, if both adapt their coefficient."""
-        if self.settings.entropy_target is not None and other.settings.entropy_target is not None:
-            self.entropy_coef = other.entropy_coef
-            self._apply_entropy_coef(other.loss.entropy_coeff)
 
     def give_back(self) -> None:
         """Return to the device what this process holds there in reserve only, for who takes turns on it."""

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.comparisons import save_comparison
+from sota_grpo.recording.replays import save_replay
 from sota_grpo.recording.run_files import note_failure
 from sota_grpo.report import write_report
 from sota_grpo.training.gate import write_gate
 from sota_grpo.training.subject import Check
-from tests.report_rigs import HOSTILE, comparison, step_metrics, write_run
+from tests.report_rigs import HOSTILE, replay_record, step_metrics, write_run
 
 pytestmark = pytest.mark.browser
 
@@ -487,30 +487,22 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, t
     assert told[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")
 
 
-def test_comparisons_show_the_table_and_the_tokens_that_differ(opened: Callable, tmp_path: Path) -> None:
+def test_steps_under_other_algorithms_are_tables(opened: Callable, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", steps=1)
-    save_comparison(run_dir, comparison(0))
-    hostile = comparison(1, HOSTILE)
-    hostile["texts"][0]["pieces"] = [*HOSTILE]
-    hostile["tokens"][0]["text"] = HOSTILE[0]
-    save_comparison(run_dir, hostile)
+    save_replay(run_dir, 0, [], replay_record())
+    save_replay(run_dir, 1, [], replay_record(HOSTILE, title=HOSTILE[1], notes=[*HOSTILE]))
     page = opened(write_report([run_dir], tmp_path / "report.html"), scheme="dark")
-    page.click('nav a[href="#comparisons"]')
-    first, second = page.locator("#comparisons details").all()
+    page.click('nav a[href="#replays"]')
+    first, second = page.locator("#replays details").all()
     tables = first.locator("table")
-    rows = [row.split("\t") for row in tables.nth(0).locator("tbody tr").all_inner_texts()]
-    assert [row[:2] + row[4:5] for row in rows] == [["grpo", "0.5", "12.5 %"], ["gspo", "0.5", "12.5 %"]]
-    assert tables.nth(1).locator("tbody tr").first.inner_text().split("\t") == ["grpo", "1", "0.25"]
-    assert first.locator("mark").all_inner_texts() == [" =", " 4"]
-    token = tables.nth(2).locator("tbody tr").first
-    assert token.locator("td").nth(2).inner_text().split() == ["1.5", "1"]
-    colours = [token.locator("td").nth(at).evaluate("cell => getComputedStyle(cell).backgroundColor") for at in (2, 3)]
-    assert len({*colours, "rgba(0, 0, 0, 0)"}) == 3  # for, against, and neither
-    assert first.locator(".pieces").first.inner_text() == "So 2 = 4"
+    rows = [row.split("\t") for row in tables.nth(0).locator("tr").all_inner_texts()]
+    assert rows == [["", "stored", "grpo", "gspo"], ["grad_norm", "0.5", "0.25", "0.25"]]
+    assert tables.nth(1).locator("tbody tr").first.inner_text().split("\t") == ["grpo", "0.75", "0.75"]
+    assert "A note." in first.inner_text()
     assert not second.locator("table").first.is_visible()
     second.locator("summary").click()
     assert second.locator("table").first.is_visible()
-    assert "<img src=x onerror" in second.locator(".pieces").first.inner_text()
+    assert "<img src=x onerror" in second.inner_text()
     assert page.evaluate("window.hacked") is None
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 

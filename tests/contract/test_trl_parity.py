@@ -22,17 +22,20 @@ the conventions of the two differ:
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from transformers import TrainingArguments
 
 from scripts.preset_table import TRL
 from sota_grpo import keys
 from sota_grpo.config import Config
+from sota_grpo.config.spelling import NOT_HERE, THEIRS, walk
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
-from sota_grpo.migration.trl import trl_arguments
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from tests.builders import ModelActor, generator, random_rows, tiny_model, tiny_tokenizer
@@ -45,11 +48,34 @@ trl = pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip
 MAX_RESPONSE_TOKENS = 9
 # how far the policy moved, so that a good part of the tokens is clipped under each preset's width
 DRIFT = {"gspo": 2e-3, "luspo": 5e-3, "cispo": 1.5}
-#: What decides the loss, as ``sota-grpo export --to trl`` writes it; the rest of its arguments is about the run.
-_OF_THE_LOSS = (
-    *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold"),
-    *("top_entropy_quantile", "use_adaptive_entropy", "entropy_coef", "entropy_target"),
-)
+#: TRL's loss_type of our objectives that are no clipped one, and its names of their options.
+_OWN_LOSSES = {
+    "sapo": {"sapo_temperature_pos": "tau_positive", "sapo_temperature_neg": "tau_negative"},
+    "vespo": {
+        **{"vespo_k_pos": "k_positive", "vespo_lambda_pos": "lambda_positive"},
+        **{"vespo_k_neg": "k_negative", "vespo_lambda_neg": "lambda_negative"},
+    },
+}
+
+
+def arguments_of(config: Config) -> dict[str, Any]:
+    """What decides the loss in ``trl.GRPOConfig``."""
+    ours = config.algorithm
+    is_cispo = ours.objective == "cispo"  # TRL's clip is the bound of CISPO's ratio itself
+    arguments: dict[str, Any] = {
+        "importance_sampling_level": ours.ratio,
+        "epsilon": ours.clip_low,
+        "epsilon_high": 1 + ours.clip_high if is_cispo else ours.clip_high,
+        "delta": ours.dual_clip,
+        "entropy_coef": ours.entropy_coef,
+    }
+    if ours.off_policy_threshold is not None:
+        arguments["off_policy_mask_threshold"] = ours.off_policy_threshold
+    if ours.top_entropy_quantile < 1:
+        arguments["top_entropy_quantile"] = ours.top_entropy_quantile
+    if ours.entropy_target is not None:
+        arguments |= {"use_adaptive_entropy": True, "entropy_target": ours.entropy_target}
+    return arguments | {name: getattr(ours, option) for name, option in _OWN_LOSSES.get(ours.objective, {}).items()}
 
 
 def preset(name: str) -> Config:
@@ -63,12 +89,8 @@ def trainer_for(name: str, config: Config, model, beta: float, tmp_path: Path, *
     from datasets import Dataset
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    exported = trl_arguments(config)[0]
-    given = {key: value for key, value in exported.items() if key in _OF_THE_LOSS or key.startswith(("sapo", "vespo"))}
-    if name == "gmpo":  # a trainer of its own, which the export does not name
-        given |= {"epsilon": config.algorithm.clip_low, "epsilon_high": config.algorithm.clip_high}
-    else:
-        assert exported["loss_type"] == {"luspo": "dr_grpo"}.get(name, TRL[name])  # luspo's, but for a constant
+    given = arguments_of(config)
+    if name != "gmpo":  # a trainer of its own, without the option
         given["loss_type"] = TRL[name]
     arguments, trainer_class = (GMPOConfig, GMPOTrainer) if name == "gmpo" else (trl.GRPOConfig, trl.GRPOTrainer)
     args = arguments(
@@ -236,3 +258,11 @@ def test_the_entropy_bonus_is_adapted_as_trl_adapts_it(tmp_path) -> None:
         assert trainer.entropy_coef == coef
         seen.append((coef, applied))
     assert seen == [(0.25, 0.25), (0.4, 0.4), (pytest.approx(0.15), 0.0), (0.0, 0.0), (0.25, 0.25)]
+
+
+def test_every_option_of_trl_is_ours_or_explained() -> None:
+    """But those of transformers' trainer, which are many; the ones that people do set are among the explained."""
+    own = {item.name for item in fields(trl.GRPOConfig)} - {item.name for item in fields(TrainingArguments)}
+    last = {option.rpartition(".")[2] for option, _, _ in walk()}
+    left = sorted(own - last - THEIRS.keys() - NOT_HERE.keys())
+    assert left == [], left

@@ -127,13 +127,8 @@ def small_block(text: str) -> str:
 
 
 def small_tool(command: Command) -> list[str]:
-    """The same for another command of ``sota-grpo``: what samples gets the sizes, the others stay as they are.
-
-    ``estimate`` times nothing: a minute for a model of half a billion parameters.
-    """
+    """The same for another command of ``sota-grpo``: what samples gets the sizes, the others stay as they are."""
     given = list(command.words[1:])
-    if given[0] == "estimate":
-        return [*given, "--no-probe"]
     if given[0] == "check":
         return [*given, *(f"{name}={value}" for name, value in SIZES.items()), "model.name=tiny"]
     if given[0] == "eval":

@@ -152,7 +152,7 @@ def _question(command: Command) -> tuple[str, ...]:
     given = estimated(command)
     part = [] if any(word.startswith("env.max_samples=") for word in given) else ["env.max_samples=256"]
     gpus = [] if command.block.gpus is None else ["--gpus", command.block.gpus]
-    return ("estimate", *given, *part, "--no-probe", "--memory-gb", command.block.gpu_gib, *gpus)
+    return ("estimate", *given, *part, "--memory-gb", command.block.gpu_gib, *gpus)
 
 
 def typed(text: str, name: str = "typed") -> Command:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -116,25 +115,15 @@ def test_verls_folder_is_whole(run_dir: Path, tmp_path: Path) -> None:
         assert found == {"score": reward, "acc": reward}
 
 
-def test_trls_folder_is_whole(run_dir: Path, tmp_path: Path) -> None:
-    export(run_dir, "--to", "trl", "--out", tmp_path / "trl")
-    rows = [json.loads(line) for line in (tmp_path / "trl" / "train.jsonl").read_text().splitlines()]
-    assert len(rows) == 40
-    assert rows[0]["prompt"][0]["role"] == "user"
-    text = (tmp_path / "trl" / "train.py").read_text()
-    compile(text, "train.py", "exec")
-    assert "LoraConfig(r=4, lora_alpha=32" in text
-
-
 def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        export(run_dir, "--to", "trl")
-    assert (run_dir / "export" / "trl" / "train.py").is_file()
+        export(run_dir, "--to", "verl")
+    assert (run_dir / "export" / "verl" / "run_verl.sh").is_file()
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(SystemExit) as ended:
-        main(["export", str(run_dir), "--to", "trl", "--out", str(tmp_path)])
+        main(["export", str(run_dir), "--to", "verl", "--out", str(tmp_path)])
     assert ended.value.code == 2
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
@@ -146,8 +135,8 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
         (["nowhere", "--to", "hf"], "There is no run in nowhere"),
         (["RUN", "--to", "hf", "--step", "9"], "has no checkpoint after 9 steps; there are those after 1, 2."),
         (["RUN", "--to", "verl", "--step", "1"], "--step goes with --to hf"),
-        (["RUN", "--to", "trl", "--adapter"], "--adapter goes with --to hf"),
-        (["RUN", "--to", "trl", "--dtype", "bfloat16"], "--dtype goes with --to hf"),
+        (["RUN", "--to", "verl", "--adapter"], "--adapter goes with --to hf"),
+        (["RUN", "--to", "verl", "--dtype", "bfloat16"], "--dtype goes with --to hf"),
         (["RUN", "--to", "hf", "--adapter", "--dtype", "bfloat16"], "--dtype goes without --adapter"),
     ],
 )

@@ -20,18 +20,23 @@ def found(subject: str, folder: Path = Path("outputs")) -> tuple[str, str]:
     return one.state, one.sentence
 
 
+def one_of(findings) -> tuple[str, str]:
+    (one,) = findings
+    return one.state, one.sentence
+
+
 def test_a_node_that_has_everything_exits_with_0(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--run-dir", str(tmp_path / "runs"), "--json"])
     said = json.loads(capsys.readouterr().out)
     assert end.value.code == 0
-    assert [one["subject"] for one in said["nodes"][0]["findings"]][:3] == ["Python", "packages", "GPU"]
+    assert [one["subject"] for one in said["nodes"][0]["findings"]][:3] == ["packages", "GPU", "memory"]
     assert list(tmp_path.iterdir()) == []  # nothing is left
 
 
 def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch) -> None:
-    """A package out of its range and one that is missing, little shared memory, a full disk, few files, a token."""
+    """A package out of its range and one that is missing, little shared memory, a full disk, few files."""
     real = doctor.version
 
     def version(name: str) -> str:
@@ -51,22 +56,16 @@ def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch) -> No
     (tmp_path / "file").touch()
     assert found("disk", tmp_path / "file" / "runs")[0] == FAILED
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
-    state, sentence = found("shared memory")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**36, total=2**36))
+    state, sentence = found("memory")
     assert (state, "--shm-size=" in sentence) == (WARNING, True)
     assert found("disk", tmp_path)[0] == WARNING
 
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 1024))
     assert found("open files") == (
         WARNING,
-        "256 may be open, and Ray wants thousands: `ulimit -n 1024` before the start.",
+        "256 may be open; Ray wants thousands: `ulimit -n 1024` before the start gives more.",
     )
-
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("secret")
-    state, sentence = found("Ray")
-    assert (state, "export RAY_AUTH_MODE=token" in sentence, "secret" in sentence) == (WARNING, True, False)
 
 
 def test_a_folder_that_cannot_be_written_fails_the_node(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -82,18 +81,17 @@ def test_a_folder_that_cannot_be_written_fails_the_node(tmp_path: Path, capsys, 
 def test_a_look_that_breaks_costs_only_itself(monkeypatch) -> None:
     monkeypatch.setattr(doctor, "_gpu", lambda: 1 / 0)
     assert found("GPU") == (WARNING, "could not be looked at (ZeroDivisionError: division by zero).")
-    assert found("Python")[0] == OK
+    assert found("open files")[0] in (OK, WARNING)
 
 
 def test_nodes_are_compared() -> None:
-    """Other versions fail, clocks that differ warn, and a node without the package is named."""
-    missing = doctor._of_answer("10.0.0.2", ModuleNotFoundError("No module named 'sota_grpo'"), 5.0)
-    assert missing.findings[0].state == FAILED
-    assert missing.findings[0].sentence.startswith("sota_grpo cannot be imported there")
-    hung = doctor._of_answer("10.0.0.3", TimeoutError("it said nothing within 9 s"), 5.0)
-    assert (hung.findings[0].state, "said nothing" in hung.findings[0].sentence) == (FAILED, True)
-    here, there = Node("a", (), {"python": "3.11", "ray": "2.60.0"}, 0.0), Node("b", (), {"python": "3.11"}, 3.5)
+    """Other versions fail, and a node without the package is named."""
+    missing = doctor._of_answer("10.0.0.2", ModuleNotFoundError("No module named 'sota_grpo'"))
+    assert one_of(missing.findings)[0] == FAILED
+    assert "No module named 'sota_grpo'; install the package there" in one_of(missing.findings)[1]
+    hung = doctor._of_answer("10.0.0.3", TimeoutError("it said nothing within 9 s"))
+    assert one_of(hung.findings) == (FAILED, "it said nothing within 9 s; look at its disks and drivers.")
+    here, there = Node("a", [], {"python": "3.11", "ray": "2.60.0"}), Node("b", [], {"python": "3.11"})
     assert [(one.state, one.sentence) for one in doctor.compare([here, there, missing])] == [
         (FAILED, "ray is 2.60.0 on a, missing on b; install the same everywhere."),
-        (WARNING, "at most 3.5 s apart; start chrony on every node."),
     ]

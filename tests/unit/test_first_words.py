@@ -117,7 +117,7 @@ def test_other_commands_judge_their_names_first(arguments: str, sentence: str, t
         ("sota-grpo", "COMMAND"),
         ("sota-grpo train", "sota-grpo train [--async]"),
         *((f"sota-grpo {name}", f"sota-grpo {name}") for name in
-          ("check", "estimate", "eval", "report", "replay", "compare", "export", "score", "sweep")),
+          ("check", "estimate", "eval", "report", "replay", "export", "score", "sweep")),
     ],
 )  # fmt: skip
 def test_help_needs_nothing_heavy(command: str, expected: str, typed) -> None:

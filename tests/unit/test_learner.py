@@ -18,7 +18,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.rl.collate import pad_rows, set_loss_weights
+from sota_grpo.rl.collate import pad_rows, row_prompts, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import plain_rows, row_list
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -276,6 +276,12 @@ def test_update_counts_versions_and_steps(tmp_path: Path) -> None:
     assert (learner.version, learner.optimizer_steps) == (1, 6)
 
 
+def mini_batches(learner: Learner, rows: list[TensorDict], epoch: int) -> list[list[TensorDict]]:
+    """The rows of each optimizer step of an epoch, in order."""
+    order = learner.step_planner().mini_batches(rows, row_prompts(rows), epoch, learner.version)
+    return [[rows[index] for index in batch] for batch in order]
+
+
 @pytest.mark.parametrize("size", [4, 6])
 def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
     """12 rows in groups of 4. Steps of 4 hold one group each; steps of 6 cut the middle one of each order."""
@@ -287,7 +293,7 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
         row[keys.LOG_PROBS] = torch.zeros(4)
     position = {id(row): index for index, row in enumerate(rows)}
     orders = [
-        [[position[id(row)] for row in step] for step in learner._mini_batches(rows, epoch)] for epoch in range(20)
+        [[position[id(row)] for row in step] for step in mini_batches(learner, rows, epoch)] for epoch in range(20)
     ]
     assert orders[0] == [list(range(12))[start : start + size] for start in range(0, 12, size)]
     assert len({str(order) for order in orders}) > 3
@@ -299,13 +305,13 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
             [4, 5, 6, 7],
             [8, 9, 10, 11],
         ]
-    again = [[position[id(row)] for row in step] for step in learner._mini_batches(rows, 1)]
+    again = [[position[id(row)] for row in step] for step in mini_batches(learner, rows, 1)]
     assert again == orders[1]
 
 
 def test_rows_without_siblings_are_mixed_one_by_one(tmp_path: Path) -> None:
     learner, rows = make_learner(tmp_path), [row.exclude(keys.GROUP_ID) for row in make_rows()]
-    mixed = [id(row) for step in learner._mini_batches(rows, 1) for row in step]
+    mixed = [id(row) for step in mini_batches(learner, rows, 1) for row in step]
     assert sorted(mixed) == sorted(map(id, rows))
     assert mixed != [id(row) for row in rows]
 
@@ -663,7 +669,9 @@ def test_rows_without_an_advantage_learn_from_a_bonus_that_begins_within_the_ste
     learner, by_hand = make_learner(tmp_path, epochs=2, **adapts), make_learner(tmp_path, epochs=2, **adapts)
     kept = learner.step_planner()
     learner.update(lazy_stack(rows))
-    by_hand.advance(by_hand.batches(rows))
+    for epoch in range(2):
+        for batch in mini_batches(by_hand, rows, epoch):
+            _one_step(by_hand, batch)
     assert all(torch.equal(value, weights(by_hand)[name]) for name, value in weights(learner).items())
     assert learner.entropy_coef == 0.5
     assert kept == learner.step_planner()
@@ -674,7 +682,7 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
     """A bound of a half with steps of a quarter; the target is met always, or never."""
     rows, adapts = make_rows(), {"entropy_coef_delta": 0.25, "entropy_coef_max": 0.5, "optim_batch_size": 2}
     learner = make_learner(tmp_path, entropy_target=100.0, **adapts)
-    steps = [_one_step(learner, batch) for batch in learner.batches(rows)[:4]]
+    steps = [_one_step(learner, batch) for batch in mini_batches(learner, rows, 0)[:4]]
     assert [step["entropy_coef"] for step in steps] == [0.0, 0.25, 0.5, 0.5]
     assert "loss/entropy" not in steps[0]
     for step, coef in zip(steps[1:], (0.25, 0.5, 0.5)):  # a mean over rows, near that over tokens
@@ -683,12 +691,12 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
     resumed = make_learner(tmp_path, entropy_target=100.0, seed=1, **adapts)
     resumed.load_state_dict(deepcopy(kept))
     assert resumed.loss.entropy_coeff == 0.5
-    again = learner.batches(rows)[0]
+    again = mini_batches(learner, rows, 0)[0]
     assert _one_step(resumed, again) == _one_step(learner, again)
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(learner).items())
     high = make_learner(tmp_path, entropy_target=1e-3, **adapts)
     high.load_state_dict(kept)
-    falling = [_one_step(high, batch)["entropy_coef"] for batch in learner.batches(rows)[:4]]
+    falling = [_one_step(high, batch)["entropy_coef"] for batch in mini_batches(learner, rows, 0)[:4]]
     assert falling == [0.5, 0.0, 0.0, 0.0]
     assert high.entropy_coef == 0.0
     constant = make_learner(tmp_path)

@@ -1,4 +1,4 @@
-"""A config as verl's options and as TRL's: nothing is dropped in silence, and what is carried over has an effect."""
+"""A config as verl's options: nothing is dropped in silence, and what is carried over has an effect."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ from sota_grpo.migration.data import (
     Account,
     Facts,
     example_columns,
-    trl_overlong,
-    trl_reward,
-    trl_rows,
     verl_reward,
     verl_rows,
     write_parquet,
 )
 from sota_grpo.migration.export import model_card, published
-from sota_grpo.migration.trl import trl_arguments, trl_script
 from sota_grpo.migration.verl import Beside, verl_options, verl_script
 from sota_grpo.tasks import make_task
 from tests.config.test_config import PRESETS, composed
@@ -71,32 +67,19 @@ def verl_text(config: Config) -> str:
     return json.dumps([options, account.comment()])
 
 
-def trl_text(config: Config) -> str:
-    return trl_script(config, FACTS, [])
-
-
 def verl_account(config: Config) -> Account:
     return verl_options(config, FACTS)[1]
 
 
-def trl_account(config: Config) -> Account:
-    return trl_arguments(config)[1]
+STANDS_ELSEWHERE = ("model.name", "model.size")  # the model is a fact beside the config
 
 
-BOTH = pytest.mark.parametrize(
-    ("text", "account_of"), [(verl_text, verl_account), (trl_text, trl_account)], ids=["verl", "trl"]
-)
-# the model is a fact beside the config; the script for TRL always saves it, and resumes when it is told to
-STANDS_ELSEWHERE = ("model.name", "model.size", "train.export_hf", "train.resume")
-
-
-@BOTH
 @pytest.mark.parametrize("overrides", [(), RICH, (*RICH, "mode=async")], ids=["preset", "rich", "async"])
-def test_an_option_that_is_carried_over_has_an_effect(text, account_of, overrides) -> None:
+def test_an_option_that_is_carried_over_has_an_effect(overrides) -> None:
     config = config_of(*overrides)
-    plain = text(config)
-    for option in sorted(account_of(config).carried - {*FILES, *STANDS_ELSEWHERE, *_unused(config)}):
-        assert any(text(other) != plain for other in others(config, option)), option
+    plain = verl_text(config)
+    for option in sorted(verl_account(config).carried - {*FILES, *STANDS_ELSEWHERE, *_unused(config)}):
+        assert any(verl_text(other) != plain for other in others(config, option)), option
 
 
 def _unused(config: Config) -> set[str]:
@@ -110,11 +93,11 @@ def _unused(config: Config) -> set[str]:
 def test_every_option_is_named_in_the_script(name: str, overrides: tuple[str, ...]) -> None:
     """As an option, in a note, among those without a counterpart, or among those of the files."""
     config = config_of(*overrides, name=name)
-    for account in (verl_account(config), trl_account(config)):
-        comment = "\n".join(account.comment())
-        named = account.carried | {option for option, _, _ in walk(config) if option in comment}
-        assert named == {option for option, _, _ in walk(config)}
-        assert not set(account.left()) & account.carried
+    account = verl_account(config)
+    comment = "\n".join(account.comment())
+    named = account.carried | {option for option, _, _ in walk(config) if option in comment}
+    assert named == {option for option, _, _ in walk(config)}
+    assert not set(account.left()) & account.carried
 
 
 def verl_of(*overrides: str) -> dict:
@@ -244,40 +227,6 @@ def test_verl_computes_the_same_under(overrides: tuple[str, ...], expected: dict
     assert {name: found.get(name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (("algorithm=sapo",), {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
-        (("algorithm=vespo",), {"loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_neg": 2.0}),
-        (("algorithm=gmpo",), {"loss_type": "grpo", "epsilon": 0.2, "epsilon_high": 0.2}),
-        (("algorithm=luspo",), {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "epsilon": 0.002}),
-        (("algorithm=lite_ppo",), {"loss_type": "dapo", "scale_rewards": "batch"}),
-        (("algorithm=maxrl",), {"scale_rewards": "group"}),
-        (
-            ("algorithm=icepop",),
-            {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5},
-        ),
-        (("algorithm=geometric_rejection",), {"vllm_importance_sampling_correction": False}),
-        (
-            ("algorithm=deepseek_v32", "policy.kl_coef=0.1"),
-            {"off_policy_mask_threshold": 0.5, "use_bias_correction_kl": True, "scale_rewards": "none"},
-        ),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else "-".join(value),
-)
-def test_trl_computes_the_same_under(overrides: tuple[str, ...], expected: dict) -> None:
-    """Or says that it does not."""
-    arguments, account = trl_arguments(config_of(*overrides))
-    assert {name: arguments[name] for name in expected} == expected
-    noted = {
-        "algorithm=gmpo": "objective",
-        "algorithm=maxrl": "scale",
-        "algorithm=geometric_rejection": "correction",
-    }
-    if overrides[0] in noted:
-        assert account.notes[f"algorithm.{noted[overrides[0]]}"]
-
-
 def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
     """The script is run with a python3 that prints what it is given, and Hydra parses that."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -309,7 +258,7 @@ def exported(config: Config, folder: Path) -> Path:
 
 
 def test_the_grader_travels(tmp_path: Path) -> None:
-    """verl and TRL are given the reward of the run, from the columns of the exported data."""
+    """verl is given the reward of the run, from the columns of the exported data."""
     overrides = ("env.dataset=reasoning", "env.format_weight=0.3")
     file = exported(composed("grpo_gsm8k", *overrides), tmp_path)
     rows = [{"question": "9 * 2?", "answer": "9*2=18\n#### 18"}, {"question": "1 + 1?", "answer": "#### 2"}]
@@ -328,14 +277,6 @@ def test_the_grader_travels(tmp_path: Path) -> None:
             for text in texts
         ]
         assert [found["score"] for found in given] == wanted
-        (columns,) = trl_rows(task, [one])
-        prompt = columns.pop("prompt")
-        lists = {name: [value] * len(texts) for name, value in columns.items()}
-        chats = [[{"role": "assistant", "content": text}] for text in texts]
-        rewarded = trl_reward(file)(
-            prompts=[prompt] * 3, completion_ids=[[1]] * 3, completions=chats, trainer_state=None, **lists
-        )
-        assert rewarded == wanted
     assert len({value for wanted in expected for value in wanted}) > 2
 
 
@@ -350,9 +291,6 @@ def test_reward_functions_travel_with_the_folder(tmp_path: Path) -> None:
     file = exported(composed("grpo_gsm8k", "reward.path=mine.py"), tmp_path)
     columns = example_columns(SimpleNamespace(query="2 + 2?", answer="#### 4", extra={}))
     assert verl_reward(file)("gsm8k", "4", "4", columns) == {"score": 2.0, "acc": 1.0}
-    assert trl_reward(file)(
-        completions=["5"], completion_ids=[[1]], **{name: [value] for name, value in columns.items()}
-    ) == [0.0]
 
 
 def test_a_grader_that_fails_gives_nothing(tmp_path: Path) -> None:
@@ -370,10 +308,6 @@ def test_the_table_reads_what_was_written_for_verl(tmp_path: Path) -> None:
     prompts = [table.messages(example) for example in [*table.train, *table.heldout]]
     wanted = [task.messages(example) for example in task.train]
     assert sorted(prompts, key=str) == sorted([one for i, one in enumerate(wanted) if one not in wanted[:i]], key=str)
-
-
-def test_the_penalty_on_length_is_ours() -> None:
-    assert trl_overlong(8, 4)(completion_ids=[[0] * n for n in (1, 4, 6, 8)]) == [0.0, 0.0, -0.5, -1.0]
 
 
 def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> None:

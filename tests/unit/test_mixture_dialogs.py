@@ -35,7 +35,7 @@ from sota_grpo.source.source import Prompt, Rollouts, RolloutSource
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.training.runs import signature
-from tests.unit.test_learner import make_learner, make_rows
+from tests.unit.test_learner import make_learner, make_rows, mini_batches
 from tests.unit.tiny_models import make_model
 
 SEED = random.randrange(1 << 30)
@@ -118,7 +118,7 @@ def test_an_optimizer_step_has_whole_groups_of_whatever_size(tmp_path: Path) -> 
     )  # its own prompt
     rows, found = [row for group in groups for row in group], []
     for epoch in range(8):
-        steps = [[int(row[keys.GROUP_ID]) for row in step] for step in learner._mini_batches(rows, epoch)]
+        steps = [[int(row[keys.GROUP_ID]) for row in step] for step in mini_batches(learner, rows, epoch)]
         assert [len({*step}) for step in steps] == [2, 2, 1]
         assert sorted(group for step in steps for group in step) == [0] * 2 + [1] * 5 + [2] * 3 + [3] * 4 + [4] * 2
         found.append(str(steps))

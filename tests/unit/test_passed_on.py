@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 import re
@@ -24,7 +23,6 @@ from sota_grpo.engines.vllm_server import engine_arguments, refuse_arguments
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.migration.data import Facts
-from sota_grpo.migration.trl import trl_script
 from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.policy.load import TINY, load_tokenizer
 from sota_grpo.rewards.grading import LocalGrader
@@ -196,13 +194,8 @@ def test_exports_take_the_templates_arguments_along_whatever_they_are_called() -
     script = verl_script(options, ours, ["A heading."])
     (word,) = [one for one in shlex.split(script.partition("main_ppo")[2]) if "apply_chat_template_kwargs" in one]
     assert word.startswith("++data.apply_chat_template_kwargs={enable_thinking:false,")
-    tree = ast.parse(trl_script(config, facts, ["A heading."]))
-    (kept,) = [
-        one.value for one in ast.walk(tree) if isinstance(one, ast.keyword) and one.arg == "chat_template_kwargs"
-    ]
-    assert ast.literal_eval(kept) == given
     config.env.chat_template_kwargs = None
-    assert "template_kwargs=" not in verl_script(*verl_options(config, facts), []) + trl_script(config, facts, [])
+    assert "template_kwargs=" not in verl_script(*verl_options(config, facts), [])
 
 
 def test_a_start_that_is_refused_leaves_the_log_as_it_was(long_rows: Path, tmp_path: Path) -> None:

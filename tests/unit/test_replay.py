@@ -1,4 +1,4 @@
-"""A replay gives what the run computed; under another algorithm, what a run under that algorithm computes."""
+"""A replay gives what the run computed; under other algorithms, what runs under those algorithms compute."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ import torch
 from tensordict import TensorDict
 
 from sota_grpo import cli, keys
-from sota_grpo.assembly.compare import compared
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.replay import (
+    CountedLoss,
     Replay,
     Step,
-    _advantages,
-    _clip,
+    cosines,
     equal_ratios,
     open_step,
     replay,
+    replay_configs,
     replayed,
     scored_rows,
     worst_distance,
 )
 from sota_grpo.cli.replay import as_text
 from sota_grpo.config import Config
+from sota_grpo.config.spelling import with_options
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.recording.replays import read_replays
 from sota_grpo.recording.run_files import METRICS_FILE
 from sota_grpo.recording.run_log import TRAINING_LOG
 from sota_grpo.recording.stored_steps import Origin, StoredStep, read_step, stored_steps
@@ -93,15 +95,16 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
         figures = found["figures"]
         assert {"loss/objective", "grad_norm", "advantage"} < set(figures)
         for figure, values in figures.items():
+            if figure.startswith("tokens/"):  # a run does not log them
+                assert values["stored"] is None
+                continue
             assert values["stored"] == rows[step][figure]
             assert values["replayed"] == pytest.approx(values["stored"], rel=1e-6, abs=1e-12), figure
         assert found["agrees"]
     if "skywork" in name:
         assert [row["entropy_coef"] for row in rows] == [0.0, 0.05]
-        found = compared(run_dir, 1, ["run", "grpo"])["algorithms"]
-        assert found["grpo"]["masked"] == 0 < found["run"]["masked"]  # what the run left out is not in the stored rows
-        losses = found["run"]["losses"]
-        assert losses == {name: pytest.approx(rows[1][name], rel=1e-6) for name in ("loss/objective", "loss/entropy")}
+        shares = replayed(run_dir, 1, ["algorithm=grpo"])["figures"]["tokens/with_gradient"]
+        assert 0 < shares["replayed"] < shares["under"]["grpo"]  # tokens of low entropy are left out
     if "LoRA" in name:
         step = open_step(run_dir, 1)
         assert replay(step, step.config).figures == replay(step, step.config).figures  # the first leaves nothing behind
@@ -117,9 +120,8 @@ def test_step_0_under_another_preset_is_that_of_a_run_under_it(preset: str, plai
     expected = metrics(other)[0]
     found = replayed(plain, 0, [f"algorithm={preset}"])
     for figure in ("advantage", "loss/objective", "grad_norm", "clip_fraction", "ess"):
-        values = found["figures"][figure]
-        assert values["other"] == pytest.approx(expected[figure], rel=1e-6, abs=1e-12), figure
-        assert values["other_difference"] == values["other"] - values["replayed"]
+        under = found["figures"][figure]["under"]
+        assert under == {preset: pytest.approx(expected[figure], rel=1e-6, abs=1e-12)}, figure
     assert found["agrees"]
 
 
@@ -189,6 +191,12 @@ def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path
         (["train.kl_coef_in_loss=false"], r"has no effect without policy\.kl_coef"),
         (["algorithm=rloo"], "makes? several steps"),
         (["algorithm=unheard"], "the presets are"),
+        (["algorithm=grpo,dapo,grpo"], "names grpo twice"),
+        (["algorithm=grpo,run"], "nothing to compare"),
+        (["algorithm=dapo,rloo"], r"^rloo: .* makes? several steps"),
+        (["algorithm=dapo,gdpo"], r"^gdpo: algorithm\.decouple_terms=true needs the weights of the reward terms"),
+        (["algorithm=/nowhere/mine.py:sapo"], r"There is no file /nowhere/mine\.py"),
+        (["train.epochs=0"], r"train\.epochs=0 must be above 0"),
         (["algorithm.clip_hihg=0.3"], "clip_hihg"),
         (["algorithm.clip_high=high"], "clip_high|high"),
     ],
@@ -202,35 +210,120 @@ def test_an_override_that_cannot_matter_is_refused_in_one_sentence(overrides, se
 
 def test_a_smaller_micro_batch_is_no_comparison(plain: Path) -> None:
     found = replayed(plain, 0, ["train.micro_batch_tokens=200"])
-    assert "clip" not in found
+    assert (found["algorithms"], found["cosines"]) == ([], {})
     assert found["figures"]["grad_norm"]["replayed"] == pytest.approx(found["figures"]["grad_norm"]["stored"], rel=1e-4)
 
 
-def test_a_wider_clip_takes_fewer_gradients(plain: Path) -> None:
+def test_a_narrow_clip_takes_gradients(plain: Path) -> None:
     """Two optimizer steps per step: in the second the ratio is no longer 1, and a narrow clip finds it."""
-    narrow = replayed(plain, 0, ["algorithm.clip_low=1e-7", "algorithm.clip_high=1e-7"])
-    assert (narrow["advantages"]["changed"], narrow["advantages"]["largest"]) == (0, None)
-    clip = narrow["clip"]
-    assert clip["other"] - clip["replayed"] == clip["newly"] - clip["no_longer"] > 0
-    stored = read_step(stored_steps(plain)[0])
-    assert clip["tokens"] == sum(int(row.get(keys.ASSISTANT_MASK).sum()) for row in stored.rows)
-    text = as_text(narrow)
-    assert f"{clip['newly']} newly, {clip['no_longer']} no longer" in text
-    assert "algorithm.clip_low=1e-7 al.." in text
+    found = replayed(plain, 0, ["algorithm.clip_low=1e-7", "algorithm.clip_high=1e-7"])
+    moved, moves, clipped = (
+        found["figures"][name] for name in ("tokens/with_gradient", "tokens/with_advantage", "clip_fraction")
+    )
+    assert moves["under"]["run"] == moves["replayed"] >= moved["replayed"] > moved["under"]["run"]
+    assert clipped["under"]["run"] > clipped["replayed"]
+    assert found["cosines"]["replayed"]["run"] < 1 - 1e-6
+    assert "under algorithm.clip_low=1e-7 algorithm.clip_high=1e-7" in as_text(found)
+
+
+SCALED = """
+def tripled(log_ratio, advantage, clip_low, clip_high):
+    ratio = log_ratio.exp()
+    return -3 * (ratio * advantage).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+"""
+
+
+def test_several_algorithms_stand_side_by_side(plain: Path, tmp_path: Path) -> None:
+    """In one optimizer step, a factor scales the gradient and nothing else; the run's own twin is exact."""
+    (tmp_path / "mine.py").write_text(SCALED)
+    tripled = f"{tmp_path}/mine.py:tripled"
+    found = replayed(plain, 0, [f"algorithm=run,{tripled},rloo", "train.optim_batch_size=16"])
+    assert found["algorithms"] == ["run", tripled, "rloo"]
+    cosines, figures = found["cosines"], {name: values["under"] for name, values in found["figures"].items()}
+    names = ["replayed", "run", tripled, "rloo"]
+    assert list(cosines) == names
+    assert all(list(row) == names and row[name] == 1.0 for name, row in cosines.items())
+    assert all(cosines[one][two] == cosines[two][one] for one in names for two in names)
+    assert cosines["run"][tripled] == pytest.approx(1, abs=1e-9)
+    assert 0.5 < cosines["run"]["rloo"] < 1 - 1e-6
+    assert figures["grad_norm"][tripled] == pytest.approx(3 * figures["grad_norm"]["run"], rel=1e-5)
+    for name in ("tokens/with_advantage", "tokens/with_gradient", "clip_fraction", "ess"):
+        assert figures[name][tripled] == figures[name]["run"]
+    assert "every ratio is 1" in found["notes"][0]
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+@pytest.mark.parametrize("budget", [100, 4096])
+def test_the_gradient_is_the_sum_over_the_optimizer_steps_before_the_clip(
+    budget: int, plain: Path, tmp_path: Path
+) -> None:
+    """By hand, in one optimizer step whose norm is clipped: its norm is that of the metric, however rows are packed."""
+    step = open_step(plain, 0)
+    one = with_options(step.config, {"train.optim_batch_size": 16, "train.micro_batch_tokens": budget})
+    once = replay(step, with_options(one, {"optimizer.clip_grad_norm": 1e-3}), tmp_path / "once")
+    assert once.optimizer_steps == 1
+    assert once.gradient.double().norm().item() == pytest.approx(once.figures["grad_norm"], rel=1e-5)
+    still = with_options(one, {"train.epochs": 2, "optimizer.lr": 0.0, "optimizer.weight_decay": 0.0})
+    twice = replay(step, still, tmp_path / "twice")
+    assert twice.optimizer_steps == 2
+    torch.testing.assert_close(twice.gradient, 2 * once.gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_no_room_for_a_gradient_is_a_sentence(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10}))
+    with pytest.raises(UserError, match=r"^A gradient takes 0\.\d GiB, and .* name fewer algorithms, or set TMPDIR"):
+        replayed(plain, 0, ["algorithm=dapo"])
+    assert replayed(plain, 0)["agrees"]  # alone it keeps none
+
+
+def test_tokens_with_a_gradient_by_hand() -> None:
+    """Ratios of 1 and 2 under a clip of 0.2: with a positive advantage the second has no gradient."""
+
+    class Actor(torch.nn.Module):
+        def forward(self, td: TensorDict) -> TensorDict:
+            values = torch.tensor([[0.0, -1.0, -1.0], [0.0, -1.0, -1.0]]) + torch.tensor([0.0, 0.0, math.log(2)])
+            return td.set(keys.LOG_PROBS, values.requires_grad_())
+
+    batch = TensorDict(
+        {
+            "tokens": {"full": torch.ones(2, 3, dtype=torch.long)},
+            "masks": {"all_assistant_mask": torch.tensor([[False, True, True]] * 2)},
+            "log_probs": {"full": torch.full((2, 3), -1.0)},
+            "advantage": torch.tensor([0.5, -0.5]).reshape(2, 1, 1),
+        },
+        batch_size=[2],
+    )
+    loss = CountedLoss(Actor(), entropy_bonus=False)
+    loss(batch)
+    assert loss.moved == 3
+    loss(batch)
+    assert loss.moved == 6
+
+
+def test_a_gradient_of_0_has_no_cosine_and_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sota_grpo.assembly.replay._CHUNK", 3)
+    one, two = torch.randn(8), torch.randn(8)
+    found = cosines({str(at): Replay({}, 1, vector) for at, vector in enumerate((one, two, torch.zeros(8)))})
+    exact = torch.nn.functional.cosine_similarity(one.double(), two.double(), dim=0).item()
+    assert found["0"] == {"0": 1.0, "1": pytest.approx(exact, rel=1e-12), "2": None}
+    assert set(found["2"].values()) == {None}
 
 
 def test_ratios_that_are_all_one_are_said() -> None:
     def said(ess: float, steps: int) -> str:
-        return " ".join(equal_ratios(Replay({"ess": ess}, torch.zeros(1), {}, steps)))
+        return " ".join(equal_ratios([Replay({"ess": ess}, steps)]))
 
-    assert "every ratio is 1 (effective sample size 1.000000)" in said(1 - 1e-9, 1)
+    assert "every ratio is 1" in said(1 - 1e-9, 1)
     assert not said(1.0, 2)
     assert not said(0.999, 1)
 
 
 def test_what_a_preset_does_while_collecting_is_named_and_left(plain: Path) -> None:
-    found = replayed(plain, 0, ["algorithm=dapo"])
-    assert "algorithm.dynamic_sampling" in found["notes"][-1]
+    step = open_step(plain, 0)
+    _, others, notes = replay_configs(step, plain, ["algorithm=dapo,gspo"])
+    assert not others["dapo"].algorithm.dynamic_sampling
+    assert len(notes) == 1
+    assert notes[0].startswith("dapo: algorithm.dynamic_sampling is read while responses are collected")
 
 
 def test_the_figures_are_json_and_nothing_is_written(plain: Path) -> None:
@@ -242,6 +335,26 @@ def test_the_figures_are_json_and_nothing_is_written(plain: Path) -> None:
     found = json.loads(json.dumps(replayed(plain, None, ["algorithm=dr_grpo"]), allow_nan=False))
     assert found["step"] == 0  # the last whose checkpoint is there
     assert files() == before
+
+
+def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in (["--step", "0"], ["--json", "algorithm=dapo,gspo"], ["algorithm=dapo,gspo", "--step", "0"]):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["replay", str(plain), *options])
+    printed, said = capsys.readouterr()
+    assert "sota-grpo report" in said
+    assert len(list((plain / "replays").iterdir())) == 1  # of one question the newest, of a replay alone none
+    (record,), sentences = read_replays(plain)
+    assert not sentences
+    figures, table = record["tables"]
+    assert figures[0] == ["", "stored", "replayed", "difference", "dapo", "gspo"]
+    assert table[0] == ["cosine of gradients", "replayed", "dapo", "gspo"]
+    assert [row[0] for row in table[1:]] == table[0][1:]
+    last = printed.rpartition("Step 0, ")[2].splitlines()
+    assert all(row[0] in line and row[-1] in line for row, line in zip(figures, last[2:]))
+    assert any(note.startswith("dapo: algorithm.dynamic_sampling") for note in record["notes"])
 
 
 @pytest.mark.parametrize("command", [["algorithm=dapo", "--step", "2"], ["--step", "2", "--json", "algorithm=dapo"]])
@@ -319,23 +432,6 @@ def test_the_kl_moves_between_reward_and_loss(graded: float | None, config: Conf
     assert found.get(keys.ADVANTAGE).flatten().tolist() == pytest.approx([half, -half])
     assert [float(row.get(keys.REWARD)) for row in step.stored.rows] == stored  # the stored rows stay as they are
     assert [float(row.get(keys.ADVANTAGE)) for row in step.stored.rows] == [9.0, 9.0]
-
-
-def outcome(advantages: list[float], clipped: dict) -> Replay:
-    flags = {name: [torch.tensor(use).bool() for use in uses] for name, uses in clipped.items()}
-    return Replay({}, torch.tensor(advantages), flags, 1)
-
-
-def test_changes_by_hand() -> None:
-    step = kl_step(graded=None)
-    own = outcome([1.0, -1.0], {(0, 0): [[0, 1], [1, 1]], (0, 1): [[0, 0, 0]]})
-    other = outcome([1.0, 0.5], {(0, 0): [[0, 0], [1, 0]], (0, 1): [[0, 1, 0]]})
-    changed = _advantages(step, own, other)
-    assert (changed["changed"], changed["samples"]) == (1, 2)
-    assert changed["largest"] == {"group_id": 0, "sample_id": 1, "replayed": -1.0, "other": 0.5}
-    assert _clip(own, other) == {"tokens": 7, "replayed": 3, "other": 2, "newly": 1, "no_longer": 2}
-    fewer = outcome([1.0, 0.5], {(0, 0): [[0, 0], [1, 0]]})  # the other row takes no part
-    assert _clip(own, fewer) == {"tokens": 7, "replayed": 3, "other": 1, "newly": None, "no_longer": None}
 
 
 def test_the_distance_is_relative_and_a_figure_of_one_side_is_infinitely_far() -> None:

@@ -24,8 +24,7 @@ from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.migration.data import Facts
-from sota_grpo.migration.export import _new_folder, script_name, write_hf, write_trl, write_verl
-from sota_grpo.migration.trl import trl_script
+from sota_grpo.migration.export import _new_folder, script_name, write_hf, write_verl
 from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.recording import run_files
 from sota_grpo.recording.run_files import is_held, read_config, read_json, read_rows
@@ -108,9 +107,7 @@ def test_a_replay_needs_consent_to_the_objective_that_it_computes(run_dir: Path,
     assert "run /nowhere/mine.py (algorithm.objective)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command", ["eval RUN --k 0", "export RUN --to verl", "export RUN --to trl", "replay RUN", "compare RUN"]
-)
+@pytest.mark.parametrize("command", ["eval RUN --k 0", "export RUN --to verl", "replay RUN"])
 def test_every_command_refuses_before_anything_of_the_run_is_executed(
     command: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,24 +143,25 @@ def test_an_evaluation_on_another_task_needs_no_consent_to_a_reward_that_it_leav
 
 @pytest.mark.parametrize("option", ["dataset_path", "eval_path"])
 def test_an_export_copies_no_rows_of_this_machine_unasked(option: str, run_dir: Path) -> None:
+    from pyarrow.parquet import read_table
+
     private, own, out = run_dir.parent / "diary.jsonl", run_dir / "inputs" / "train.jsonl", run_dir.parent / "out"
     for path in (private, own):
         path.write_text("".join(json.dumps({"prompt": f"{path.stem} {i}", "answer": "4"}) + "\n" for i in range(9)))
     paths = {"dataset_path": str(own), "eval_path": str(own), option: str(private)}
     env = {"dataset": "table", "num_heldout": 2} | paths
     saved(run_dir, json.dumps({"model": {"name": "tiny"}, "env": env}))
-    for write in (write_verl, write_trl):
-        with pytest.raises(UserError, match=rf"copy the rows of {private} into the export \(env.{option}\)"):
-            write(run_dir, out)
+    with pytest.raises(UserError, match=rf"copy the rows of {private} into the export \(env.{option}\)"):
+        write_verl(run_dir, out)
     assert not out.exists()
     saved(run_dir, json.dumps({"model": {"name": "tiny"}, "env": env | {"dataset_path": str(own), "eval_path": None}}))
-    write_trl(run_dir, out)
-    assert "diary" not in (out / "train.jsonl").read_text()
+    write_verl(run_dir, out)
+    assert "diary" not in str(read_table(out / "train.parquet"))
     saved(
         run_dir, json.dumps({"model": {"name": "tiny"}, "env": env | {"dataset_path": str(private), "eval_path": None}})
     )
-    write_trl(run_dir, out / "again", trust=True)
-    assert "diary" in (out / "again" / "train.jsonl").read_text()
+    write_verl(run_dir, out / "again", trust=True)
+    assert "diary" in str(read_table(out / "again" / "train.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +325,6 @@ def test_names_and_texts_of_a_run_are_no_part_of_a_script(tmp_path: Path) -> Non
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     subprocess.run(["bash", "run.sh"], check=True, cwd=tmp_path, env=environment)
     assert not (tmp_path / "PWNED").exists()
-    compile(trl_script(config, facts, ["A heading."]), "train.py", "exec")
 
 
 def test_an_export_replaces_no_folder_where_a_link_of_the_run_leads(run_dir: Path) -> None:

@@ -18,6 +18,7 @@ addEventListener("scroll", () => document.activeElement.classList.contains("toke
 
 startRuns();
 startGroups();
+startReplays();
 startTime();
 startAge();
 startGate();

@@ -1,4 +1,4 @@
-// Time, policy age, gate and config, each a table of the runs side by side.
+// Replays under other algorithms; then time, policy age, gate and config, each a table of the runs side by side.
 
 function bar(share, words) {
   const inside = el("span", { class: "bar" });
@@ -11,6 +11,23 @@ function wide(label, ...children) {
 }
 
 const runHeads = () => RUNS.map((run) => el("th", {}, badge(run)));
+
+function startReplays() {
+  const cellOf = (text) => el("td", { class: "figure" }, readable(text));
+  const tableOf = ([head, ...rows]) => table(head.map(readable), rows.map(([name, ...cells]) => [rowHead(readable(name)), ...cells.map(cellOf)]), { class: "figures" });
+  const shown = RUNS.flatMap((run) => run.replays.map((replay) => ({ run, ...replay })));
+  const details = shown.map(({ run, title, tables, notes }, index) =>
+    el(
+      "details",
+      { class: "replay", open: index === 0 },
+      el("summary", {}, RUNS.length > 1 ? [badge(run), " "] : null, readable(title)),
+      tables.map((each) => wide(title, tableOf(each))),
+      notes.map((note) => el("p", {}, readable(note))),
+    ),
+  );
+  const none = el("p", { class: "quiet" }, "None yet: ", el("code", {}, "sota-grpo replay RUN --step N algorithm=grpo,dapo,gspo"), " computes a stored step under several algorithms, and the tables are shown here.");
+  byId("replays-list").append(...(details.length ? details : [none]));
+}
 
 function startTime() {
   const names = new Set(RUNS.flatMap((run) => Object.keys(run.phases.parts)));
