@@ -192,9 +192,9 @@ def test_made_up_problems_are_held_out_where_somebody_wants_some(name: str) -> N
     options = MADE_UP.get(name, {"tasks": {"gcd": 1}})
     task = make_task(name, num_train=3, num_heldout=0, **options)
     assert (len(task.train), [*task.heldout], task.heldout[:5]) == (3, [], [])
-    for sizes in ({"num_heldout": -1}, {"num_train": 0}):
-        with pytest.raises(ValueError, match="{}={} must be at least [01]".format(*sizes.popitem())):
-            make_task(name, **sizes, **options)
+    for size, value in (("num_heldout", -1), ("num_train", 0)):
+        with pytest.raises(ValueError, match=f"{size}={value} must be at least {value + 1}"):
+            make_task(name, **{size: value}, **options)
 
 
 @pytest.mark.parametrize("name", MADE_UP)
