@@ -211,7 +211,9 @@ class RunMemory:
             rank=model.lora.r if model.lora.enabled else 0,
             dropout=model.lora.dropout > 0,
             checkpointing=model.gradient_checkpointing,
-            ranks=self.num_ranks if model.fsdp_size is None else model.fsdp_size * model.tensor_parallel_size,
+            ranks=len(self.plan.placement.train)
+            if model.fsdp_size is None
+            else model.fsdp_size * model.tensor_parallel_size,
             parallel=model.tensor_parallel_size,
             shard_gradients=model.shard_gradients,
             quantized=self.config.model.quantization is not None,
@@ -225,14 +227,9 @@ class RunMemory:
         )
 
     @property
-    def num_ranks(self) -> int:
-        """Devices of the learner."""
-        return len(self.plan.placement.train)
-
-    @property
     def row_shares(self) -> int:
         """Shares of a step's rows, one for each rank, or for those that divide matrices among them."""
-        return max(1, self.num_ranks // self.config.train_model.tensor_parallel_size)
+        return max(1, len(self.plan.placement.train) // self.config.train_model.tensor_parallel_size)
 
     @property
     def context(self) -> int:
@@ -245,17 +242,14 @@ class RunMemory:
         prompt = min(self.prompt_tokens, self.context - 1)
         return prompt, min(longest_response(self.config), self.context - prompt)
 
-    def micro_batches(self, shares: int) -> list[MicroBatch]:
+    def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
         """Those of an optimizer step in one of so many shares, if every sample is the largest; the heaviest first.
 
         Ragged samples fill a micro-batch better, so the heaviest is taken to be full.
         """
-        return self._step_in(shares, self.micro_batch_tokens)
-
-    def _step_in(self, shares: int, budget: int) -> list[MicroBatch]:
         train, largest = self.config.train, max(group_sizes(self.config).values())
         rows = train.optim_batch_size * largest // self.config.env.repeats  # if all groups are as large as the largest
-        return self._cut(rows // shares, largest, budget)
+        return self._cut(rows // shares, largest, self.micro_batch_tokens if budget is None else budget)
 
     @cached_property
     def micro_batch_tokens(self) -> int:
@@ -266,7 +260,7 @@ class RunMemory:
         if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
             return micro_batch_tokens(self.config)
         least = sum(self.largest_sample)
-        most = max(least, min(MOST_TOKENS, sum(one.tokens for one in self._step_in(self.row_shares, 2**62))))
+        most = max(least, min(MOST_TOKENS, sum(one.tokens for one in self.micro_batches(self.row_shares, 2**62))))
         if self._leaves_room(most) or not self._leaves_room(least):
             return most if self._leaves_room(most) else least
         finest = max(1, min(least, (most - least) // 256))
@@ -295,10 +289,6 @@ class RunMemory:
             text += f"; a group of {size} such samples ({longest:,} tokens) is cut"
         return f"{text}."
 
-    @property
-    def _forward_tokens(self) -> int:
-        return forward_tokens(self.micro_batch_tokens, self.plan.device_type)
-
     def _cut(self, rows: int, group: int, budget: int) -> list[MicroBatch]:
         rows, shared = max(1, rows), self.config.model.attn_implementation is None
         return _micro_batches(*self.largest_sample, rows, min(rows, group) if shared else 1, budget, shared)
@@ -309,7 +299,7 @@ class RunMemory:
         how = self.how
         step = learner_memory(self.model, how, self.micro_batches(self.row_shares))
         if make_settings(self.config, self.plan.device_type).recompute or how.dropout:
-            scored = forward_bytes(self.model, how, self._step_in(self.row_shares, self._forward_tokens)[0])
+            scored = self._forward_bytes(self.model, how, self.row_shares)
             scoring = {part: step[part] for part in ("weights", "optimizer")} | {"activations": scored}
             step = max(step, scoring, key=lambda parts: sum(parts.values()))
         moments = {TRAIN if self._take_turns else AT_WORK: step}
@@ -328,25 +318,21 @@ class RunMemory:
         model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
         how = replace(self.how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, self.how.product_bytes))
         own = model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
-        return own, forward_bytes(model, how, self._step_in(1, self._forward_tokens)[0])
+        return own, self._forward_bytes(model, how, 1)
 
-    @property
-    def num_engines(self) -> int:
-        return num_engines(self.config, self.plan)
-
-    @property
-    def engine_rows(self) -> int:
-        """Samples that each engine computes at once."""
-        return engine_rows(self.config, self.plan.engine, self.plan.device_type, self.num_engines)
+    def _forward_bytes(self, model: Architecture, how: Learning, shares: int) -> int:
+        tokens = forward_tokens(self.micro_batch_tokens, self.plan.device_type)
+        return forward_bytes(model, how, self.micro_batches(shares, tokens)[0])
 
     @cached_property
     def engine(self) -> tuple[Parts, str | None]:
         """What one engine holds on each of its devices, and what keeps it from starting there."""
-        options, model, rows = self.config.inference_model, self.model, self.engine_rows
+        options, model, device_type = self.config.inference_model, self.model, self.plan.device_type
+        rows = engine_rows(self.config, self.plan.engine, device_type, num_engines(self.config, self.plan))
         kind, parallel = ENGINES[self.plan.engine].memory, options.tensor_parallel_size
         if kind == "none" or self.config.engine.url is not None:
             return {}, None
-        number_bytes = dtype_bytes(engine_dtype(options.torch_dtype, self.plan.device_type))
+        number_bytes = dtype_bytes(engine_dtype(options.torch_dtype, device_type))
         weights, pool = "engine: weights", "engine: keys and values"
         parts = {weights: model.parameters * number_bytes // parallel}
         if kind == "transformers":
@@ -354,7 +340,7 @@ class RunMemory:
             sizes = {"number_bytes": number_bytes, "prompts": prompts, "rows": rows}
             kept, passing = embedded_engine_bytes(model, self.largest_sample, **sizes)
             return parts | {pool: kept, "engine: one token": passing}, None
-        if self.plan.device_type == "cpu":
+        if device_type == "cpu":
             return parts | {pool: VLLM_CPU_POOL}, None
         share = int(options.gpu_memory_utilization * self.machine.memory)
         left = vllm_pool_bytes(model, share, number_bytes=number_bytes, rows=rows, parallel=parallel)

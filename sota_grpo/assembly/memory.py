@@ -68,7 +68,7 @@ class Learning:
     quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
     compiled: bool = False  # layers are compiled, on a GPU
     optimizer: str = "adamw"  # of sota_grpo.policy.optimizers
-    heap: bool = False  # small tensors come from the C library's heap, see the module
+    heap: bool = False  # tensors come from glibc's heap: see HEAP
 
     @property
     def casts(self) -> bool:

@@ -59,11 +59,10 @@ def run(options: argparse.Namespace) -> int:
     """Look, print, and return 1 if something failed, else 0; UserError where the cluster cannot be reached."""
     folder, address = str(options.run_dir.absolute()), options.address
     nodes = [examine(folder)] if address is None else examine_cluster(address, folder)
-    together = compare(nodes)
     if options.json:
         listed = [node._asdict() | {"findings": [one._asdict() for one in node.findings]} for node in nodes]
-        print(json.dumps({"nodes": listed, "cluster": [one._asdict() for one in together]}, indent=1))
-    every = [(node.name, one) for node in nodes for one in node.findings] + [("all nodes", one) for one in together]
+        print(json.dumps({"nodes": listed, "cluster": [one._asdict() for one in compare(nodes)]}, indent=1))
+    every = [(node.name, one) for node in nodes for one in node.findings] + [("cluster", one) for one in compare(nodes)]
     for name, one in every if not options.json else ():
         print(f"{name}: {one.state:8}{one.subject}: {one_line(one.sentence, limit=None)}")
     return CRASHED if any(one.state == FAILED for _, one in every) else 0
@@ -71,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
 def examine(folder: str, mark: str | None = None) -> Node:
     """Look at this machine: runs are written below ``folder``, where the driver may have made the file ``mark``."""
-    looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory}
-    looks |= {"open files": _open_files, "disk": lambda: _disk(Path(folder))}
+    looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory, "open files": _open_files}
+    looks["disk"] = lambda: _disk(Path(folder))
     findings = []
     for subject, look in looks.items():
         try:
@@ -196,5 +195,6 @@ def _of_answer(name: str, answer: Any) -> Node:
     """Of a node's answer, or of the error in its place."""
     if not isinstance(answer, Exception):
         return answer._replace(name=f"{answer.name} ({name})")
-    fix = "look at its disks and drivers" if isinstance(answer, TimeoutError) else "install the package there"
-    return Node(name, [Finding("node", FAILED, f"{sentence(answer)}; {fix}.")], {})
+    hung = isinstance(answer, TimeoutError)
+    text = f"{answer}; look at its disks and drivers." if hung else f"{sentence(answer)}; install the package there."
+    return Node(name, [Finding("node", FAILED, text)], {})

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.cli import add_parser, add_trust, tell_trust, whole
+from sota_grpo.errors import UserError
 
 
 def add_command(commands: Any) -> None:
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """Replay the step and print what came of it; 0 once it is computed, whether or not it agrees.
 
     Raises:
-        UserError: the step cannot be replayed, or not under these options; or the tables cannot be left in the run.
+        UserError: the step cannot be replayed, or not under these options.
     """
     from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, algorithms_of, load_config, overrides_under
     from sota_grpo.run.entry import quiet_console
@@ -58,8 +59,11 @@ def run(options: argparse.Namespace) -> int:
         from sota_grpo.recording.replays import save_replay
 
         record = {"title": _title(result), "tables": _tables(result), "notes": [_verdict(result), *result["notes"]]}
-        path = save_replay(run_dir, result["step"], options.overrides, record)
-        print(f"{path}; sota-grpo report {run_dir} shows it.", file=sys.stderr)
+        try:
+            path = save_replay(run_dir, result["step"], options.overrides, record)
+            print(f"{path}; sota-grpo report {run_dir} shows it.", file=sys.stderr)
+        except UserError as error:  # of a run that cannot be written; its figures are printed
+            print(f"sota-grpo: {error}", file=sys.stderr)
     return 0
 
 

@@ -37,7 +37,9 @@ def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mappi
         folder.mkdir(exist_ok=True)
         write_text(path, json_line(replay) + "\n")
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); --json prints everything.") from error
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}), so the report will not show this replay."
+        ) from error
     return path
 
 

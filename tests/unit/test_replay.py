@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,14 @@ def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
     last = printed.rpartition("Step 0, ")[2].splitlines()
     assert all(row[0] in line and row[-1] in line for row, line in zip(figures, last[2:]))
     assert any(note.startswith("dapo: algorithm.dynamic_sampling") for note in record["notes"])
+    shutil.rmtree(plain / "replays")
+    (plain / "replays").touch()  # a run that cannot be written is replayed all the same
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["replay", str(plain), "--json", "algorithm=dapo"])
+    printed, said = capsys.readouterr()
+    assert json.loads(printed)["algorithms"] == ["dapo"]
+    assert "the report will not show this replay" in said
+    (plain / "replays").unlink()
 
 
 @pytest.mark.parametrize("command", [["algorithm=dapo", "--step", "2"], ["--step", "2", "--json", "algorithm=dapo"]])
