@@ -28,6 +28,7 @@ from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_mod
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.training.subject import NUM_PROMPTS, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,17 @@ class Estimate(RunMemory):
             fix += f", or, to train all weights, {' '.join(overrides_of(self.other_change))}"
         return f"The run does not fit on {worst.name}: {reason}; {fix}."
 
+    @property
+    def responses(self) -> dict[str, int]:
+        """Responses that the run samples: to train on, in all evaluations, and for the checks before training."""
+        options, steps = self.config.eval, num_steps(self.config)
+        evaluations = 2 + ((steps - 1) // options.every if options.every else 0) if options.mode == "on" else 0
+        return {
+            "training": steps * mean_responses_per_step(self.config),
+            "evaluation": evaluations * options.num_samples * (1 + options.avg_at_k),
+            "checks": NUM_PROMPTS * NUM_SAMPLES if self.config.check.mode != "off" else 0,
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: plain values, sizes in bytes."""
         (prompt, response), plan, disk = self.largest_sample, self.plan, disk_of(self.config, self.model)
@@ -83,6 +95,7 @@ class Estimate(RunMemory):
             "problems": self.num_problems,
             "responses_per_step": mean_responses_per_step(self.config),
             "steps": num_steps(self.config),
+            "responses": self.responses,
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
             "micro_batch_tokens": self.micro_batch_tokens,
             "micro_batches_per_step": len(self.micro_batches(self.row_shares)),

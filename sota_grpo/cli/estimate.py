@@ -120,6 +120,8 @@ def _facts(estimated: Estimate) -> dict[str, str]:
 
     facts, places = estimated.as_dict(), estimated.places
     prompt, response = estimated.largest_sample
+    responses = facts["responses"]
+    share = responses["evaluation"] / sum(responses.values())
     problems = "the data is not here" if facts["problems"] is None else f"{facts['problems']:,} problems"
     return {
         "model": f"{facts['model']['name']}, {estimated.model.parameters:,} parameters ({places['model']})",
@@ -129,6 +131,8 @@ def _facts(estimated: Estimate) -> dict[str, str]:
         "the run": f"{facts['steps']:,} steps of {facts['responses_per_step']:,} responses ({problems}), "
         f"{facts['optimizer_steps']:,} optimizer steps; micro-batches of up to {facts['micro_batch_tokens']:,} tokens "
         f"({facts['micro_batches_per_step']:,} a step at full length)",
+        "evaluations": f"{responses['evaluation']:,} responses, {share:.1%} of all; the checks before training take "
+        f"{responses['checks']}",
         "disk": disk_of(estimated.config, estimated.model).sentence,
     }
 

@@ -280,6 +280,13 @@ def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> No
     assert evaluated < 0.15 * (evaluated + steps * mean_responses_per_step(config))
 
 
+def test_responses_are_counted_by_what_they_are_for() -> None:
+    """Ten steps of 16: evaluated at the start, after 4 and 8, and at the end, greedily and twice at random."""
+    given = ["train.dialog_turns_per_batch=16", "train.optim_batch_size=16", "train.total_dialog_turns=160"]
+    found = estimate(compose("grpo_cpu", [*given, "eval.every=4", "eval.num_samples=10", "eval.avg_at_k=2"]))
+    assert found.responses == {"training": 160, "evaluation": 4 * 10 * 3, "checks": 8}
+
+
 def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:
     config = compose("grpo_cpu", ["train.micro_batch_tokens=1000", "env.repeats=4", "train.optim_batch_size=32"])
     found = RunMemory(config, QWEN, 50, CPU).micro_batches(1)
