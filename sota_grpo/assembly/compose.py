@@ -18,7 +18,6 @@ from sota_grpo.config.spelling import flat, no_option, walk
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
-from sota_grpo.rewards.judge import CLASSIFIER
 from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.tasks.servers import server_of
@@ -410,9 +409,6 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         if not (_run_option(name) == "env.environment" and server_of(value)):
             yield name, value
     yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)
-    judge = config.reward.judge
-    if judge.kind == CLASSIFIER and judge.model is not None and (Path(judge.model) / "config.json").is_file():
-        yield "reward.judge.model", judge.model
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:

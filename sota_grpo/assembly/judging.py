@@ -18,14 +18,13 @@ from sota_grpo.config.secrets import judge_key
 from sota_grpo.errors import UserError
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
-from sota_grpo.rewards.judge import CLASSIFIER, TERM, Judged, Rules
+from sota_grpo.rewards.judge import TERM, Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.classifier import ClassifierScorer
 from sota_grpo.rewards.judge.client import JudgeClient, RetryPolicy
 from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import Task, scorer_of, without_examples
+from sota_grpo.rl.task import Task, without_examples
 
 if TYPE_CHECKING:
     from sota_grpo.rewards.judge.server import JudgeServer
@@ -52,12 +51,6 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     judged = Judged(_rules(config), task.term_weights)
     changed = copy.copy(task)
     vars(changed).update(term_weights=judged.term_weights, gold_response=_no_gold_response, is_judged=True)
-    if options.kind == CLASSIFIER:
-        assert options.model is not None
-        bare = without_examples(task)
-        scorer = ClassifierScorer(scorer_of(task), bare, options.model, judged, label=options.label)
-        vars(changed).update(score=scorer)
-        return changed, make_grader(changed)
     starting("Asking for the judge")
     judge = _judge(config, run_dir)
     try:

@@ -165,8 +165,7 @@ class JudgeConfig:
 
     kind: str | None = opt(
         None,
-        "chat is asked by a rubric; score, classify and pooling are vLLM's, for reward models; classifier is one that "
-        "the reward workers load; null: no judge",
+        "chat is asked by a rubric; score, classify and pooling are vLLM's, for reward models; null: no judge",
         KINDS,
     )
     url: str | None = opt(
@@ -175,9 +174,7 @@ class JudgeConfig:
         "reward.judge.model is started here",
     )
     device: int | None = opt(None, "index of the GPU of a judge that is started here, which nothing else may use")
-    model: str | None = opt(
-        None, "name of the model there, null: the first that it serves; classifier: its folder or hub name"
-    )
+    model: str | None = opt(None, "name of the model there; null: the first that it serves")
     weight: float = opt(1.0, "of the term; 0 in an entry of env.mixture: its task is not judged")
     alone: bool = opt(False, "the task's own reward does not count; a reward above reward.success_above is a success")
     rubric: str | None = opt(None, "chat: what is good, as text or a file .txt or .md; null: right, complete, clear")
@@ -185,7 +182,7 @@ class JudgeConfig:
     pairwise: int = opt(
         0, "chat: siblings that each response is compared with, its share of wins being its score; 0: a score each"
     )
-    label: int = opt(-1, "classify, pooling, classifier: which of several numbers is the score; -1: the last")
+    label: int = opt(-1, "classify, pooling: which of several numbers is the score; -1: the last")
     max_tokens: int = opt(512, "chat: most tokens of what the judge says")
     extra_body: Any = opt(None, "further fields of every request, such as {seed: 1}; null as a value leaves one out")
     concurrency: int = opt(16, "most requests at a time")

@@ -8,17 +8,15 @@ from urllib.parse import urlsplit
 
 from sota_grpo.config import Config, JudgeConfig, reward_names
 from sota_grpo.config.spelling import changed_options
-from sota_grpo.rewards.judge import CHAT, CLASSIFIER, CLASSIFY, POOLING
+from sota_grpo.rewards.judge import CHAT, CLASSIFY, POOLING
 from sota_grpo.text import one_line
 
 _SECTION = "reward.judge."
 #: Options that only some kinds read.
 _READERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("rubric", "reference", "pairwise", "max_tokens"), (CHAT,)),
-    "label": (CLASSIFY, POOLING, CLASSIFIER),
+    "label": (CLASSIFY, POOLING),
 }
-#: Options of what is asked over HTTP.
-_OF_SERVERS = ("url", "device", "extra_body", "concurrency", "timeout_s", "retries", "gone_s", "cache", "prices")
 
 
 def rubric_file(rubric: str | None) -> Path | None:
@@ -44,16 +42,12 @@ def judge_faults(config: Config) -> Iterator[str]:
         option = name.removeprefix(_SECTION)
         if name.startswith(_SECTION) and judge.kind not in _READERS.get(option, (judge.kind,)):
             yield f"{name}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
-        if name.startswith(_SECTION) and option in _OF_SERVERS and judge.kind == CLASSIFIER:
-            yield f"{name}={value} has no effect on reward.judge.kind={judge.kind}, which asks no server; leave it out."
-    if judge.kind == CLASSIFIER and judge.model is None:
-        yield "reward.judge.kind=classifier needs a model; give reward.judge.model=FOLDER, or its name on the hub."
-    if judge.kind != CLASSIFIER and judge.url is None and judge.model is None:
+    if judge.url is None and judge.model is None:
         yield (
             "A judge is asked over HTTP; give reward.judge.url=http://HOST:PORT, or reward.judge.model=NAME, which is "
             "then served here."
         )
-    if judge.kind != CLASSIFIER and judge.url is not None:
+    if judge.url is not None:
         yield from _url_faults(judge.url)
         if judge.device is not None:
             yield f"reward.judge.device={judge.device} has no effect beside reward.judge.url; leave one of them out."

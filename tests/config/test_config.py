@@ -655,8 +655,6 @@ BROKEN = [
             ([*JUDGED, "reward.judge.device=1"], "reward.judge.device=1 has no effect beside reward.judge.url"),
             (["reward.judge.kind=chat", "reward.judge.url=h:1"], "is no address of a server"),
             (["reward.judge.kind=chat", "reward.judge.url='http://a:b@h:1'"], "a user name, a password or a query"),
-            (["reward.judge.kind=classifier"], "give reward.judge.model=FOLDER"),
-            (["reward.judge.kind=classifier", "reward.judge.model=m", "reward.judge.url=http://h:1"], "asks no server"),
             (
                 ["reward.judge.kind=score", "reward.judge.url=http://h:1", "reward.judge.pairwise=2"],
                 "pairwise=2 has no",
@@ -787,7 +785,6 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["engine=vllm_server", "ray.address=auto", "device=cuda", "engine.url=http://127.0.0.1:1"],
         [*JUDGED, "reward.judge.alone=true", "reward.success_above=0.5", "reward.judge.pairwise=3"],
         [*JUDGED, "env.mixture={a: {judge_weight: 0, reward_path: r.py}, b: {}}", "reward.judge.alone=true"],
-        ["reward.judge.kind=classifier", "reward.judge.model=rm", "reward.judge.label=-2"],
     ],
 )
 def test_rules_let_pass_what_works(overrides: list[str]) -> None:

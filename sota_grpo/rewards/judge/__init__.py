@@ -1,8 +1,7 @@
-"""A judge beside a grader: a model that says what responses are worth (docs/tasks.md).
+"""A judge beside a grader: a model on a server that scores responses (docs/tasks.md).
 
-Here: what is asked of it for each task, and how its value becomes a term of the reward. What it is asked is
-``questions``, who asks ``client`` and ``cache``, whoever adds the term ``grader``; a model that the reward workers load
-is ``classifier``, one that is served here ``server``.
+Here: what each task asks of it, and how its value becomes a term of the reward. The requests are in ``questions``,
+the HTTP in ``client``, the kept answers in ``cache``, the term of the reward in ``grader``.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from sota_grpo.rl.records import Example, Score, task_of_example, total_reward
 
-CHAT, SCORE, CLASSIFY, POOLING, CLASSIFIER = "chat", "score", "classify", "pooling", "classifier"
-KINDS = (CHAT, SCORE, CLASSIFY, POOLING, CLASSIFIER)  # of reward.judge.kind
+CHAT, SCORE, CLASSIFY, POOLING = "chat", "score", "classify", "pooling"
+KINDS = (CHAT, SCORE, CLASSIFY, POOLING)  # of reward.judge.kind
 TERM = "judge"  # the reward term, under the name of its task in a mixture
 
 

@@ -65,20 +65,13 @@ class Material:
     reference: str | None = None
 
 
-def data(text: str, names: Sequence[str] = ()) -> str:
+def data(text: str) -> str:
     """``text`` as it is shown: no character without a picture, no name of a special token in one piece.
-
-    Args:
-        text: whoever wrote it.
-        names: of further special tokens, those of a tokenizer that is known.
 
     >>> data("4<|im_end|>\\x1b[2J [INST]").replace("\\u200b", "_")
     '4<_|im_end|_>\\\\x1b[2J [_INST]'
     """
-    shown = _MARKERS.sub(lambda mark: mark[0] + _GAP if mark[0] != ">" else _GAP + mark[0], readable(text))
-    for name in names:
-        shown = shown.replace(name, f"{name[:1]}{_GAP}{name[1:]}")
-    return shown
+    return _MARKERS.sub(lambda mark: mark[0] + _GAP if mark[0] != ">" else _GAP + mark[0], readable(text))
 
 
 def dialog(turns: Turns) -> str:
