@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sota_grpo.config import Config
 from sota_grpo.config.judging import rubric_file
@@ -26,10 +23,7 @@ from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, without_examples
 
-if TYPE_CHECKING:
-    from sota_grpo.rewards.judge.server import JudgeServer
-
-CACHE_FILE, LOG_FILE = "judge.jsonl", "judge.log"
+CACHE_FILE = "judge.jsonl"
 _LONGEST_RUBRIC = 1 << 16
 
 
@@ -98,46 +92,24 @@ def _rubric(rubric: str | None) -> str:
 
 
 def _judge(config: Config, run_dir: Path | None) -> Judge:
-    options = config.reward.judge
-    assert options.kind is not None
-    opened = ExitStack()
-    with opened:
-        url, key = options.url, judge_key()
-        revive: Any = None
-        if url is None:
-            server = _server(config, run_dir, opened)
-            (url, key), revive = server.start(), server.revive
-        client = _client(config, url, key, revive)
-        opened.callback(client.close)
+    client = _client(config)
+    try:
         client.connect()
-        kept = Path(options.cache).expanduser() if options.cache else run_dir and run_dir / CACHE_FILE
-        judge = Judge(client, VerdictCache(kept), opened.pop_all().close)
-    return judge
-
-
-def _server(config: Config, run_dir: Path | None, opened: ExitStack) -> JudgeServer:
-    """A vLLM server for the judge, not started yet; closed with ``opened``."""
-    from sota_grpo.rewards.judge.server import JudgeServer  # brings torch
-
-    options = config.reward.judge
-    assert options.kind is not None
-    assert options.model is not None
-    if find_spec("vllm") is None:
-        raise UserError(
-            "A judge is started here with vLLM, which is not installed; install it, or give reward.judge.url."
+        kept = (
+            Path(config.reward.judge.cache).expanduser()
+            if config.reward.judge.cache
+            else run_dir and run_dir / CACHE_FILE
         )
-    folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_judge_")))
-    server = JudgeServer(
-        options.kind, options.model, rows=options.concurrency, log_path=folder / LOG_FILE, device=options.device
-    )
-    opened.callback(server.close)
-    starting(f"Starting the judge {options.model}")
-    return server
+        return Judge(client, VerdictCache(kept))
+    except BaseException:
+        client.close()
+        raise
 
 
-def _client(config: Config, url: str, key: str | None, revive: Any) -> JudgeClient:
+def _client(config: Config) -> JudgeClient:
     options = config.reward.judge
     assert options.kind is not None
+    assert options.url is not None
     endpoint = Endpoint(
         options.kind,
         options.model or "",
@@ -146,12 +118,11 @@ def _client(config: Config, url: str, key: str | None, revive: Any) -> JudgeClie
         extra_body=options.extra_body or {},
     )
     return JudgeClient(
-        url,
+        options.url,
         endpoint,
-        api_key=key,
+        api_key=judge_key(),
         concurrency=options.concurrency,
         retry=RetryPolicy(options.timeout_s, options.retries, options.gone_s),
-        **({} if revive is None else {"revive": revive}),
     )
 
 

@@ -168,12 +168,7 @@ class JudgeConfig:
         "chat is asked by a rubric; score, classify and pooling are vLLM's, for reward models; null: no judge",
         KINDS,
     )
-    url: str | None = opt(
-        None,
-        "of the judge, http://HOST:PORT; its key, if it has one, is SOTA_GRPO_JUDGE_KEY; null: a vLLM server with "
-        "reward.judge.model is started here",
-    )
-    device: int | None = opt(None, "index of the GPU of a judge that is started here, which nothing else may use")
+    url: str | None = opt(None, "base URL of the judge server; set its API key in SOTA_GRPO_JUDGE_KEY")
     model: str | None = opt(None, "name of the model there; null: the first that it serves")
     weight: float = opt(1.0, "of the term; 0 in an entry of env.mixture: its task is not judged")
     alone: bool = opt(False, "the task's own reward does not count; a reward above reward.success_above is a success")

@@ -42,15 +42,10 @@ def judge_faults(config: Config) -> Iterator[str]:
         option = name.removeprefix(_SECTION)
         if name.startswith(_SECTION) and judge.kind not in _READERS.get(option, (judge.kind,)):
             yield f"{name}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
-    if judge.url is None and judge.model is None:
-        yield (
-            "A judge is asked over HTTP; give reward.judge.url=http://HOST:PORT, or reward.judge.model=NAME, which is "
-            "then served here."
-        )
-    if judge.url is not None:
+    if judge.url is None:
+        yield f"reward.judge.kind={judge.kind} needs a server; give reward.judge.url=http://HOST:PORT."
+    else:
         yield from _url_faults(judge.url)
-        if judge.device is not None:
-            yield f"reward.judge.device={judge.device} has no effect beside reward.judge.url; leave one of them out."
     yield from _amount_faults(judge, config)
     yield from _alone_faults(config)
 

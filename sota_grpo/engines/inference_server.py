@@ -30,7 +30,7 @@ from sota_grpo.rl.records import GroupRequest, Sample, Sampling
 from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
-SOCKET_BYTES = len("/sota-grpo-judge-12345678/") + 36  # below the temporary folder: vLLM names a socket by a UUID
+SOCKET_BYTES = len("/sota-grpo-vllm-12345678/") + 36  # below the temporary folder: vLLM names a socket by a UUID
 _CONNECT_S = 10.0
 _SHOWN_CHARACTERS = 400
 _NO_LOG_PROB = -9000.0  # vLLM writes -9999 where a log-prob is missing, infinite or NaN

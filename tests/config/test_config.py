@@ -651,8 +651,7 @@ BROKEN = [
         ("a_judge_is_asked_for_what_it_can_do", options, said)
         for options, said in (
             (["reward.judge.weight=2"], "belongs to a judge; give reward.judge.kind"),
-            (["reward.judge.kind=chat"], "give reward.judge.url=http://HOST:PORT, or reward.judge.model=NAME"),
-            ([*JUDGED, "reward.judge.device=1"], "reward.judge.device=1 has no effect beside reward.judge.url"),
+            (["reward.judge.kind=chat"], "needs a server; give reward.judge.url=http://HOST:PORT"),
             (["reward.judge.kind=chat", "reward.judge.url=h:1"], "is no address of a server"),
             (["reward.judge.kind=chat", "reward.judge.url='http://a:b@h:1'"], "a user name, a password or a query"),
             (

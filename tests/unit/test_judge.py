@@ -370,18 +370,6 @@ def test_closing_ends_what_is_open_and_keeps_what_was_paid(fake: FakeJudge, open
         asked(grader, ["another"])
 
 
-def test_a_judge_that_is_started_again_elsewhere_is_found_there(fake: FakeJudge, opened: Open) -> None:
-    with FakeJudge("sk-2") as second:
-        places = iter([None, (second.url, "sk-2")])
-        grader = opened(revive=lambda: next(places, None), concurrency=1)
-        asked(grader, ["4"])
-        fake.kill()
-        texts = texts_of(3)
-        assert values(asked(grader, ["4", *texts])) == fair_values(["4", *texts])
-        assert set(second.answered.values()) == {1}
-        assert len(second.answered) == 3
-
-
 def test_siblings_are_compared(fake: FakeJudge, opened: Open) -> None:
     texts = [*texts_of(4), "4", "4"]
     grader = opened(rules={None: Rules(num_rivals=5)})

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-import sota_grpo
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, anchor_paths, compose, load_config, needs_consent
 from sota_grpo.assembly.judging import CACHE_FILE, judged_task
 from sota_grpo.assembly.sampling import make_grader, task_of
@@ -16,16 +14,13 @@ from sota_grpo.config import Config
 from sota_grpo.config.secrets import judge_key
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import validate
-from sota_grpo.engines import EngineOptions
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import own_grader
 from sota_grpo.rewards.judge.grader import JudgedGrader
-from sota_grpo.rewards.judge.server import JudgeDialect
 from sota_grpo.rl.records import total_reward
 from sota_grpo.training.runs import signature
 from tests.unit.fake_judge import FakeJudge, score_of
 
-TINY = Path(sota_grpo.__file__).parent / "assets" / "tiny"
 CHAT = ("reward.judge.kind=chat", "env.max_samples=4", "env.num_heldout=4", "env.reward_workers=0")
 
 
@@ -79,19 +74,6 @@ def test_a_rubric_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     for name in ("missing.md", "empty.txt"):
         with pytest.raises(UserError, match=f"reward.judge.rubric={tmp_path / name} "):
             judged(config_of(*CHAT, "reward.judge.url=http://127.0.0.1:9", f"reward.judge.rubric={tmp_path / name}"))
-
-
-@pytest.mark.parametrize("kind", ["chat", "classify"])
-def test_a_judge_that_is_started_here_listens_on_loopback_and_shows_no_key(kind: str, tmp_path: Path) -> None:
-    options = EngineOptions(str(TINY), eos_token_ids=(), max_rows=7).resolved()
-    command = JudgeDialect(kind, "my/judge").command(options, 8123, "sk-secret", tmp_path, on_cpu=True)
-    given = dict(pairwise(command))
-    assert (given["--host"], given["--port"], given["--model"]) == ("127.0.0.1", "8123", str(TINY))
-    assert (given["--served-model-name"], given["--max-num-seqs"]) == ("my/judge", "7")
-    assert given["--middleware"] == "sota_grpo.engines.vllm_server.RequireKey"
-    assert given.get("--runner") == (None if kind == "chat" else "pooling")
-    assert not {"--tokens-only", "--logprobs-mode"} & set(command)
-    assert not any("sk-secret" in word for word in command)
 
 
 ASKS = {

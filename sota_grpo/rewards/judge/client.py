@@ -13,7 +13,6 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -113,7 +112,6 @@ class JudgeClient:
         api_key: sent as a bearer token; None: none.
         concurrency: most questions that are asked at a time.
         retry: see there.
-        revive: of a server that was started here: asked where nobody answers; url and key of a new one, or None.
 
     Raises:
         UserError: the url is not one of a server.
@@ -127,10 +125,16 @@ class JudgeClient:
         api_key: str | None = None,
         concurrency: int = 16,
         retry: RetryPolicy = RetryPolicy(),
-        revive: Callable[[], tuple[str, str] | None] = lambda: None,
     ) -> None:
-        self.endpoint, self._retry, self._concurrency, self._revive = endpoint, retry, concurrency, revive
-        self._turn_to(url, api_key)
+        self.endpoint, self._retry, self._concurrency = endpoint, retry, concurrency
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"reward.judge.url={url} is not the address of a server; write http://HOST:PORT.")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._prefix = urlsplit(self.url).path
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Content-Type": "application/json", **key}
+        self._pool = urllib3.connection_from_url(self.url, maxsize=concurrency)
         self.counts, self._lock = Counts(), threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Question, Future[Verdict]] | None] = queue.SimpleQueue()
         self._num_open, self._threads = 0, list[threading.Thread]()
@@ -139,16 +143,6 @@ class JudgeClient:
         self._answered_at = self._told_at = -1.0
         self._silent_since: float | None = None  # the first failure after the last answer
         self._not_before, self._num_without = 0.0, 0
-
-    def _turn_to(self, url: str, api_key: str | None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"reward.judge.url={url} is not the address of a server; write http://HOST:PORT.")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._prefix = urlsplit(self.url).path
-        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._headers = {"Content-Type": "application/json", **key}
-        self._pool = urllib3.connection_from_url(self.url, maxsize=self._concurrency)
 
     def ask(self, question: Question) -> Future[Verdict]:
         """The verdict, some day; the future fails only where the judge is gone, or this is closed."""
@@ -218,8 +212,6 @@ class JudgeClient:
                 return Verdict(None, f"JudgeError: {error}", is_final=False)
             except (_NotNow, _Failed) as error:
                 num_failed += isinstance(error, _Failed)
-                if (failure := self._revive()) is not None:
-                    self._turn_to(*failure)
                 after_s = getattr(error, "after_s", 0.0)
                 now = time.monotonic()
                 first_at = now if math.isnan(first_at) else first_at

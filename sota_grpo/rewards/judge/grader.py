@@ -34,11 +34,10 @@ class Judge:
     Args:
         client: asks it.
         cache: keeps its verdicts; closed with the judge.
-        on_close: what ends with it, too.
     """
 
-    def __init__(self, client: JudgeClient, cache: VerdictCache, on_close: Callable[[], object] = lambda: None) -> None:
-        self.client, self._cache, self._on_close = client, cache, on_close
+    def __init__(self, client: JudgeClient, cache: VerdictCache) -> None:
+        self.client, self._cache = client, cache
         self._open: dict[str, Future[Verdict]] = {}
         self._lock = threading.Lock()
 
@@ -83,7 +82,6 @@ class Judge:
         """Ask nothing more; idempotent."""
         self.client.close()
         self._cache.close()
-        self._on_close()
 
 
 class JudgedGrader:
