@@ -52,7 +52,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     except BaseException:
         judge.close()
         raise
-    return changed, JudgedGrader(grader, judge, without_examples(task), judged, prices=options.prices)
+    return changed, JudgedGrader(grader, judge, without_examples(task), judged)
 
 
 def _no_gold_response(example: Example) -> None: ...

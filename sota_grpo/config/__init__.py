@@ -185,7 +185,6 @@ class JudgeConfig:
     retries: int = opt(5, "further attempts after failures, before a response that others do not fail with is an error")
     gone_s: float = opt(600.0, "the run waits so long for a judge that answers nothing, and then ends, to be continued")
     cache: str | None = opt(None, "file of what the judge has said; null: judge.jsonl in the run directory")
-    prices: list[float] = section(list, "dollars per million tokens that the judge reads and says, such as [0.5,1.5]")
 
 
 @dataclass

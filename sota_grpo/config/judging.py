@@ -70,10 +70,6 @@ def _amount_faults(judge: JudgeConfig, config: Config) -> Iterator[str]:
     for name in ("concurrency", "timeout_s", "gone_s", "max_tokens"):
         if getattr(judge, name) <= 0:
             yield f"reward.judge.{name}={getattr(judge, name)} must be above 0."
-    if judge.prices and len(judge.prices) != 2:
-        yield f"reward.judge.prices={list(judge.prices)} must be two: of a million tokens read, and of a million said."
-    if judge.prices and min(judge.prices) < 0:
-        yield f"reward.judge.prices={list(judge.prices)} must not be negative."
     if judge.weight == 0 and config.env.mixture is None:
         yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
     if judge.pairwise and config.env.repeats < 2:

@@ -57,7 +57,7 @@ FREE_OPTIONS = (
     ("check", "mode"),
 )
 #: Of reward.judge.
-FREE_OF_JUDGE = ("url", "concurrency", "timeout_s", "retries", "gone_s", "cache", "prices")
+FREE_OF_JUDGE = ("url", "concurrency", "timeout_s", "retries", "gone_s", "cache")
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
 FILES_OF_ENTRIES = ("dataset_path", "eval_path", "reward_path")  # of env.mixture
 _IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME

@@ -660,8 +660,6 @@ BROKEN = [
             ),
             ([*JUDGED, "reward.judge.label=0"], "reward.judge.label=0 has no effect on reward.judge.kind=chat"),
             ([*JUDGED, "reward.judge.concurrency=0"], "reward.judge.concurrency=0 must be above 0"),
-            ([*JUDGED, "reward.judge.prices=[1.0]"], "must be two"),
-            ([*JUDGED, "reward.judge.prices=[1.0,-1.0]"], "must not be negative"),
             ([*JUDGED, "reward.judge.weight=0"], "asks the judge for nothing"),
             ([*JUDGED, "reward.judge.alone=true", "env.reasoning=true", "env.max_steps=2"], "use one of them"),
             ([*JUDGED, "reward.judge.alone=true", "reward.path=r.py"], "the functions compute_score of reward.path"),

@@ -96,17 +96,13 @@ class JudgedGrader:
         judge: see there.
         task: of the responses, for their prompts.
         judged: what of it is judged.
-        prices: in dollars, of a million tokens that the judge reads, and that it says; empty: not known.
 
     Attributes:
         grader: of the task's own terms.
     """
 
-    def __init__(
-        self, grader: Grader, judge: Judge, task: Task, judged: Judged, *, prices: Sequence[float] = ()
-    ) -> None:
-        self.grader, self.judge, self._task = grader, judge, task
-        self._judged, self._prices = judged, tuple(prices)
+    def __init__(self, grader: Grader, judge: Judge, task: Task, judged: Judged) -> None:
+        self.grader, self.judge, self._task, self._judged = grader, judge, task, judged
         self._failures = FailureLog()
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
@@ -159,7 +155,7 @@ class JudgedGrader:
         return self._judged.joined(score, example, verdict.value)
 
     def metrics(self) -> dict[str, float]:
-        """What the judge was asked since the last call, and what that cost."""
+        """What the judge was asked since the last call."""
         counts = self.judge.client.take_counts()
         metrics = {
             "judge/requests": float(counts.requests),
@@ -170,9 +166,6 @@ class JudgedGrader:
         }
         if counts.requests:
             metrics["judge/latency_s"] = counts.latency_s / counts.requests
-        if self._prices:
-            prompt, completion = self._prices
-            metrics["judge/cost"] = (counts.prompt_tokens * prompt + counts.completion_tokens * completion) / 1e6
         return metrics
 
     def close(self) -> None:
