@@ -17,8 +17,8 @@ from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rewards.judge import TERM, Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient, RetryPolicy
-from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
+from sota_grpo.rewards.judge.client import JudgeClient
+from sota_grpo.rewards.judge.grader import JudgedGrader
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, without_examples
@@ -34,7 +34,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
 
     Args:
         make_grader: of a task without a judge's terms.
-        run_dir: where what the judge says is kept; None: nowhere, unless the config names a file.
+        run_dir: where what the judge says is kept; None: nowhere.
 
     Raises:
         UserError: nobody answers there, or something cannot be read.
@@ -72,7 +72,6 @@ def _rules_of(config: Config, term: str) -> Rules:
         term,
         options.weight,
         _rubric(options.rubric),
-        options.pairwise,
         options.reference,
         config.reward.success_above if options.alone else None,
     )
@@ -91,39 +90,19 @@ def _rubric(rubric: str | None) -> str:
     return text
 
 
-def _judge(config: Config, run_dir: Path | None) -> Judge:
-    client = _client(config)
-    try:
-        client.connect()
-        kept = (
-            Path(config.reward.judge.cache).expanduser()
-            if config.reward.judge.cache
-            else run_dir and run_dir / CACHE_FILE
-        )
-        return Judge(client, VerdictCache(kept))
-    except BaseException:
-        client.close()
-        raise
-
-
-def _client(config: Config) -> JudgeClient:
+def _judge(config: Config, run_dir: Path | None) -> JudgeClient:
     options = config.reward.judge
     assert options.kind is not None
     assert options.url is not None
-    endpoint = Endpoint(
-        options.kind,
-        options.model or "",
-        max_tokens=options.max_tokens,
-        label=options.label,
-        extra_body=options.extra_body or {},
-    )
-    return JudgeClient(
-        options.url,
-        endpoint,
-        api_key=judge_key(),
-        concurrency=options.concurrency,
-        retry=RetryPolicy(options.timeout_s, options.retries, options.gone_s),
-    )
+    endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
+    cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
+    judge = JudgeClient(options.url, endpoint, cache, api_key=judge_key())
+    try:
+        judge.connect()
+    except BaseException:
+        judge.close()
+        raise
+    return judge
 
 
 def judge_metrics(grader: Grader, others: Any = dict) -> Any:

@@ -233,7 +233,7 @@ def open_env(
     """The environment with its grader and the tools of its tasks, whose processes are closed with ``opened``.
 
     Args:
-        run_dir: where a judge's answers are kept; None: nowhere, unless the config names a file.
+        run_dir: where a judge's answers are kept; None: nowhere.
         draws: somebody trains on what its stream of prompts draws.
     """
     instances = start_instances(config, opened)

@@ -164,9 +164,7 @@ class JudgeConfig:
     """A model that says what responses are worth: one reward term more (``judge``)."""
 
     kind: str | None = opt(
-        None,
-        "chat is asked by a rubric; score, classify and pooling are vLLM's, for reward models; null: no judge",
-        KINDS,
+        None, "chat is asked by a rubric; score and classify are vLLM's, for reward models; null: no judge", KINDS
     )
     url: str | None = opt(None, "base URL of the judge server; set its API key in SOTA_GRPO_JUDGE_KEY")
     model: str | None = opt(None, "name of the model there; null: the first that it serves")
@@ -174,17 +172,9 @@ class JudgeConfig:
     alone: bool = opt(False, "the task's own reward does not count; a reward above reward.success_above is a success")
     rubric: str | None = opt(None, "chat: what is good, as text or a file .txt or .md; null: right, complete, clear")
     reference: bool = opt(False, "chat: the judge is shown the right answer")
-    pairwise: int = opt(
-        0, "chat: siblings that each response is compared with, its share of wins being its score; 0: a score each"
+    extra_body: Any = opt(
+        None, "further fields of every request, such as {max_tokens: 4096, seed: 1}; null as a value leaves one out"
     )
-    label: int = opt(-1, "classify, pooling: which of several numbers is the score; -1: the last")
-    max_tokens: int = opt(512, "chat: most tokens of what the judge says")
-    extra_body: Any = opt(None, "further fields of every request, such as {seed: 1}; null as a value leaves one out")
-    concurrency: int = opt(16, "most requests at a time")
-    timeout_s: float = opt(120.0, "longest wait for one answer, which is then asked for again")
-    retries: int = opt(5, "further attempts after failures, before a response that others do not fail with is an error")
-    gone_s: float = opt(600.0, "the run waits so long for a judge that answers nothing, and then ends, to be continued")
-    cache: str | None = opt(None, "file of what the judge has said; null: judge.jsonl in the run directory")
 
 
 @dataclass

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from sota_grpo.config import Config, JudgeConfig, reward_names
 from sota_grpo.config.spelling import changed_options
-from sota_grpo.rewards.judge import CHAT, CLASSIFY, POOLING
+from sota_grpo.rewards.judge import CHAT
 from sota_grpo.text import one_line
 
 _SECTION = "reward.judge."
-#: Options that only some kinds read.
-_READERS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("rubric", "reference", "pairwise", "max_tokens"), (CHAT,)),
-    "label": (CLASSIFY, POOLING),
-}
 
 
 def rubric_file(rubric: str | None) -> Path | None:
@@ -38,15 +33,15 @@ def judge_faults(config: Config) -> Iterator[str]:
                 left = "null" if default is None else default
                 yield f"{name}={value} belongs to a judge; give reward.judge.kind, or leave it at {left}."
         return
-    for name, (value, _) in changed_options(config).items():
-        option = name.removeprefix(_SECTION)
-        if name.startswith(_SECTION) and judge.kind not in _READERS.get(option, (judge.kind,)):
-            yield f"{name}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
+    for option in ("rubric", "reference") if judge.kind != CHAT else ():
+        if value := getattr(judge, option):
+            yield f"reward.judge.{option}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
     if judge.url is None:
         yield f"reward.judge.kind={judge.kind} needs a server; give reward.judge.url=http://HOST:PORT."
     else:
         yield from _url_faults(judge.url)
-    yield from _amount_faults(judge, config)
+    if judge.weight == 0 and config.env.mixture is None:
+        yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
     yield from _alone_faults(config)
 
 
@@ -64,16 +59,6 @@ def _url_faults(url: str) -> Iterator[str]:
             "reward.judge.url has a user name, a password or a query in it, which the run would save; the key of a "
             "judge is the environment variable SOTA_GRPO_JUDGE_KEY."
         )
-
-
-def _amount_faults(judge: JudgeConfig, config: Config) -> Iterator[str]:
-    for name in ("concurrency", "timeout_s", "gone_s", "max_tokens"):
-        if getattr(judge, name) <= 0:
-            yield f"reward.judge.{name}={getattr(judge, name)} must be above 0."
-    if judge.weight == 0 and config.env.mixture is None:
-        yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
-    if judge.pairwise and config.env.repeats < 2:
-        yield f"reward.judge.pairwise={judge.pairwise} compares siblings, and env.repeats=1 gives none; use 2 or more."
 
 
 def _alone_faults(config: Config) -> Iterator[str]:

@@ -25,7 +25,7 @@ from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
+from sota_grpo.rewards.judge.grader import JudgedGrader
 from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rl.records import Example, Score
 from tests.process_rigs import wait_for
@@ -75,9 +75,9 @@ def served(model: str, log_path: Path, *arguments: str) -> Iterator[str]:
         server.wait()
 
 
-def grader_of(client: JudgeClient, path: Path | None = None) -> JudgedGrader:
+def grader_of(client: JudgeClient) -> JudgedGrader:
     own = LocalGrader(lambda text, example: Score({}, False), ())
-    return JudgedGrader(own, Judge(client, VerdictCache(path)), Sums(), Judged({None: Rules(rubric="Right?")}, {}))
+    return JudgedGrader(own, client, Sums(), Judged({None: Rules(rubric="Right?")}, {}))
 
 
 def values(grader: JudgedGrader, texts: list[str]) -> list[float]:
@@ -109,7 +109,7 @@ def test_a_reward_model_gives_what_transformers_gives(labels: int, tmp_path: Pat
 
     with served(name, tmp_path / "log", "--runner", "pooling", "--no-enable-prefix-caching") as url:
         for kind in ("classify", "score")[: 3 - labels]:
-            client = JudgeClient(url, Endpoint(kind, ""))
+            client = JudgeClient(url, Endpoint(kind, ""), VerdictCache(None))
             client.connect()
             assert not client.endpoint.as_text
             grader = grader_of(client)
@@ -127,10 +127,11 @@ def test_a_reward_model_gives_what_transformers_gives(labels: int, tmp_path: Pat
 def test_a_small_chat_model_is_asked_and_what_it_says_is_kept(tmp_path: Path) -> None:
     """135 million parameters give no verdict in the form asked for, mostly; then the response is an error."""
     with served(str(smollm2_folder()), tmp_path / "log", "--served-model-name", "smollm2") as url:
-        client = JudgeClient(url, Endpoint("chat", "", max_tokens=48))
+        endpoint = Endpoint("chat", "", extra_body={"max_tokens": 48})
+        client = JudgeClient(url, endpoint, VerdictCache(tmp_path / "judge.jsonl"))
         client.connect()
         assert client.endpoint.model == "smollm2"
-        grader, pairs = grader_of(client, tmp_path / "judge.jsonl"), [("4", EXAMPLE), ("Five, I think.", EXAMPLE)]
+        grader, pairs = grader_of(client), [("4", EXAMPLE), ("Five, I think.", EXAMPLE)]
         first = grader.scores(pairs).result(300)
         for score in first:
             assert (score.error or "Unreadable: ").startswith("Unreadable: ")

@@ -23,7 +23,7 @@ from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge import client as client_module
 from sota_grpo.rewards.judge.cache import LONGEST_LINE, Verdict, VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, RetryPolicy
-from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
+from sota_grpo.rewards.judge.grader import JudgedGrader
 from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rl.records import TASK, Example, SampledText, Score
 from tests.process_rigs import wait_for
@@ -67,10 +67,9 @@ def opened(fake: FakeJudge) -> Iterator[Open]:
         own: Mapping[str, float] = OWN,
         **options: Any,
     ) -> JudgedGrader:
-        client = JudgeClient(fake.url, Endpoint("chat", "judge-1"), retry=retry, **options)
+        judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), retry=retry, **options)
         judged = Judged(rules or {None: Rules(rubric="Is it right?")}, own)
-        grader = LocalGrader(own_score, own)
-        graders.append(JudgedGrader(grader, Judge(client, VerdictCache(cache)), Sums(), judged))
+        graders.append(JudgedGrader(LocalGrader(own_score, own), judge, Sums(), judged))
         return graders[-1]
 
     yield open_one
@@ -148,12 +147,10 @@ import sys
 from pathlib import Path
 from sota_grpo.rewards.judge.cache import VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.questions import Endpoint
-from sota_grpo.rewards.judge.grader import Judge
-from sota_grpo.rewards.judge.questions import Material
+from sota_grpo.rewards.judge.questions import Endpoint, Material
 
 endpoint = Endpoint("chat", "judge-1", rubric="r")
-judge = Judge(JudgeClient(sys.argv[1], endpoint, concurrency=3), VerdictCache(Path(sys.argv[2])))
+judge = JudgeClient(sys.argv[1], endpoint, VerdictCache(Path(sys.argv[2])), concurrency=3)
 asked = [judge.ask(endpoint.ask(Material([{"role": "user", "content": "q"}], f"text {n}"))) for n in range(30)]
 print(*(one.result().value for one in asked))
 judge.close()
@@ -369,19 +366,6 @@ def test_closing_ends_what_is_open_and_keeps_what_was_paid(fake: FakeJudge, open
         asked(grader, ["another"])
 
 
-def test_siblings_are_compared(fake: FakeJudge, opened: Open) -> None:
-    texts = [*texts_of(4), "4", "4"]
-    grader = opened(rules={None: Rules(num_rivals=5)})
-    scores = asked(grader, texts)
-    wins = [
-        sum(0.5 * (score_of(a) >= score_of(b)) + 0.5 * (score_of(a) > score_of(b)) for b in texts) - 0.5 for a in texts
-    ]
-    assert values(scores) == pytest.approx([won / 5 for won in wins])
-    assert len(fake.bodies) == 14 - 4, "15 pairs; the equal one is a tie, and the other 4 meet both of it: asked once"
-    (single,) = asked(grader, ["4"])
-    assert (single.terms, single.error) == ({"right": 1.0, "judge": None}, None), "alone it has no rival"
-
-
 def test_of_a_mixture_the_judged_tasks_have_a_term_of_their_own(fake: FakeJudge, opened: Open) -> None:
     own = {"a/right": 1.0, "b/right": 1.0}
     grader = opened(rules={"a": Rules("a/judge", 0.5, "Be kind.", success_above=0.4)}, own=own)
@@ -423,18 +407,18 @@ def test_metrics_have_time(opened: Open) -> None:
 def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
     fake.key = "sk-1"
     with pytest.raises(UserError, match="does not take the key; set SOTA_GRPO_JUDGE_KEY"):
-        JudgeClient(fake.url, Endpoint("chat", "")).connect()
-    client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), api_key="sk-1")
+        JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None)).connect()
+    client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), VerdictCache(None), api_key="sk-1")
     client.connect()
     assert client.endpoint.model == "judge-1"
     fake.models = Say({"data": []})
     with pytest.raises(UserError, match="does not name its model"):
-        JudgeClient(fake.url, Endpoint("chat", ""), api_key="sk-1").connect()
+        JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None), api_key="sk-1").connect()
     fake.kill()
     with pytest.raises(UserError, match=r"No judge answers at http://127.0.0.1:\d+ \(no connection, "):
-        JudgeClient(fake.url, Endpoint("chat", "m")).connect()
+        JudgeClient(fake.url, Endpoint("chat", "m"), VerdictCache(None)).connect()
     with pytest.raises(UserError, match="not the address of a server"):
-        JudgeClient("127.0.0.1:80", Endpoint("chat", "m"))
+        JudgeClient("127.0.0.1:80", Endpoint("chat", "m"), VerdictCache(None))
 
 
 def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -> None:
@@ -443,12 +427,12 @@ def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -
         return Say({"data": [{"probs": [0.4, 0.6]}]} if taken else {"error": "no chat template"}, 200 if taken else 400)
 
     fake.others["/classify"] = classify
-    client = JudgeClient(fake.url, Endpoint("classify", "rm"))
+    client = JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None))
     client.connect()
     assert client.endpoint.as_text
     fake.others["/classify"] = lambda body: Say({"error": "no classifier"}, 400)
     with pytest.raises(UserError, match=r"does not answer /classify: it answers 400.*no classifier"):
-        JudgeClient(fake.url, Endpoint("classify", "rm")).connect()
+        JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None)).connect()
 
 
 def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(

@@ -79,7 +79,6 @@ def test_a_rubric_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
 ASKS = {
     "reward.judge.url": ("http://h:1", "send prompts and responses to http://h:1"),
     "reward.judge.rubric": ("/home/me/notes.txt", "send what is in /home/me/notes.txt to its judge"),
-    "reward.judge.cache": ("/home/me/.bashrc", "write what its judge says to /home/me/.bashrc"),
 }
 
 
@@ -113,9 +112,8 @@ def test_files_of_a_judge_are_written_in_full_and_count_by_their_content(
     anchor_paths(config)
     assert config.reward.judge.rubric == config.env.mixture["a"]["judge_rubric"] == str(tmp_path / "rubric.md")
     first = signature(asdict(config))
-    for name, value in (("url", "http://other:2"), ("gone_s", 1.0), ("concurrency", 2), ("cache", "c"), ("retries", 0)):
-        setattr(config.reward.judge, name, value)
-        assert signature(asdict(config)) == first, name
+    config.reward.judge.url = "http://other:2"
+    assert signature(asdict(config)) == first
     (tmp_path / "rubric.md").write_text("b")
     assert signature(asdict(config)) != first
     config.reward.judge.rubric = "x" * 5000  # no name of a file

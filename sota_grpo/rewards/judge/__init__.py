@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from sota_grpo.rl.records import Example, Score, task_of_example, total_reward
 
-CHAT, SCORE, CLASSIFY, POOLING = "chat", "score", "classify", "pooling"
-KINDS = (CHAT, SCORE, CLASSIFY, POOLING)  # of reward.judge.kind
+CHAT, SCORE, CLASSIFY = "chat", "score", "classify"
+KINDS = (CHAT, SCORE, CLASSIFY)  # of reward.judge.kind
 TERM = "judge"  # the reward term, under the name of its task in a mixture
 
 
@@ -24,7 +24,6 @@ class Rules:
         term: of the reward, the judge's.
         weight: of the term.
         rubric: what is good.
-        num_rivals: siblings that each response is compared with; 0 has each scored by itself.
         shows_reference: the judge sees the right answer.
         success_above: a reward above it is a success; None: the task says what is.
     """
@@ -32,7 +31,6 @@ class Rules:
     term: str = TERM
     weight: float = 1.0
     rubric: str = ""
-    num_rivals: int = 0
     shows_reference: bool = False
     success_above: float | None = None
 

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import urllib3
 
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.rewards.judge import CLASSIFY, POOLING
-from sota_grpo.rewards.judge.cache import Verdict
+from sota_grpo.rewards.judge import CLASSIFY
+from sota_grpo.rewards.judge.cache import Verdict, VerdictCache
 from sota_grpo.rewards.judge.questions import PATHS, Endpoint, Question, Unreadable, WrongForm, tokens_of
 from sota_grpo.text import duration, first_line, one_line
 from sota_grpo.workers.base import promised, resolve
@@ -33,6 +33,7 @@ from sota_grpo.workers.base import promised, resolve
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20  # of an answer
+CONCURRENCY = 32  # requests at a time
 _CONNECT_S = 10.0
 _LONGEST_PAUSE_S = 30.0
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0
@@ -75,7 +76,7 @@ class RetryPolicy:
         first_pause_s: before the first further attempt, on average; it doubles with each, up to 30 s.
     """
 
-    timeout_s: float = 120.0
+    timeout_s: float = 300.0
     retries: int = 5
     gone_s: float = 600.0
     first_pause_s: float = 1.0
@@ -94,10 +95,11 @@ class Counts:
 
 
 class JudgeClient:
-    """Questions to one judge, at most ``concurrency`` at a time.
+    """Questions to one judge, at most ``concurrency`` at a time; one that is open, or was answered, is not asked again.
 
-    Contract. Consumes: questions. Produces: a future of a verdict for each. Waits for: the judge. A question is asked
-    again, after a pause that doubles and is drawn from around it (or that the judge names, ``Retry-After``), while
+    Contract. Consumes: questions. Produces: a future of a verdict for each, which is kept before the future has it.
+    Waits for: the judge. A question is asked again, after a pause that doubles and is drawn from around it (or that the
+    judge names, ``Retry-After``), while
 
     - nobody answers, or says "not now" (429, 503, ..), for ``gone_s``;
     - an answer fails (500, a time out, no JSON), ``retries`` times.
@@ -109,6 +111,8 @@ class JudgeClient:
 
     Args:
         url: of the judge, with or without a last ``/v1``.
+        endpoint: what it is asked.
+        cache: keeps its verdicts; closed with this.
         api_key: sent as a bearer token; None: none.
         concurrency: most questions that are asked at a time.
         retry: see there.
@@ -121,12 +125,13 @@ class JudgeClient:
         self,
         url: str,
         endpoint: Endpoint,
+        cache: VerdictCache,
         *,
         api_key: str | None = None,
-        concurrency: int = 16,
+        concurrency: int = CONCURRENCY,
         retry: RetryPolicy = RetryPolicy(),
     ) -> None:
-        self.endpoint, self._retry, self._concurrency = endpoint, retry, concurrency
+        self.endpoint, self._cache, self._retry, self._concurrency = endpoint, cache, retry, concurrency
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"reward.judge.url={url} is not the address of a server; write http://HOST:PORT.")
@@ -137,7 +142,7 @@ class JudgeClient:
         self._pool = urllib3.connection_from_url(self.url, maxsize=concurrency)
         self.counts, self._lock = Counts(), threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Question, Future[Verdict]] | None] = queue.SimpleQueue()
-        self._num_open, self._threads = 0, list[threading.Thread]()
+        self._open, self._threads = dict[str, Future[Verdict]](), list[threading.Thread]()
         self._closed = threading.Event()
         self._gone: JudgeGone | None = None
         self._answered_at = self._told_at = -1.0
@@ -145,13 +150,18 @@ class JudgeClient:
         self._not_before, self._num_without = 0.0, 0
 
     def ask(self, question: Question) -> Future[Verdict]:
-        """The verdict, some day; the future fails only where the judge is gone, or this is closed."""
-        verdict: Future[Verdict] = promised()
+        """A future of the verdict; it fails where the judge is gone, its verdict cannot be kept, or this is closed."""
         if self._closed.is_set():
             raise RuntimeError("The judge was asked, and is closed.")
+        key, verdict = question.key, promised()
         with self._lock:
-            self._num_open += 1
-            if len(self._threads) < min(self._num_open, self._concurrency):
+            pending = self._open.get(key)
+            known = self._cache.get(key) if pending is None else None
+            if pending is not None or known is not None:
+                self.counts.cached += 1
+                return pending or done(known)
+            self._open[key] = verdict
+            if len(self._threads) < min(len(self._open), self._concurrency):
                 thread = threading.Thread(target=self._work, name=f"judge-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -164,8 +174,7 @@ class JudgeClient:
             taken, self.counts = self.counts, Counts()
         return taken
 
-    def add(self, **amounts: float) -> None:
-        """Count."""
+    def _add(self, **amounts: float) -> None:
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self.counts, name, getattr(self.counts, name) + amount)
@@ -182,13 +191,25 @@ class JudgeClient:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._pool.close()
+        self._cache.close()
 
     def _work(self) -> None:
         while (waiting := self._waiting.get()) is not None:
             question, verdict = waiting
-            resolve(verdict, partial(self._settle, question))
+            resolve(verdict, partial(self._settle_and_keep, question))
+
+    def _settle_and_keep(self, question: Question) -> Verdict:
+        key = question.key
+        try:
+            verdict = self._settle(question)
+            if verdict.is_final:
+                self._cache.put(key, verdict)
+        except OSError as error:
+            raise RunFailed(f"The judge's answers cannot be kept ({error.strerror}); free disk space.") from error
+        finally:
             with self._lock:
-                self._num_open -= 1
+                del self._open[key]
+        return verdict
 
     def _settle(self, question: Question) -> Verdict:
         """Ask until there is a verdict."""
@@ -198,7 +219,7 @@ class JudgeClient:
             after_s = 0.0
             self._await_pause()
             if attempt:
-                self.add(retries=1)
+                self._add(retries=1)
             try:
                 verdict = self._send(question)
             except Unreadable as error:
@@ -278,7 +299,7 @@ class JudgeClient:
         now = time.monotonic()
         with self._lock:
             self._silent_since = now if self._silent_since is None else self._silent_since
-            silent_s, num_open = now - self._silent_since, self._num_open
+            silent_s, num_open = now - self._silent_since, len(self._open)
             was_told = self._told_at >= self._silent_since
             tell = silent_s > _TELL_AFTER_S and not (was_told and now - self._told_at < _TELL_EVERY_S)
             self._told_at = now if tell else self._told_at
@@ -319,7 +340,7 @@ class JudgeClient:
             parsed = json.loads(content)
             prompt, completion = tokens_of(parsed)
             latency_s = time.monotonic() - began
-            self.add(requests=1, latency_s=latency_s, prompt_tokens=prompt, completion_tokens=completion)
+            self._add(requests=1, latency_s=latency_s, prompt_tokens=prompt, completion_tokens=completion)
             verdict = question.read(parsed)
         except Unreadable:
             self._was_answered()
@@ -350,7 +371,7 @@ class JudgeClient:
             except (ValueError, LookupError, TypeError, RecursionError):
                 raise UserError(f"The judge at {self.url} does not name its model; give reward.judge.model.") from None
             self.endpoint = replace(self.endpoint, model=model)
-        if kind in (CLASSIFY, POOLING):
+        if kind == CLASSIFY:
             self._choose_form()
 
     def _choose_form(self) -> None:
@@ -397,6 +418,13 @@ class JudgeClient:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise _NotNow(f"no connection, {first_line(error).rpartition(': ')[2]}") from None
         return answer.status, answer.headers, bytes(content)
+
+
+def done(value: Any) -> Future[Any]:
+    """A future that has its result."""
+    future = promised()
+    future.set_result(value)
+    return future
 
 
 def _seconds(after: str | None) -> float:
