@@ -31,11 +31,8 @@ from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines.inference_server import (
     SOCKET_BYTES,
     Dialect,
-    HttpClient,
     Order,
-    ServerError,
     ServerProcess,
-    ServerSilent,
     Versions,
     start_server,
 )
@@ -45,6 +42,7 @@ from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.engines.weight_upload import WEIGHT_FILE, ReceiveWeights, WeightUpload
 from sota_grpo.errors import UserError
 from sota_grpo.files import folder_for_sockets
+from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.policy.lora import MergedWeights
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import Dialect, HttpClient, Order, ServerError, Versions, finite_sample
+from sota_grpo.engines.inference_server import Dialect, Order, Versions, finite_sample
 from sota_grpo.errors import UserError
+from sota_grpo.http import HttpClient, ServerError
 from sota_grpo.rl.records import MOST_KEPT, GroupRequest, Sample, Sampling, sample_seed
 
 TIES = 64  # tokens that may tie with the last that top-k keeps: vLLM keeps them all

@@ -34,8 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.engines.inference_server import HttpClient, ServerError, ServerSilent, refused_key
+from sota_grpo.engines.inference_server import refused_key
 from sota_grpo.engines.vllm_server import RequireKey
+from sota_grpo.http import HttpClient, ServerError, ServerSilent
 
 logger = logging.getLogger(__name__)
 PATH = "/sota_grpo/weights"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from sota_grpo.errors import UserError
+from sota_grpo.http import HttpClient, ServerError
 
 MAX_OUTPUT_BYTES = 1 << 20
 MEBIBYTE = 1 << 20
@@ -147,8 +148,6 @@ class FusionRunner:
     limits: Limits = Limits()
 
     def run(self, code: str, stdin: str) -> Ran:
-        import urllib3
-
         body = {
             "code": code,
             "language": "python",
@@ -157,17 +156,13 @@ class FusionRunner:
             "run_timeout": self.limits.wall_s,
             "memory_limit_MB": self.limits.memory_mb,
         }
+        server = HttpClient(self.url, option="env.sandbox", max_bytes=8 * MAX_OUTPUT_BYTES)
         try:
-            with urllib3.PoolManager(retries=False, timeout=self.limits.wall_s + _SETTLE_S) as pool:
-                answer = pool.request(
-                    "POST", f"{self.url.rstrip('/')}/run_code", json=body, preload_content=False, redirect=False
-                )
-                text = answer.read(8 * MAX_OUTPUT_BYTES)
-                if answer.status != 200:
-                    raise OSError(f"the sandbox {self.url} answered {answer.status}")
-                content = json.loads(text)
-        except (urllib3.exceptions.HTTPError, ValueError, RecursionError) as error:
-            raise OSError(f"the sandbox {self.url} gave no answer ({type(error).__name__})") from error
+            content = server.post("/run_code", body, timeout_s=self.limits.wall_s + _SETTLE_S)
+        except ServerError as error:
+            raise OSError(f"the sandbox {self.url} failed ({error})") from error
+        finally:
+            server.close()
         if not isinstance(content, dict) or content.get("status") == "SandboxError":
             raise OSError(f"the sandbox {self.url} failed")
         result = content.get("run_result")

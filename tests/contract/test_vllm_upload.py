@@ -13,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.inference_server import HttpClient, ServerProcess, start_server
+from sota_grpo.engines.inference_server import ServerProcess, start_server
 from sota_grpo.engines.server_engine import server_engine
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.engines.weight_upload import PATH, ReceiveWeights, WeightUpload, _delete_what_the_dead_left
+from sota_grpo.http import HttpClient
 from sota_grpo.policy.lora import MergedWeights, add_lora, engine_weights
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.contract.test_vllm_server import EOS, LONG, POLICY

@@ -211,7 +211,8 @@ def test_what_fails_is_asked_again_and_no_answer_is_lost(fake: FakeJudge, opened
     grader = opened()
     assert values(asked(grader, texts)) == fair_values(texts)
     assert set(fake.asked.values()) == {3}
-    assert grader.metrics()["judge/retries"] == 8
+    resent_at_once = fault == "hung up"  # as an idle connection would be
+    assert grader.metrics()["judge/retries"] == (4 if resent_at_once else 8)
 
 
 def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opened: Open) -> None:
@@ -293,7 +294,9 @@ def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
     grader = opened(RetryPolicy(5.0, 2, 0.5, 0.02), cache=path)
     asked(grader, first)
     fake.kill()
-    with pytest.raises(JudgeGone, match=r"has not answered for 0:0[01] \(no connection, .*train.resume=auto continues"):
+    with pytest.raises(
+        JudgeGone, match=r"has not answered for 0:0[01] \(POST .* found no server.*train.resume=auto continues"
+    ):
         asked(grader, later)
     assert issubclass(JudgeGone, RunFailed)
     with pytest.raises(JudgeGone):
@@ -323,7 +326,7 @@ def test_a_judge_that_only_fails_ends_the_run_with_its_words(fake: FakeJudge, op
 
 def test_a_judge_that_hangs_is_gone_too(fake: FakeJudge, opened: Open) -> None:
     fake.gate.clear()
-    with pytest.raises(JudgeGone, match=r"no answer within 0\.1 s"):
+    with pytest.raises(JudgeGone, match=r"not answered within 0\.1 s"):
         asked(opened(RetryPolicy(0.1, 1, 0.5, 0.02)), texts_of(2))
 
 
@@ -415,7 +418,7 @@ def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudg
     with pytest.raises(UserError, match="does not name its model"):
         JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None), api_key="sk-1").connect()
     fake.kill()
-    with pytest.raises(UserError, match=r"No judge answers at http://127.0.0.1:\d+ \(no connection, "):
+    with pytest.raises(UserError, match=r"No judge answers at http://127.0.0.1:\d+ \(GET .* found no server"):
         JudgeClient(fake.url, Endpoint("chat", "m"), VerdictCache(None)).connect()
     with pytest.raises(UserError, match="not the address of a server"):
         JudgeClient("127.0.0.1:80", Endpoint("chat", "m"), VerdictCache(None))

@@ -14,7 +14,20 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sota_grpo"
 #: From the lowest to the highest: a room imports from rooms before it, so no two can form a circle.
 ROOMS = (
-    *("stopping", "text", "errors", "files", "untrusted", "orphans", "keys", "loop", "functional", "assets", "policy"),
+    *(
+        "stopping",
+        "text",
+        "errors",
+        "http",
+        "files",
+        "untrusted",
+        "orphans",
+        "keys",
+        "loop",
+        "functional",
+        "assets",
+        "policy",
+    ),
     "rl",
     *("engines", "workers", "rewards", "tasks", "config", "recording", "envs", "source", "training", "assembly"),
     *("migration", "sweeps", "report", "run", "cli"),

@@ -13,10 +13,10 @@ import torch
 
 from sota_grpo.engines import EngineOptions, weight_upload
 from sota_grpo.engines import server_engine as server_module
-from sota_grpo.engines.inference_server import HttpClient, ServerError
 from sota_grpo.engines.server_engine import ServerEngine, server_engine
 from sota_grpo.engines.weight_upload import DIGEST, PATH, ReceivedPush, WeightUpload
 from sota_grpo.errors import UserError
+from sota_grpo.http import HttpClient, ServerError
 from sota_grpo.policy.lora import MergedWeights
 from tests.process_rigs import wait_for
 from tests.unit.fake_servers import KEY, FakeServer, FakeSGLang, FakeVLLM, FarVLLM

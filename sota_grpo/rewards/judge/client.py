@@ -19,22 +19,19 @@ from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
-
-import urllib3
 
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.rewards.judge import CLASSIFY
 from sota_grpo.rewards.judge.cache import Verdict, VerdictCache
 from sota_grpo.rewards.judge.questions import PATHS, Endpoint, Question, Unreadable, WrongForm, tokens_of
-from sota_grpo.text import duration, first_line, one_line
+from sota_grpo.text import duration, one_line
 from sota_grpo.workers.base import promised, resolve
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20  # of an answer
 CONCURRENCY = 32  # requests at a time
-_CONNECT_S = 10.0
 _LONGEST_PAUSE_S = 30.0
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0
 _GOODBYE_S = 5.0
@@ -132,14 +129,14 @@ class JudgeClient:
         retry: RetryPolicy = RetryPolicy(),
     ) -> None:
         self.endpoint, self._cache, self._retry, self._concurrency = endpoint, cache, retry, concurrency
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"reward.judge.url={url} is not the address of a server; write http://HOST:PORT.")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._prefix = urlsplit(self.url).path
-        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._headers = {"Content-Type": "application/json", **key}
-        self._pool = urllib3.connection_from_url(self.url, maxsize=concurrency)
+        self._http = HttpClient(
+            url.rstrip("/").removesuffix("/v1"),
+            api_key=api_key,
+            option="reward.judge.url",
+            max_connections=concurrency,
+            max_bytes=MOST_BYTES,
+        )
+        self.url = self._http.url
         self.counts, self._lock = Counts(), threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Question, Future[Verdict]] | None] = queue.SimpleQueue()
         self._open, self._threads = dict[str, Future[Verdict]](), list[threading.Thread]()
@@ -190,7 +187,7 @@ class JudgeClient:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        self._pool.close()
+        self._http.close()
         self._cache.close()
 
     def _work(self) -> None:
@@ -327,7 +324,12 @@ class JudgeClient:
     def _send(self, question: Question) -> Verdict:
         """One attempt."""
         began = time.monotonic()
-        status, headers, content = self.request("POST", question.path, json.dumps(question.body).encode())
+        body = json.dumps(question.body).encode()
+        try:
+            status, headers, content = self._http.request("POST", question.path, body, timeout_s=self._retry.timeout_s)
+        except ServerError as error:
+            is_there = not isinstance(error, ServerSilent) or error.is_late
+            raise (_Failed if is_there else _NotNow)(str(error).rstrip(".")) from None
         said = one_line(content[:400].decode(errors="replace").strip(), 200)
         if status in _NOT_NOW:
             raise _NotNow(f"it answers {status}: {said}", _seconds(headers.get("Retry-After")))
@@ -358,10 +360,10 @@ class JudgeClient:
         """
         kind, model = self.endpoint.kind, self.endpoint.model
         try:
-            status, _, content = self.request("GET", "/v1/models")
-        except (_NotNow, _Failed) as error:
+            status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._retry.timeout_s)
+        except ServerError as error:
             raise UserError(
-                f"No judge answers at {self.url} ({error}); start it first, or mend reward.judge.url."
+                f"No judge answers at {self.url} ({str(error).rstrip('.')}); start it first, or mend reward.judge.url."
             ) from None
         if status in (401, 403):
             raise UserError(f"The judge at {self.url} does not take the key; set SOTA_GRPO_JUDGE_KEY to its own.")
@@ -387,37 +389,6 @@ class JudgeClient:
                 return
         path = PATHS[self.endpoint.kind]
         raise UserError(f"The judge at {self.url} does not answer {path}: {said}; another reward.judge.kind may fit.")
-
-    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any, bytes]:
-        """Status, headers and content of one answer.
-
-        Raises:
-            _NotNow: nobody is there.
-            _Failed: the answer does not end in time, or is too long.
-        """
-        deadline = time.monotonic() + self._retry.timeout_s
-        timeout = urllib3.Timeout(connect=min(_CONNECT_S, self._retry.timeout_s), read=self._retry.timeout_s)
-        options: dict[str, Any] = {"headers": self._headers, "timeout": timeout, "retries": False}
-        options |= {"redirect": False, "preload_content": False}  # the key goes nowhere else
-        content = bytearray()
-        try:
-            answer = self._pool.urlopen(method, self._prefix + path, body=body, **options)
-            try:
-                for piece in answer.stream(1 << 16):
-                    content += piece
-                    if len(content) > MOST_BYTES:
-                        raise _Failed(f"its answer has more than {MOST_BYTES} bytes")
-                    if time.monotonic() > deadline:
-                        raise _Failed(f"no whole answer within {self._retry.timeout_s:g} s")
-                answer.release_conn()
-            except BaseException:
-                answer.close()
-                raise
-        except urllib3.exceptions.ReadTimeoutError:
-            raise _Failed(f"no answer within {self._retry.timeout_s:g} s") from None
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _NotNow(f"no connection, {first_line(error).rpartition(': ')[2]}") from None
-        return answer.status, answer.headers, bytes(content)
 
 
 def done(value: Any) -> Future[Any]:
