@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +104,6 @@ def _judge(config: Config, run_dir: Path | None) -> JudgeClient:
     return judge
 
 
-def judge_metrics(grader: Grader, others: Any = dict) -> Any:
-    """What a batch is asked for beside its own metrics: ``others``, and the judge's."""
-    if not isinstance(grader, JudgedGrader):
-        return others
-    return partial(_joined, grader, others)
-
-
-def _joined(grader: JudgedGrader, others: Any) -> dict[str, float]:
-    return {**others(), **grader.metrics()}
+def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
+    """``others``, with the judge's metrics where ``grader`` has a judge."""
+    return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others

@@ -11,8 +11,6 @@ from sota_grpo.config.spelling import changed_options
 from sota_grpo.rewards.judge import CHAT
 from sota_grpo.text import one_line
 
-_SECTION = "reward.judge."
-
 
 def rubric_file(rubric: str | None) -> Path | None:
     """The file that ``reward.judge.rubric`` names; None where it is the text itself.
@@ -29,7 +27,7 @@ def judge_faults(config: Config) -> Iterator[str]:
     judge: JudgeConfig = config.reward.judge
     if judge.kind is None:
         for name, (value, default) in changed_options(config).items():
-            if name.startswith(_SECTION):
+            if name.startswith("reward.judge."):
                 left = "null" if default is None else default
                 yield f"{name}={value} belongs to a judge; give reward.judge.kind, or leave it at {left}."
         return
@@ -42,7 +40,13 @@ def judge_faults(config: Config) -> Iterator[str]:
         yield from _url_faults(judge.url)
     if judge.weight == 0 and config.env.mixture is None:
         yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
-    yield from _alone_faults(config)
+    if judge.alone and config.env.reasoning:
+        yield "reward.judge.alone=true leaves nobody to say whether to think again (env.reasoning); use one of them."
+    if judge.alone and config.reward.path is not None and config.env.mixture is None:
+        yield (
+            f"reward.judge.alone=true leaves no place for the functions {', '.join(map(str, reward_names(config)))} of "
+            "reward.path; leave one of them out."
+        )
 
 
 def _url_faults(url: str) -> Iterator[str]:
@@ -58,16 +62,4 @@ def _url_faults(url: str) -> Iterator[str]:
         yield (
             "reward.judge.url has a user name, a password or a query in it, which the run would save; the key of a "
             "judge is the environment variable SOTA_GRPO_JUDGE_KEY."
-        )
-
-
-def _alone_faults(config: Config) -> Iterator[str]:
-    if not config.reward.judge.alone:
-        return
-    if config.env.reasoning:
-        yield "reward.judge.alone=true leaves nobody to say whether to think again (env.reasoning); use one of them."
-    if config.reward.path is not None and config.env.mixture is None:
-        yield (
-            f"reward.judge.alone=true leaves no place for the functions {', '.join(map(str, reward_names(config)))} of "
-            "reward.path; leave one of them out."
         )
