@@ -193,7 +193,7 @@ def once_each(answers: Sequence[Say]) -> Callable[[Any], Say]:
 
 
 FAULTS = {
-    "busy": Say({"error": "slow down"}, 429, {"Retry-After": "0.05"}),
+    "busy": Say({"error": "slow down"}, 429, {"Retry-After": "0"}),
     "failing": Say({"error": "oops"}, 500),
     "starting": Say(b"<html>no upstream</html>", 503),
     "unknown": Say({"error": "model is loading"}, 404),
@@ -220,12 +220,12 @@ def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opene
 
     def answer(body: Any) -> Say:
         times.append(time.monotonic())
-        return Say({}, 429, {"Retry-After": "0.4"}) if len(times) == 1 else fair(body)
+        return Say({}, 429, {"Retry-After": "1"}) if len(times) == 1 else fair(body)
 
     fake.answer = answer
     asked(opened(concurrency=1), texts_of(2))
-    assert times[1] - times[0] >= 0.4
-    assert client_module._seconds("Wed, 21 Oct 2199 07:28:00 GMT") > 1e9
+    assert times[1] - times[0] >= 1
+    assert client_module._seconds("Wed, 21 Oct 2199 07:28:00 GMT") >= 3600
 
 
 def test_words_without_a_verdict_are_asked_for_twice_and_are_an_error_that_is_kept(

@@ -16,9 +16,11 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
+
+from urllib3.exceptions import InvalidHeader
+from urllib3.util import Retry
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
@@ -402,13 +404,8 @@ def _seconds(after: str | None) -> float:
     """``Retry-After``: a number of seconds, or a date.
 
     >>> _seconds("7"), _seconds("Thu, 01 Jan 1970 00:00:00 GMT"), _seconds("soon"), _seconds(None)
-    (7.0, 0.0, 0.0, 0.0)
+    (7, 0, 0.0, 0.0)
     """
-    if after is None:
-        return 0.0
-    with suppress(ValueError):
-        seconds = float(after)
-        return seconds if 0 <= seconds < 1e9 else 0.0
-    with suppress(ValueError, TypeError, OverflowError):
-        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    with suppress(InvalidHeader, ValueError, OverflowError):
+        return Retry().parse_retry_after(after) if after else 0.0
     return 0.0
