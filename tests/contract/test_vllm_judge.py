@@ -117,7 +117,6 @@ def test_a_reward_model_gives_what_transformers_gives(labels: int, tmp_path: Pat
             found = values(grader, texts)
             grader.close()
             wanted = [logits(ids(text)) for text in texts]
-            print(kind, found, wanted)
             assert found == pytest.approx(
                 [float(one.sigmoid()[0] if labels == 1 else one.softmax(-1)[-1]) for one in wanted], abs=1e-4
             )

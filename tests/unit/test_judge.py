@@ -461,9 +461,6 @@ def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(
         assert len(one.get(keys[0]).said) == 2000
         assert one.get(keys[1]) == Verdict(None, "Unreadable: é")
         assert one.get(keys[5]) == Verdict(1.0)
-    again.put(keys[6], Verdict(0.0))  # two processes may share a file
-    cache.put(keys[7], Verdict(0.25))
-    assert (again.get(keys[6]).value, cache.get(keys[7]).value) == (0.0, 0.25)
 
 
 def test_the_cache_writes_through_no_link_and_into_nothing_odd(tmp_path: Path) -> None:
