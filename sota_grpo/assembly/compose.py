@@ -18,7 +18,6 @@ from sota_grpo.config.spelling import flat, no_option, walk
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
-from sota_grpo.rewards.judge import CLASSIFIER
 from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.tasks.servers import server_of
@@ -48,7 +47,7 @@ UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
     *("env.tools", "env.environment", "env.sandbox"),
-    *("reward.judge.url", "reward.judge.rubric", "reward.judge.cache"),
+    *("reward.judge.url", "reward.judge.rubric"),
 )
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
 _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
@@ -289,14 +288,11 @@ def needs_consent(config: Config) -> dict[str, str]:
     for name, value in _values(config, "env.sandbox"):
         if is_url(value):
             acts[name] = f"send responses to {one_line(value)}"
-    judge = config.reward.judge
-    if judge.url is not None:
-        acts["reward.judge.url"] = f"send prompts and responses to {one_line(judge.url)}"
+    if (url := config.reward.judge.url) is not None:
+        acts["reward.judge.url"] = f"send prompts and responses to {one_line(url)}"
     for name, rubric in _values(config, "reward.judge.rubric"):
         if rubric_file(rubric) is not None:
             acts[name] = f"send what is in {one_line(rubric)} to its judge"
-    if judge.cache is not None:
-        acts["reward.judge.cache"] = f"write what its judge says to {one_line(judge.cache)}"
     if config.ray.address is not None:
         acts["ray.address"] = f"join the Ray cluster {one_line(config.ray.address)}, which may run code here"
     return acts
@@ -407,9 +403,6 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         if not (_run_option(name) == "env.environment" and server_of(value)):
             yield name, value
     yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)
-    judge = config.reward.judge
-    if judge.kind == CLASSIFIER and judge.model is not None and (Path(judge.model) / "config.json").is_file():
-        yield "reward.judge.model", judge.model
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:

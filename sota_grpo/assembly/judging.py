@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sota_grpo.config import Config
 from sota_grpo.config.judging import rubric_file
@@ -18,19 +14,15 @@ from sota_grpo.config.secrets import judge_key
 from sota_grpo.errors import UserError
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
-from sota_grpo.rewards.judge import CLASSIFIER, TERM, Judged, Rules
+from sota_grpo.rewards.judge import TERM, Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.classifier import ClassifierScorer
-from sota_grpo.rewards.judge.client import JudgeClient, RetryPolicy
-from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
+from sota_grpo.rewards.judge.client import JudgeClient
+from sota_grpo.rewards.judge.grader import JudgedGrader
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import Task, scorer_of, without_examples
+from sota_grpo.rl.task import Task, without_examples
 
-if TYPE_CHECKING:
-    from sota_grpo.rewards.judge.server import JudgeServer
-
-CACHE_FILE, LOG_FILE = "judge.jsonl", "judge.log"
+CACHE_FILE = "judge.jsonl"
 _LONGEST_RUBRIC = 1 << 16
 
 
@@ -41,7 +33,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
 
     Args:
         make_grader: of a task without a judge's terms.
-        run_dir: where what the judge says is kept; None: nowhere, unless the config names a file.
+        run_dir: where what the judge says is kept; None: nowhere.
 
     Raises:
         UserError: nobody answers there, or something cannot be read.
@@ -52,12 +44,6 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     judged = Judged(_rules(config), task.term_weights)
     changed = copy.copy(task)
     vars(changed).update(term_weights=judged.term_weights, gold_response=_no_gold_response, is_judged=True)
-    if options.kind == CLASSIFIER:
-        assert options.model is not None
-        bare = without_examples(task)
-        scorer = ClassifierScorer(scorer_of(task), bare, options.model, judged, label=options.label)
-        vars(changed).update(score=scorer)
-        return changed, make_grader(changed)
     starting("Asking for the judge")
     judge = _judge(config, run_dir)
     try:
@@ -65,7 +51,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     except BaseException:
         judge.close()
         raise
-    return changed, JudgedGrader(grader, judge, without_examples(task), judged, prices=options.prices)
+    return changed, JudgedGrader(grader, judge, without_examples(task), judged)
 
 
 def _no_gold_response(example: Example) -> None: ...
@@ -85,7 +71,6 @@ def _rules_of(config: Config, term: str) -> Rules:
         term,
         options.weight,
         _rubric(options.rubric),
-        options.pairwise,
         options.reference,
         config.reward.success_above if options.alone else None,
     )
@@ -104,70 +89,21 @@ def _rubric(rubric: str | None) -> str:
     return text
 
 
-def _judge(config: Config, run_dir: Path | None) -> Judge:
+def _judge(config: Config, run_dir: Path | None) -> JudgeClient:
     options = config.reward.judge
     assert options.kind is not None
-    opened = ExitStack()
-    with opened:
-        url, key = options.url, judge_key()
-        revive: Any = None
-        if url is None:
-            server = _server(config, run_dir, opened)
-            (url, key), revive = server.start(), server.revive
-        client = _client(config, url, key, revive)
-        opened.callback(client.close)
-        client.connect()
-        kept = Path(options.cache).expanduser() if options.cache else run_dir and run_dir / CACHE_FILE
-        judge = Judge(client, VerdictCache(kept), opened.pop_all().close)
+    assert options.url is not None
+    endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
+    cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
+    judge = JudgeClient(options.url, endpoint, cache, api_key=judge_key())
+    try:
+        judge.connect()
+    except BaseException:
+        judge.close()
+        raise
     return judge
 
 
-def _server(config: Config, run_dir: Path | None, opened: ExitStack) -> JudgeServer:
-    """A vLLM server for the judge, not started yet; closed with ``opened``."""
-    from sota_grpo.rewards.judge.server import JudgeServer  # brings torch
-
-    options = config.reward.judge
-    assert options.kind is not None
-    assert options.model is not None
-    if find_spec("vllm") is None:
-        raise UserError(
-            "A judge is started here with vLLM, which is not installed; install it, or give reward.judge.url."
-        )
-    folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_judge_")))
-    server = JudgeServer(
-        options.kind, options.model, rows=options.concurrency, log_path=folder / LOG_FILE, device=options.device
-    )
-    opened.callback(server.close)
-    starting(f"Starting the judge {options.model}")
-    return server
-
-
-def _client(config: Config, url: str, key: str | None, revive: Any) -> JudgeClient:
-    options = config.reward.judge
-    assert options.kind is not None
-    endpoint = Endpoint(
-        options.kind,
-        options.model or "",
-        max_tokens=options.max_tokens,
-        label=options.label,
-        extra_body=options.extra_body or {},
-    )
-    return JudgeClient(
-        url,
-        endpoint,
-        api_key=key,
-        concurrency=options.concurrency,
-        retry=RetryPolicy(options.timeout_s, options.retries, options.gone_s),
-        **({} if revive is None else {"revive": revive}),
-    )
-
-
-def judge_metrics(grader: Grader, others: Any = dict) -> Any:
-    """What a batch is asked for beside its own metrics: ``others``, and the judge's."""
-    if not isinstance(grader, JudgedGrader):
-        return others
-    return partial(_joined, grader, others)
-
-
-def _joined(grader: JudgedGrader, others: Any) -> dict[str, float]:
-    return {**others(), **grader.metrics()}
+def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
+    """``others``, with the judge's metrics where ``grader`` has a judge."""
+    return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others

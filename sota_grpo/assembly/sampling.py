@@ -237,7 +237,7 @@ def open_env(
     """The environment with its grader and the tools of its tasks, whose processes are closed with ``opened``.
 
     Args:
-        run_dir: where a judge's answers are kept; None: nowhere, unless the config names a file.
+        run_dir: where a judge's answers are kept; None: nowhere.
     """
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)

@@ -151,36 +151,17 @@ class JudgeConfig:
     """A model that says what responses are worth: one reward term more (``judge``)."""
 
     kind: str | None = opt(
-        None,
-        "chat is asked by a rubric; score, classify and pooling are vLLM's, for reward models; classifier is one that "
-        "the reward workers load; null: no judge",
-        KINDS,
+        None, "chat is asked by a rubric; score and classify are vLLM's, for reward models; null: no judge", KINDS
     )
-    url: str | None = opt(
-        None,
-        "of the judge, http://HOST:PORT; its key, if it has one, is SOTA_GRPO_JUDGE_KEY; null: a vLLM server with "
-        "reward.judge.model is started here",
-    )
-    device: int | None = opt(None, "index of the GPU of a judge that is started here, which nothing else may use")
-    model: str | None = opt(
-        None, "name of the model there, null: the first that it serves; classifier: its folder or hub name"
-    )
+    url: str | None = opt(None, "base URL of the judge server; set its API key in SOTA_GRPO_JUDGE_KEY")
+    model: str | None = opt(None, "name of the model there; null: the first that it serves")
     weight: float = opt(1.0, "of the term; 0 in an entry of env.mixture: its task is not judged")
     alone: bool = opt(False, "the task's own reward does not count; a reward above reward.success_above is a success")
     rubric: str | None = opt(None, "chat: what is good, as text or a file .txt or .md; null: right, complete, clear")
     reference: bool = opt(False, "chat: the judge is shown the right answer")
-    pairwise: int = opt(
-        0, "chat: siblings that each response is compared with, its share of wins being its score; 0: a score each"
+    extra_body: Any = opt(
+        None, "further fields of every request, such as {max_tokens: 4096, seed: 1}; null as a value leaves one out"
     )
-    label: int = opt(-1, "classify, pooling, classifier: which of several numbers is the score; -1: the last")
-    max_tokens: int = opt(512, "chat: most tokens of what the judge says")
-    extra_body: Any = opt(None, "further fields of every request, such as {seed: 1}; null as a value leaves one out")
-    concurrency: int = opt(16, "most requests at a time")
-    timeout_s: float = opt(120.0, "longest wait for one answer, which is then asked for again")
-    retries: int = opt(5, "further attempts after failures, before a response that others do not fail with is an error")
-    gone_s: float = opt(600.0, "the run waits so long for a judge that answers nothing, and then ends, to be continued")
-    cache: str | None = opt(None, "file of what the judge has said; null: judge.jsonl in the run directory")
-    prices: list[float] = section(list, "dollars per million tokens that the judge reads and says, such as [0.5,1.5]")
 
 
 @dataclass

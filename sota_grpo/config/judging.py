@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from sota_grpo.config import Config, JudgeConfig, reward_names
 from sota_grpo.config.spelling import changed_options
-from sota_grpo.rewards.judge import CHAT, CLASSIFIER, CLASSIFY, POOLING
+from sota_grpo.rewards.judge import CHAT
 from sota_grpo.text import one_line
-
-_SECTION = "reward.judge."
-#: Options that only some kinds read.
-_READERS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("rubric", "reference", "pairwise", "max_tokens"), (CHAT,)),
-    "label": (CLASSIFY, POOLING, CLASSIFIER),
-}
-#: Options of what is asked over HTTP.
-_OF_SERVERS = ("url", "device", "extra_body", "concurrency", "timeout_s", "retries", "gone_s", "cache", "prices")
 
 
 def rubric_file(rubric: str | None) -> Path | None:
@@ -36,29 +27,26 @@ def judge_faults(config: Config) -> Iterator[str]:
     judge: JudgeConfig = config.reward.judge
     if judge.kind is None:
         for name, (value, default) in changed_options(config).items():
-            if name.startswith(_SECTION):
+            if name.startswith("reward.judge."):
                 left = "null" if default is None else default
                 yield f"{name}={value} belongs to a judge; give reward.judge.kind, or leave it at {left}."
         return
-    for name, (value, _) in changed_options(config).items():
-        option = name.removeprefix(_SECTION)
-        if name.startswith(_SECTION) and judge.kind not in _READERS.get(option, (judge.kind,)):
-            yield f"{name}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
-        if name.startswith(_SECTION) and option in _OF_SERVERS and judge.kind == CLASSIFIER:
-            yield f"{name}={value} has no effect on reward.judge.kind={judge.kind}, which asks no server; leave it out."
-    if judge.kind == CLASSIFIER and judge.model is None:
-        yield "reward.judge.kind=classifier needs a model; give reward.judge.model=FOLDER, or its name on the hub."
-    if judge.kind != CLASSIFIER and judge.url is None and judge.model is None:
-        yield (
-            "A judge is asked over HTTP; give reward.judge.url=http://HOST:PORT, or reward.judge.model=NAME, which is "
-            "then served here."
-        )
-    if judge.kind != CLASSIFIER and judge.url is not None:
+    for option in ("rubric", "reference") if judge.kind != CHAT else ():
+        if value := getattr(judge, option):
+            yield f"reward.judge.{option}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
+    if judge.url is None:
+        yield f"reward.judge.kind={judge.kind} needs a server; give reward.judge.url=http://HOST:PORT."
+    else:
         yield from _url_faults(judge.url)
-        if judge.device is not None:
-            yield f"reward.judge.device={judge.device} has no effect beside reward.judge.url; leave one of them out."
-    yield from _amount_faults(judge, config)
-    yield from _alone_faults(config)
+    if judge.weight == 0 and config.env.mixture is None:
+        yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
+    if judge.alone and config.env.reasoning:
+        yield "reward.judge.alone=true leaves nobody to say whether to think again (env.reasoning); use one of them."
+    if judge.alone and config.reward.path is not None and config.env.mixture is None:
+        yield (
+            f"reward.judge.alone=true leaves no place for the functions {', '.join(map(str, reward_names(config)))} of "
+            "reward.path; leave one of them out."
+        )
 
 
 def _url_faults(url: str) -> Iterator[str]:
@@ -74,30 +62,4 @@ def _url_faults(url: str) -> Iterator[str]:
         yield (
             "reward.judge.url has a user name, a password or a query in it, which the run would save; the key of a "
             "judge is the environment variable SOTA_GRPO_JUDGE_KEY."
-        )
-
-
-def _amount_faults(judge: JudgeConfig, config: Config) -> Iterator[str]:
-    for name in ("concurrency", "timeout_s", "gone_s", "max_tokens"):
-        if getattr(judge, name) <= 0:
-            yield f"reward.judge.{name}={getattr(judge, name)} must be above 0."
-    if judge.prices and len(judge.prices) != 2:
-        yield f"reward.judge.prices={list(judge.prices)} must be two: of a million tokens read, and of a million said."
-    if judge.prices and min(judge.prices) < 0:
-        yield f"reward.judge.prices={list(judge.prices)} must not be negative."
-    if judge.weight == 0 and config.env.mixture is None:
-        yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
-    if judge.pairwise and config.env.repeats < 2:
-        yield f"reward.judge.pairwise={judge.pairwise} compares siblings, and env.repeats=1 gives none; use 2 or more."
-
-
-def _alone_faults(config: Config) -> Iterator[str]:
-    if not config.reward.judge.alone:
-        return
-    if config.env.reasoning:
-        yield "reward.judge.alone=true leaves nobody to say whether to think again (env.reasoning); use one of them."
-    if config.reward.path is not None and config.env.mixture is None:
-        yield (
-            f"reward.judge.alone=true leaves no place for the functions {', '.join(map(str, reward_names(config)))} of "
-            "reward.path; leave one of them out."
         )

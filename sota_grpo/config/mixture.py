@@ -37,7 +37,7 @@ ENTRY_OPTIONS = {
     **{name.partition(".")[2]: name for name in READERS if name.startswith("env.")},
     **{name: f"env.{name}" for name in ("dataset", "max_samples", "num_heldout")},
     **{f"reward_{item.name}": f"reward.{item.name}" for item in fields(RewardConfig) if item.name != "judge"},
-    **{f"judge_{name}": f"reward.judge.{name}" for name in ("weight", "rubric", "pairwise", "reference")},
+    **{f"judge_{name}": f"reward.judge.{name}" for name in ("weight", "rubric", "reference")},
     **{"max_tokens": "inference_model.max_tokens", "repeats": "env.repeats"} | _DIALOGS,
 }
 _SHORT = {option: name for name, option in ENTRY_OPTIONS.items()}

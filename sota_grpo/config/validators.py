@@ -81,10 +81,7 @@ def every_amount_is_positive(config: Config) -> Iterator[str]:
             yield f"{name}={values[name]} must be above 0."
 
 
-_MAY_BE_NEGATIVE = (
-    *("seed", "reward.correct", "reward.wrong", "reward.no_answer", "reward.success_above"),
-    "reward.judge.label",
-)
+_MAY_BE_NEGATIVE = ("seed", "reward.correct", "reward.wrong", "reward.no_answer", "reward.success_above")
 
 
 def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:

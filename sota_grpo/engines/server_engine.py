@@ -30,16 +30,14 @@ from safetensors.torch import save_file
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import (
     SOCKET_BYTES,
-    HttpClient,
-    ServerError,
     ServerProcess,
-    ServerSilent,
 )
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
 from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect
 from sota_grpo.errors import UserError
 from sota_grpo.files import folder_for_sockets
+from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.policy.lora import MergedWeights
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import HttpClient, ServerError
 from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect, finite_sample
+from sota_grpo.http import HttpClient, ServerError
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import HttpClient, ServerDied, ServerError, ServerLate, ServerProcess
+from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess
 from sota_grpo.errors import UserError
+from sota_grpo.http import HttpClient, ServerError
 from sota_grpo.rl.records import MOST_KEPT, GroupRequest, Sample, Sampling, sample_seed
 
 logger = logging.getLogger(__name__)

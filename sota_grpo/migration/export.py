@@ -215,7 +215,7 @@ _AMOUNTS = (
 )
 _PRIVATE = (
     *("engine.url", "ray.address", "logging.project", "logging.run_name"),
-    *("reward.judge.url", "reward.judge.cache"),
+    "reward.judge.url",
 )
 _PATHS = (*PATH_OPTIONS, "train.resume")
 _OF_MEASURING = ("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "inference_model.max_tokens")

@@ -80,7 +80,6 @@ _DECLARED = (
     Metric("judge/latency_s", "mean", "Mean time of a request that the judge answered.", "s"),
     Metric("judge/prompt_tokens", "sum", "Tokens that the judge read, as it counts them.", "tokens"),
     Metric("judge/completion_tokens", "sum", "Tokens that the judge said, as it counts them.", "tokens"),
-    Metric("judge/cost", "sum", "What these tokens cost by reward.judge.prices.", "dollars"),
     Metric("advantage", "mean", "Mean absolute advantage of the batch's responses."),
     Metric("kl", "mean", "KL of the policy from the reference, per token, by the configured estimator.", "nats"),
     Metric(

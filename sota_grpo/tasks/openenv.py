@@ -25,8 +25,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-import urllib3
-
+from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.tasks.servers import KEY, content_text, function_schema, headers_of, joined
 from sota_grpo.text import sentence
 from sota_grpo.workers.instance_process import Unusable
@@ -137,24 +136,22 @@ class OpenEnv:
     @cached_property
     def _action(self) -> Mapping[str, Any]:
         """The JSON schema of the actions."""
+        server = HttpClient(self._url, headers=headers_of(self._url), option="env.environment", max_bytes=_MOST_BYTES)
         try:
-            answer = urllib3.request(
-                "GET",
-                f"{self._url}/schema",
-                headers=headers_of(self._url),
-                retries=False,
-                redirect=False,
-                preload_content=False,
-                timeout=30.0,
-            )
-            described = json.loads(answer.read(_MOST_BYTES)) if answer.status == 200 else None
-        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            described = server.get("/schema", timeout_s=30.0)
+        except ServerSilent as error:
             raise Unusable(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
-        if answer.status in (401, 403):
-            raise Unusable(f"the server at {self._url} refuses us, HTTP status {answer.status}: set {KEY}")
+        except ServerError as error:
+            if error.status in (401, 403):
+                raise Unusable(
+                    f"the server at {self._url} refuses us, HTTP status {error.status}: set {KEY}"
+                ) from error
+            raise Unusable(f"what answers at {self._url}/schema is no OpenEnv server ({sentence(error)})") from error
+        finally:
+            server.close()
         action = described.get("action") if isinstance(described, dict) else None
         if not isinstance(action, dict):
-            raise Unusable(f"what answers at {self._url}/schema is no OpenEnv server (HTTP status {answer.status})")
+            raise Unusable(f"what answers at {self._url}/schema is no OpenEnv server")
         return action
 
     @cached_property

@@ -53,8 +53,6 @@ FREE_OPTIONS = (
     ("train_model", "compile"),
     ("check", "mode"),
 )
-#: Of reward.judge.
-FREE_OF_JUDGE = ("url", "device", "concurrency", "timeout_s", "retries", "gone_s", "cache", "prices")
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
 FILES_OF_ENTRIES = ("dataset_path", "eval_path", "reward_path")  # of env.mixture
 _IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME
@@ -111,7 +109,7 @@ def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
         kept.get(section, {}).pop(option, None)
     judge = kept.get("reward", {}).get("judge")
     if judge is not None:
-        kept["reward"]["judge"] = {name: value for name, value in judge.items() if name not in FREE_OF_JUDGE}
+        kept["reward"]["judge"] = {name: value for name, value in judge.items() if name != "url"}
     return kept
 
 

@@ -593,33 +593,14 @@ BROKEN = [
         ("a_judge_is_asked_for_what_it_can_do", options, said)
         for options, said in (
             (["reward.judge.weight=2"], "belongs to a judge; give reward.judge.kind"),
-            (["reward.judge.kind=chat"], "give reward.judge.url=http://HOST:PORT, or reward.judge.model=NAME"),
-            ([*JUDGED, "reward.judge.device=1"], "reward.judge.device=1 has no effect beside reward.judge.url"),
+            (["reward.judge.kind=chat"], "needs a server; give reward.judge.url=http://HOST:PORT"),
             (["reward.judge.kind=chat", "reward.judge.url=h:1"], "is no address of a server"),
             (["reward.judge.kind=chat", "reward.judge.url='http://a:b@h:1'"], "a user name, a password or a query"),
-            (["reward.judge.kind=classifier"], "give reward.judge.model=FOLDER"),
-            (["reward.judge.kind=classifier", "reward.judge.model=m", "reward.judge.url=http://h:1"], "asks no server"),
-            (
-                ["reward.judge.kind=score", "reward.judge.url=http://h:1", "reward.judge.pairwise=2"],
-                "pairwise=2 has no",
-            ),
-            ([*JUDGED, "reward.judge.label=0"], "reward.judge.label=0 has no effect on reward.judge.kind=chat"),
-            ([*JUDGED, "reward.judge.concurrency=0"], "reward.judge.concurrency=0 must be above 0"),
-            ([*JUDGED, "reward.judge.prices=[1.0]"], "must be two"),
-            ([*JUDGED, "reward.judge.prices=[1.0,-1.0]"], "must not be negative"),
+            (["reward.judge.kind=score", "reward.judge.url=http://h:1", "reward.judge.rubric=Kind?"], "=Kind? has no"),
+            (["reward.judge.kind=classify", "reward.judge.url=http://h:1", "reward.judge.reference=true"], "=True has"),
             ([*JUDGED, "reward.judge.weight=0"], "asks the judge for nothing"),
             ([*JUDGED, "reward.judge.alone=true", "env.reasoning=true", "env.max_steps=2"], "use one of them"),
             ([*JUDGED, "reward.judge.alone=true", "reward.path=r.py"], "the functions compute_score of reward.path"),
-            (
-                [
-                    *JUDGED,
-                    "reward.judge.pairwise=2",
-                    "env.repeats=1",
-                    "algorithm.baseline=none",
-                    "algorithm.scale=none",
-                ],
-                "reward.judge.pairwise=2 compares siblings",
-            ),
         )
     ),
     (
@@ -728,9 +709,8 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
             "inference_model.tensor_parallel_size=2",
         ],
         ["engine=vllm_server", "ray.address=auto", "device=cuda", "engine.url=http://127.0.0.1:1"],
-        [*JUDGED, "reward.judge.alone=true", "reward.success_above=0.5", "reward.judge.pairwise=3"],
+        [*JUDGED, "reward.judge.alone=true", "reward.success_above=0.5"],
         [*JUDGED, "env.mixture={a: {judge_weight: 0, reward_path: r.py}, b: {}}", "reward.judge.alone=true"],
-        ["reward.judge.kind=classifier", "reward.judge.model=rm", "reward.judge.label=-2"],
     ],
 )
 def test_rules_let_pass_what_works(overrides: list[str]) -> None:

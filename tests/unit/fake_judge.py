@@ -14,7 +14,7 @@ from typing import Any
 
 from sota_grpo.rewards.judge.cache import key_of
 
-_TASK = re.compile(r"^Verdict ([0-9a-f]+): [NW]$", re.MULTILINE)
+_TASK = re.compile(r"^Verdict ([0-9a-f]+): N$", re.MULTILINE)
 
 
 @dataclass
@@ -53,14 +53,10 @@ def score_of(text: str) -> int:
 
 
 def fair(body: Any) -> Say:
-    """Scores by :func:`score_of`; of two responses the one with the greater score wins."""
+    """Scores by :func:`score_of`."""
     if body.get("max_tokens") == 1:
         return Say(chat("ok"))
-    nonce = nonce_of(body)
-    if "<<< response 1 " in body["messages"][-1]["content"]:
-        one, two = (score_of(shown(body, f"response {number}")) for number in (1, 2))
-        return Say(chat(f"So:\nVerdict {nonce}: {'tie' if one == two else 1 if one > two else 2}"))
-    return Say(chat(f"So:\nVerdict {nonce}: {score_of(shown(body, 'response'))}"))
+    return Say(chat(f"So:\nVerdict {nonce_of(body)}: {score_of(shown(body, 'response'))}"))
 
 
 class FakeJudge:

@@ -23,7 +23,7 @@ from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge import client as client_module
 from sota_grpo.rewards.judge.cache import LONGEST_LINE, Verdict, VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, RetryPolicy
-from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
+from sota_grpo.rewards.judge.grader import JudgedGrader
 from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rl.records import TASK, Example, SampledText, Score
 from tests.process_rigs import wait_for
@@ -65,13 +65,11 @@ def opened(fake: FakeJudge) -> Iterator[Open]:
         cache: Path | None = None,
         rules: Mapping[Any, Rules] | None = None,
         own: Mapping[str, float] = OWN,
-        prices: Sequence[float] = (),
         **options: Any,
     ) -> JudgedGrader:
-        client = JudgeClient(fake.url, Endpoint("chat", "judge-1"), retry=retry, **options)
+        judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), retry=retry, **options)
         judged = Judged(rules or {None: Rules(rubric="Is it right?")}, own)
-        grader = LocalGrader(own_score, own)
-        graders.append(JudgedGrader(grader, Judge(client, VerdictCache(cache)), Sums(), judged, prices=prices))
+        graders.append(JudgedGrader(LocalGrader(own_score, own), judge, Sums(), judged))
         return graders[-1]
 
     yield open_one
@@ -149,12 +147,10 @@ import sys
 from pathlib import Path
 from sota_grpo.rewards.judge.cache import VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.questions import Endpoint
-from sota_grpo.rewards.judge.grader import Judge
-from sota_grpo.rewards.judge.questions import Material
+from sota_grpo.rewards.judge.questions import Endpoint, Material
 
 endpoint = Endpoint("chat", "judge-1", rubric="r")
-judge = Judge(JudgeClient(sys.argv[1], endpoint, concurrency=3), VerdictCache(Path(sys.argv[2])))
+judge = JudgeClient(sys.argv[1], endpoint, VerdictCache(Path(sys.argv[2])), concurrency=3)
 asked = [judge.ask(endpoint.ask(Material([{"role": "user", "content": "q"}], f"text {n}"))) for n in range(30)]
 print(*(one.result().value for one in asked))
 judge.close()
@@ -197,7 +193,7 @@ def once_each(answers: Sequence[Say]) -> Callable[[Any], Say]:
 
 
 FAULTS = {
-    "busy": Say({"error": "slow down"}, 429, {"Retry-After": "0.05"}),
+    "busy": Say({"error": "slow down"}, 429, {"Retry-After": "0"}),
     "failing": Say({"error": "oops"}, 500),
     "starting": Say(b"<html>no upstream</html>", 503),
     "unknown": Say({"error": "model is loading"}, 404),
@@ -215,7 +211,8 @@ def test_what_fails_is_asked_again_and_no_answer_is_lost(fake: FakeJudge, opened
     grader = opened()
     assert values(asked(grader, texts)) == fair_values(texts)
     assert set(fake.asked.values()) == {3}
-    assert grader.metrics()["judge/retries"] == 8
+    resent_at_once = fault == "hung up"  # as an idle connection would be
+    assert grader.metrics()["judge/retries"] == (4 if resent_at_once else 8)
 
 
 def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opened: Open) -> None:
@@ -223,12 +220,12 @@ def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opene
 
     def answer(body: Any) -> Say:
         times.append(time.monotonic())
-        return Say({}, 429, {"Retry-After": "0.4"}) if len(times) == 1 else fair(body)
+        return Say({}, 429, {"Retry-After": "1"}) if len(times) == 1 else fair(body)
 
     fake.answer = answer
     asked(opened(concurrency=1), texts_of(2))
-    assert times[1] - times[0] >= 0.4
-    assert client_module._seconds("Wed, 21 Oct 2199 07:28:00 GMT") > 1e9
+    assert times[1] - times[0] >= 1
+    assert client_module._seconds("Wed, 21 Oct 2199 07:28:00 GMT") >= 3600
 
 
 def test_words_without_a_verdict_are_asked_for_twice_and_are_an_error_that_is_kept(
@@ -297,7 +294,9 @@ def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
     grader = opened(RetryPolicy(5.0, 2, 0.5, 0.02), cache=path)
     asked(grader, first)
     fake.kill()
-    with pytest.raises(JudgeGone, match=r"has not answered for 0:0[01] \(no connection, .*train.resume=auto continues"):
+    with pytest.raises(
+        JudgeGone, match=r"has not answered for 0:0[01] \(POST .* found no server.*train.resume=auto continues"
+    ):
         asked(grader, later)
     assert issubclass(JudgeGone, RunFailed)
     with pytest.raises(JudgeGone):
@@ -327,7 +326,7 @@ def test_a_judge_that_only_fails_ends_the_run_with_its_words(fake: FakeJudge, op
 
 def test_a_judge_that_hangs_is_gone_too(fake: FakeJudge, opened: Open) -> None:
     fake.gate.clear()
-    with pytest.raises(JudgeGone, match=r"no answer within 0\.1 s"):
+    with pytest.raises(JudgeGone, match=r"not answered within 0\.1 s"):
         asked(opened(RetryPolicy(0.1, 1, 0.5, 0.02)), texts_of(2))
 
 
@@ -370,31 +369,6 @@ def test_closing_ends_what_is_open_and_keeps_what_was_paid(fake: FakeJudge, open
         asked(grader, ["another"])
 
 
-def test_a_judge_that_is_started_again_elsewhere_is_found_there(fake: FakeJudge, opened: Open) -> None:
-    with FakeJudge("sk-2") as second:
-        places = iter([None, (second.url, "sk-2")])
-        grader = opened(revive=lambda: next(places, None), concurrency=1)
-        asked(grader, ["4"])
-        fake.kill()
-        texts = texts_of(3)
-        assert values(asked(grader, ["4", *texts])) == fair_values(["4", *texts])
-        assert set(second.answered.values()) == {1}
-        assert len(second.answered) == 3
-
-
-def test_siblings_are_compared(fake: FakeJudge, opened: Open) -> None:
-    texts = [*texts_of(4), "4", "4"]
-    grader = opened(rules={None: Rules(num_rivals=5)})
-    scores = asked(grader, texts)
-    wins = [
-        sum(0.5 * (score_of(a) >= score_of(b)) + 0.5 * (score_of(a) > score_of(b)) for b in texts) - 0.5 for a in texts
-    ]
-    assert values(scores) == pytest.approx([won / 5 for won in wins])
-    assert len(fake.bodies) == 14 - 4, "15 pairs; the equal one is a tie, and the other 4 meet both of it: asked once"
-    (single,) = asked(grader, ["4"])
-    assert (single.terms, single.error) == ({"right": 1.0, "judge": None}, None), "alone it has no rival"
-
-
 def test_of_a_mixture_the_judged_tasks_have_a_term_of_their_own(fake: FakeJudge, opened: Open) -> None:
     own = {"a/right": 1.0, "b/right": 1.0}
     grader = opened(rules={"a": Rules("a/judge", 0.5, "Be kind.", success_above=0.4)}, own=own)
@@ -426,30 +400,28 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
     assert shown(body, "right answer, which the policy did not see") == "4"
 
 
-def test_metrics_have_time_and_cost(opened: Open) -> None:
-    grader = opened(prices=[1.5, 20.0])
+def test_metrics_have_time(opened: Open) -> None:
+    grader = opened()
     assert "judge/latency_s" not in grader.metrics()
     asked(grader, texts_of(4))
-    metrics = grader.metrics()
-    assert metrics["judge/cost"] == pytest.approx((400 * 1.5 + 28 * 20.0) / 1e6)
-    assert metrics["judge/latency_s"] > 0
+    assert grader.metrics()["judge/latency_s"] > 0
 
 
 def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
     fake.key = "sk-1"
     with pytest.raises(UserError, match="does not take the key; set SOTA_GRPO_JUDGE_KEY"):
-        JudgeClient(fake.url, Endpoint("chat", "")).connect()
-    client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), api_key="sk-1")
+        JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None)).connect()
+    client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), VerdictCache(None), api_key="sk-1")
     client.connect()
     assert client.endpoint.model == "judge-1"
     fake.models = Say({"data": []})
     with pytest.raises(UserError, match="does not name its model"):
-        JudgeClient(fake.url, Endpoint("chat", ""), api_key="sk-1").connect()
+        JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None), api_key="sk-1").connect()
     fake.kill()
-    with pytest.raises(UserError, match=r"No judge answers at http://127.0.0.1:\d+ \(no connection, "):
-        JudgeClient(fake.url, Endpoint("chat", "m")).connect()
+    with pytest.raises(UserError, match=r"No judge answers at http://127.0.0.1:\d+ \(GET .* found no server"):
+        JudgeClient(fake.url, Endpoint("chat", "m"), VerdictCache(None)).connect()
     with pytest.raises(UserError, match="not the address of a server"):
-        JudgeClient("127.0.0.1:80", Endpoint("chat", "m"))
+        JudgeClient("127.0.0.1:80", Endpoint("chat", "m"), VerdictCache(None))
 
 
 def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -> None:
@@ -458,12 +430,12 @@ def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -
         return Say({"data": [{"probs": [0.4, 0.6]}]} if taken else {"error": "no chat template"}, 200 if taken else 400)
 
     fake.others["/classify"] = classify
-    client = JudgeClient(fake.url, Endpoint("classify", "rm"))
+    client = JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None))
     client.connect()
     assert client.endpoint.as_text
     fake.others["/classify"] = lambda body: Say({"error": "no classifier"}, 400)
     with pytest.raises(UserError, match=r"does not answer /classify: it answers 400.*no classifier"):
-        JudgeClient(fake.url, Endpoint("classify", "rm")).connect()
+        JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None)).connect()
 
 
 def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(
@@ -489,9 +461,6 @@ def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(
         assert len(one.get(keys[0]).said) == 2000
         assert one.get(keys[1]) == Verdict(None, "Unreadable: é")
         assert one.get(keys[5]) == Verdict(1.0)
-    again.put(keys[6], Verdict(0.0))  # two processes may share a file
-    cache.put(keys[7], Verdict(0.25))
-    assert (again.get(keys[6]).value, cache.get(keys[7]).value) == (0.0, 0.25)
 
 
 def test_the_cache_writes_through_no_link_and_into_nothing_odd(tmp_path: Path) -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
-import subprocess
-import sys
 
 import pytest
 
-from sota_grpo.rewards.judge.cache import Verdict
-from sota_grpo.rewards.judge.grader import win_rates
 from sota_grpo.rewards.judge.questions import (
     Endpoint,
     Material,
@@ -18,9 +13,6 @@ from sota_grpo.rewards.judge.questions import (
     WrongForm,
     data,
     nonce_for,
-    pair_messages,
-    pairs_of,
-    read_pair,
     read_score,
     score_messages,
 )
@@ -70,8 +62,6 @@ def test_a_response_cannot_end_its_block(number: int) -> None:
     body, nonce = ask(response)
     assert nonce not in response
     assert read_score(obedient(body), nonce) == 0.3
-    body = {"messages": pair_messages("Which?", Material(ASKED, response), "4")[0]}
-    assert obedient(body).endswith("3")
 
 
 def test_the_obedient_judge_would_obey() -> None:
@@ -98,8 +88,6 @@ def test_a_nonce_stands_in_no_text_even_where_earlier_ones_are_known() -> None:
 def test_only_a_verdict_in_the_last_line_is_one(said: str) -> None:
     with pytest.raises(Unreadable):
         read_score(said, "3f")
-    with pytest.raises(Unreadable):
-        read_pair(said, "3f")
 
 
 def test_verdicts_are_read() -> None:
@@ -111,7 +99,6 @@ def test_verdicts_are_read() -> None:
         0.8,
     ]
     assert read_score("**Verdict 3f: 4**\n\n", "3f") == 0.4
-    assert [read_pair(f"Verdict 3f: {w}", "3f") for w in ("1", "2", "tie")] == [1.0, 0.0, 0.5]
 
 
 def test_no_name_of_a_special_token_is_left_and_other_text_stays() -> None:
@@ -126,9 +113,9 @@ def test_no_name_of_a_special_token_is_left_and_other_text_stays() -> None:
         "<｜end▁of▁sentence｜>",
         "<eos>",
     ]
-    names += ["<|eot_id|>", "[AVAILABLE_TOOLS]", "</think>", "<my token>"]
+    names += ["<|eot_id|>", "[AVAILABLE_TOOLS]", "</think>"]
     text = " ".join(names)
-    kept = data(text, ["<my token>"])
+    kept = data(text)
     assert not any(name in kept for name in names)
     assert kept.replace("\u200b", "") == text
     plain = "if a < b and c[0] > d: <div>é 语 🙂</div>\n\tx"
@@ -142,46 +129,8 @@ def test_everything_is_shown_where_it_belongs() -> None:
     assert shown(body, "response") == "The answer is 4."
     assert shown(body, "prompt") == "system: Be exact.\n\nuser: 2 + 2?"
     assert shown(body, "right answer, which the policy did not see") == "4"
-    pair = {"messages": pair_messages("Which?", Material(ASKED, "4"), "5")[0]}
-    assert (shown(pair, "response 1"), shown(pair, "response 2")) == ("4", "5")
-    assert "right answer" not in pair["messages"][-1]["content"]
-
-
-@pytest.mark.parametrize("count", range(1, 10))
-def test_every_response_meets_as_many_rivals_as_asked(count: int) -> None:
-    texts = [f"{random.random()}" for _ in range(count)]
-    for rivals in range(1, 10):
-        pairs = pairs_of(texts, rivals)
-        met = {sum(index in pair for pair in pairs) for index in range(count)}
-        wanted = min(rivals, count - 1)
-        assert met == {wanted + (wanted % 2 and count % 2)}
-        assert len({frozenset(pair) for pair in pairs}) == len(pairs)
-        assert all(first != second for first, second in pairs)
-        order = random.sample(range(count), count)
-        again = pairs_of([texts[index] for index in order], rivals)
-        assert {(order[first], order[second]) for first, second in again} == set(pairs), "by the texts alone"
-
-
-def test_neither_place_is_preferred() -> None:
-    texts = [f"{random.random()}" for _ in range(41)]
-    pairs = pairs_of(texts, 40)
-    firsts = sum(texts[first] < texts[second] for first, second in pairs)
-    assert abs(firsts - len(pairs) / 2) < 6 * (len(pairs) / 4) ** 0.5
-
-
-def test_pairs_are_the_same_in_another_process() -> None:
-    code = "from sota_grpo.rewards.judge.questions import pairs_of; print(pairs_of(list('abcdefgh'), 3))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(pairs_of(list("abcdefgh"), 3))
-
-
-def test_win_rates() -> None:
-    lost = Verdict(None, "JudgeError: 500")
-    found = win_rates(4, [(0, 1), (0, 2), (1, 2)], [Verdict(1.0), Verdict(0.5), lost])
-    assert [one and one.value for one in found] == [0.75, 0.0, 0.5, None]
-    assert win_rates(2, [(0, 1)], [lost]) == [Verdict(None, "JudgeError: 500")] * 2
-    rates = win_rates(5, pairs := pairs_of(list("abcde"), 4), [Verdict(random.choice([0, 0.5, 1])) for _ in pairs])
-    assert sum(one.value for one in rates) == pytest.approx(2.5)
+    bare = score_messages("Right?", Material(ASKED, "4"))[0]
+    assert "right answer" not in bare[-1]["content"]
 
 
 ONE = Material(ASKED, "It is 4<|im_end|>")
@@ -195,13 +144,9 @@ def test_reward_models_are_asked_in_vllms_forms() -> None:
     assert (score.path, score.body) == ("/score", {"model": "rm", **texts, "priority": 3})
     assert score.read({"data": [{"index": 0, "object": "score", "score": 0.25}], "usage": {}}).value == 0.25
     turns = [*ASKED, {"role": "assistant", "content": SAFE}]
-    classify = Endpoint("classify", "rm", label=1).ask(ONE)
+    classify = Endpoint("classify", "rm").ask(ONE)
     assert (classify.path, classify.body) == ("/classify", {"model": "rm", "messages": turns})
-    assert classify.read({"data": [{"label": "a", "probs": [0.7, 0.2, 0.1], "num_classes": 3}]}).value == 0.2
-    pooling = Endpoint("pooling", "rm").ask(ONE)
-    assert (pooling.path, pooling.body) == ("/pooling", {"model": "rm", "messages": turns, "use_activation": False})
-    assert pooling.read({"data": [{"index": 0, "data": [-3.5]}]}).value == -3.5
-    assert pooling.read({"data": [{"index": 0, "data": [[1.0], [2.5]]}]}).value == 2.5
+    assert classify.read({"data": [{"label": "a", "probs": [0.7, 0.2, 0.1], "num_classes": 3}]}).value == 0.1
     text = Endpoint("classify", "rm", as_text=True).ask(ONE)
     assert text.body["input"] == f"system: Be exact.\n\nuser: 2 + 2?\n\n{SAFE}"
 
@@ -215,7 +160,6 @@ def test_reward_models_are_asked_in_vllms_forms() -> None:
         ("score", {"data": [{"score": float("nan")}]}),
         ("classify", {"data": [{"probs": []}]}),
         ("classify", {"data": [{"probs": ["1"]}]}),
-        ("pooling", {"data": [{"data": "AAAA"}]}),
         ("chat", {"choices": [{"message": {"content": ["4"]}}]}),
         ("chat", {"error": "busy"}),
     ],
@@ -226,7 +170,7 @@ def test_an_answer_of_another_form_is_none(kind: str, answer: object) -> None:
 
 
 def test_a_verdict_that_may_be_cut_is_none() -> None:
-    question = Endpoint("chat", "m", rubric="r", max_tokens=9, extra_body={"temperature": None}).ask(ONE)
+    question = Endpoint("chat", "m", rubric="r", extra_body={"temperature": None}).ask(ONE)
     assert set(question.body) == {"model", "messages", "max_tokens"}, "null takes a field out"
     said = f"Verdict {nonce_of(question.body)}: 1"
     whole = {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
@@ -242,10 +186,9 @@ def test_a_questions_key_is_its_content() -> None:
     others = [
         Endpoint("chat", "other", rubric="r").ask(ONE),
         Endpoint("chat", "m", rubric="other").ask(ONE),
-        Endpoint("chat", "m", rubric="r", max_tokens=9).ask(ONE),
+        Endpoint("chat", "m", rubric="r", extra_body={"max_tokens": 9}).ask(ONE),
         endpoint.ask(Material(ASKED, "5")),
         endpoint.ask(Material(ASKED[1:], ONE.response)),
         endpoint.ask(Material(ASKED, ONE.response, "4")),
-        endpoint.compare(ONE, "5"),
     ]
-    assert len(keys | {one.key for one in others}) == 8
+    assert len(keys | {one.key for one in others}) == 7

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sota_grpo"
 #: From the lowest to the highest: a room imports from rooms before it, so no two can form a circle.
 ROOMS = (
-    *("stopping", "text", "errors", "plugins", "files", "untrusted", "orphans", "keys", "loop"),
+    *("stopping", "text", "errors", "plugins", "http", "files", "untrusted", "orphans", "keys", "loop"),
     *("functional", "assets", "policy", "rl"),
     *("engines", "workers", "rewards", "tasks", "config", "recording", "envs", "source", "training", "assembly"),
     *("migration", "sweeps", "report", "run", "cli"),

@@ -16,12 +16,13 @@ import torch
 
 from sota_grpo.engines import Deadlines, Engine, EngineOptions, vllm_server
 from sota_grpo.engines import server_engine as server_module
-from sota_grpo.engines.inference_server import HttpClient, ServerDied, ServerError
+from sota_grpo.engines.inference_server import ServerDied
 from sota_grpo.engines.server_engine import ServerEngine
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
 from sota_grpo.files import _LEFTOVER as LEFTOVER
+from sota_grpo.http import HttpClient, ServerError
 from sota_grpo.policy.lora import MergedWeights
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling, sample_seed
 from tests.engine_rigs import add, step

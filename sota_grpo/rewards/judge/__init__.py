@@ -1,8 +1,7 @@
-"""A judge beside a grader: a model that says what responses are worth (docs/tasks.md).
+"""A judge beside a grader: a model on a server that scores responses (docs/tasks.md).
 
-Here: what is asked of it for each task, and how its value becomes a term of the reward. What it is asked is
-``questions``, who asks ``client`` and ``cache``, whoever adds the term ``grader``; a model that the reward workers load
-is ``classifier``, one that is served here ``server``.
+Here: what each task asks of it, and how its value becomes a term of the reward. The requests are in ``questions``,
+the HTTP in ``client``, the kept answers in ``cache``, the term of the reward in ``grader``.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from sota_grpo.rl.records import Example, Score, task_of_example, total_reward
 
-CHAT, SCORE, CLASSIFY, POOLING, CLASSIFIER = "chat", "score", "classify", "pooling", "classifier"
-KINDS = (CHAT, SCORE, CLASSIFY, POOLING, CLASSIFIER)  # of reward.judge.kind
+CHAT, SCORE, CLASSIFY = "chat", "score", "classify"
+KINDS = (CHAT, SCORE, CLASSIFY)  # of reward.judge.kind
 TERM = "judge"  # the reward term, under the name of its task in a mixture
 
 
@@ -25,7 +24,6 @@ class Rules:
         term: of the reward, the judge's.
         weight: of the term.
         rubric: what is good.
-        num_rivals: siblings that each response is compared with; 0 has each scored by itself.
         shows_reference: the judge sees the right answer.
         success_above: a reward above it is a success; None: the task says what is.
     """
@@ -33,7 +31,6 @@ class Rules:
     term: str = TERM
     weight: float = 1.0
     rubric: str = ""
-    num_rivals: int = 0
     shows_reference: bool = False
     success_above: float | None = None
 

@@ -1,4 +1,4 @@
-"""What a judge has said, kept by what it was asked: a run that goes on pays for no answer twice."""
+"""A judge's answers, kept by the content of the request: a resumed run pays for no answer twice."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class VerdictCache:
 
     A line is written with one call of the system, so a process that is killed leaves whole lines and at most one cut
     short, which is passed over, as is anything else that is no verdict. The verdicts themselves stay in the file:
-    memory holds where they stand. To be used from any thread, and by several processes, which see each other's
-    verdicts when they start.
+    memory holds their positions. For use from any thread.
 
     Args:
         path: of the file; None: one without a name, gone with this object.

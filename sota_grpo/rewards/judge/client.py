@@ -13,28 +13,27 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
-import urllib3
+from urllib3.exceptions import InvalidHeader
+from urllib3.util import Retry
 
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.rewards.judge import CLASSIFY, POOLING
-from sota_grpo.rewards.judge.cache import Verdict
+from sota_grpo.http import HttpClient, ServerError, ServerSilent
+from sota_grpo.rewards.judge import CLASSIFY
+from sota_grpo.rewards.judge.cache import Verdict, VerdictCache
 from sota_grpo.rewards.judge.questions import PATHS, Endpoint, Question, Unreadable, WrongForm, tokens_of
-from sota_grpo.text import duration, first_line, one_line
+from sota_grpo.text import duration, one_line
 from sota_grpo.workers.base import promised, resolve
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20  # of an answer
-_CONNECT_S = 10.0
+CONCURRENCY = 32  # requests at a time
 _LONGEST_PAUSE_S = 30.0
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0
 _GOODBYE_S = 5.0
@@ -76,7 +75,7 @@ class RetryPolicy:
         first_pause_s: before the first further attempt, on average; it doubles with each, up to 30 s.
     """
 
-    timeout_s: float = 120.0
+    timeout_s: float = 300.0
     retries: int = 5
     gone_s: float = 600.0
     first_pause_s: float = 1.0
@@ -95,10 +94,11 @@ class Counts:
 
 
 class JudgeClient:
-    """Questions to one judge, at most ``concurrency`` at a time.
+    """Questions to one judge, at most ``concurrency`` at a time; one that is open, or was answered, is not asked again.
 
-    Contract. Consumes: questions. Produces: a future of a verdict for each. Waits for: the judge. A question is asked
-    again, after a pause that doubles and is drawn from around it (or that the judge names, ``Retry-After``), while
+    Contract. Consumes: questions. Produces: a future of a verdict for each, which is kept before the future has it.
+    Waits for: the judge. A question is asked again, after a pause that doubles and is drawn from around it (or that the
+    judge names, ``Retry-After``), while
 
     - nobody answers, or says "not now" (429, 503, ..), for ``gone_s``;
     - an answer fails (500, a time out, no JSON), ``retries`` times.
@@ -110,10 +110,11 @@ class JudgeClient:
 
     Args:
         url: of the judge, with or without a last ``/v1``.
+        endpoint: what it is asked.
+        cache: keeps its verdicts; closed with this.
         api_key: sent as a bearer token; None: none.
         concurrency: most questions that are asked at a time.
         retry: see there.
-        revive: of a server that was started here: asked where nobody answers; url and key of a new one, or None.
 
     Raises:
         UserError: the url is not one of a server.
@@ -123,41 +124,43 @@ class JudgeClient:
         self,
         url: str,
         endpoint: Endpoint,
+        cache: VerdictCache,
         *,
         api_key: str | None = None,
-        concurrency: int = 16,
+        concurrency: int = CONCURRENCY,
         retry: RetryPolicy = RetryPolicy(),
-        revive: Callable[[], tuple[str, str] | None] = lambda: None,
     ) -> None:
-        self.endpoint, self._retry, self._concurrency, self._revive = endpoint, retry, concurrency, revive
-        self._turn_to(url, api_key)
+        self.endpoint, self._cache, self._retry, self._concurrency = endpoint, cache, retry, concurrency
+        self._http = HttpClient(
+            url.rstrip("/").removesuffix("/v1"),
+            api_key=api_key,
+            option="reward.judge.url",
+            max_connections=concurrency,
+            max_bytes=MOST_BYTES,
+        )
+        self.url = self._http.url
         self.counts, self._lock = Counts(), threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Question, Future[Verdict]] | None] = queue.SimpleQueue()
-        self._num_open, self._threads = 0, list[threading.Thread]()
+        self._open, self._threads = dict[str, Future[Verdict]](), list[threading.Thread]()
         self._closed = threading.Event()
         self._gone: JudgeGone | None = None
         self._answered_at = self._told_at = -1.0
         self._silent_since: float | None = None  # the first failure after the last answer
         self._not_before, self._num_without = 0.0, 0
 
-    def _turn_to(self, url: str, api_key: str | None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"reward.judge.url={url} is not the address of a server; write http://HOST:PORT.")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._prefix = urlsplit(self.url).path
-        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._headers = {"Content-Type": "application/json", **key}
-        self._pool = urllib3.connection_from_url(self.url, maxsize=self._concurrency)
-
     def ask(self, question: Question) -> Future[Verdict]:
-        """The verdict, some day; the future fails only where the judge is gone, or this is closed."""
-        verdict: Future[Verdict] = promised()
+        """A future of the verdict; it fails where the judge is gone, its verdict cannot be kept, or this is closed."""
         if self._closed.is_set():
             raise RuntimeError("The judge was asked, and is closed.")
+        key, verdict = question.key, promised()
         with self._lock:
-            self._num_open += 1
-            if len(self._threads) < min(self._num_open, self._concurrency):
+            pending = self._open.get(key)
+            known = self._cache.get(key) if pending is None else None
+            if pending is not None or known is not None:
+                self.counts.cached += 1
+                return pending or done(known)
+            self._open[key] = verdict
+            if len(self._threads) < min(len(self._open), self._concurrency):
                 thread = threading.Thread(target=self._work, name=f"judge-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -170,8 +173,7 @@ class JudgeClient:
             taken, self.counts = self.counts, Counts()
         return taken
 
-    def add(self, **amounts: float) -> None:
-        """Count."""
+    def _add(self, **amounts: float) -> None:
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self.counts, name, getattr(self.counts, name) + amount)
@@ -187,14 +189,26 @@ class JudgeClient:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        self._pool.close()
+        self._http.close()
+        self._cache.close()
 
     def _work(self) -> None:
         while (waiting := self._waiting.get()) is not None:
             question, verdict = waiting
-            resolve(verdict, partial(self._settle, question))
+            resolve(verdict, partial(self._settle_and_keep, question))
+
+    def _settle_and_keep(self, question: Question) -> Verdict:
+        key = question.key
+        try:
+            verdict = self._settle(question)
+            if verdict.is_final:
+                self._cache.put(key, verdict)
+        except OSError as error:
+            raise RunFailed(f"The judge's answers cannot be kept ({error.strerror}); free disk space.") from error
+        finally:
             with self._lock:
-                self._num_open -= 1
+                del self._open[key]
+        return verdict
 
     def _settle(self, question: Question) -> Verdict:
         """Ask until there is a verdict."""
@@ -204,7 +218,7 @@ class JudgeClient:
             after_s = 0.0
             self._await_pause()
             if attempt:
-                self.add(retries=1)
+                self._add(retries=1)
             try:
                 verdict = self._send(question)
             except Unreadable as error:
@@ -218,8 +232,6 @@ class JudgeClient:
                 return Verdict(None, f"JudgeError: {error}", is_final=False)
             except (_NotNow, _Failed) as error:
                 num_failed += isinstance(error, _Failed)
-                if (failure := self._revive()) is not None:
-                    self._turn_to(*failure)
                 after_s = getattr(error, "after_s", 0.0)
                 now = time.monotonic()
                 first_at = now if math.isnan(first_at) else first_at
@@ -286,7 +298,7 @@ class JudgeClient:
         now = time.monotonic()
         with self._lock:
             self._silent_since = now if self._silent_since is None else self._silent_since
-            silent_s, num_open = now - self._silent_since, self._num_open
+            silent_s, num_open = now - self._silent_since, len(self._open)
             was_told = self._told_at >= self._silent_since
             tell = silent_s > _TELL_AFTER_S and not (was_told and now - self._told_at < _TELL_EVERY_S)
             self._told_at = now if tell else self._told_at
@@ -314,7 +326,12 @@ class JudgeClient:
     def _send(self, question: Question) -> Verdict:
         """One attempt."""
         began = time.monotonic()
-        status, headers, content = self.request("POST", question.path, json.dumps(question.body).encode())
+        body = json.dumps(question.body).encode()
+        try:
+            status, headers, content = self._http.request("POST", question.path, body, timeout_s=self._retry.timeout_s)
+        except ServerError as error:
+            is_there = not isinstance(error, ServerSilent) or error.is_late
+            raise (_Failed if is_there else _NotNow)(str(error).rstrip(".")) from None
         said = one_line(content[:400].decode(errors="replace").strip(), 200)
         if status in _NOT_NOW:
             raise _NotNow(f"it answers {status}: {said}", _seconds(headers.get("Retry-After")))
@@ -327,7 +344,7 @@ class JudgeClient:
             parsed = json.loads(content)
             prompt, completion = tokens_of(parsed)
             latency_s = time.monotonic() - began
-            self.add(requests=1, latency_s=latency_s, prompt_tokens=prompt, completion_tokens=completion)
+            self._add(requests=1, latency_s=latency_s, prompt_tokens=prompt, completion_tokens=completion)
             verdict = question.read(parsed)
         except Unreadable:
             self._was_answered()
@@ -345,10 +362,10 @@ class JudgeClient:
         """
         kind, model = self.endpoint.kind, self.endpoint.model
         try:
-            status, _, content = self.request("GET", "/v1/models")
-        except (_NotNow, _Failed) as error:
+            status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._retry.timeout_s)
+        except ServerError as error:
             raise UserError(
-                f"No judge answers at {self.url} ({error}); start it first, or mend reward.judge.url."
+                f"No judge answers at {self.url} ({str(error).rstrip('.')}); start it first, or mend reward.judge.url."
             ) from None
         if status in (401, 403):
             raise UserError(f"The judge at {self.url} does not take the key; set SOTA_GRPO_JUDGE_KEY to its own.")
@@ -358,7 +375,7 @@ class JudgeClient:
             except (ValueError, LookupError, TypeError, RecursionError):
                 raise UserError(f"The judge at {self.url} does not name its model; give reward.judge.model.") from None
             self.endpoint = replace(self.endpoint, model=model)
-        if kind in (CLASSIFY, POOLING):
+        if kind == CLASSIFY:
             self._choose_form()
 
     def _choose_form(self) -> None:
@@ -375,49 +392,20 @@ class JudgeClient:
         path = PATHS[self.endpoint.kind]
         raise UserError(f"The judge at {self.url} does not answer {path}: {said}; another reward.judge.kind may fit.")
 
-    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any, bytes]:
-        """Status, headers and content of one answer.
 
-        Raises:
-            _NotNow: nobody is there.
-            _Failed: the answer does not end in time, or is too long.
-        """
-        deadline = time.monotonic() + self._retry.timeout_s
-        timeout = urllib3.Timeout(connect=min(_CONNECT_S, self._retry.timeout_s), read=self._retry.timeout_s)
-        options: dict[str, Any] = {"headers": self._headers, "timeout": timeout, "retries": False}
-        options |= {"redirect": False, "preload_content": False}  # the key goes nowhere else
-        content = bytearray()
-        try:
-            answer = self._pool.urlopen(method, self._prefix + path, body=body, **options)
-            try:
-                for piece in answer.stream(1 << 16):
-                    content += piece
-                    if len(content) > MOST_BYTES:
-                        raise _Failed(f"its answer has more than {MOST_BYTES} bytes")
-                    if time.monotonic() > deadline:
-                        raise _Failed(f"no whole answer within {self._retry.timeout_s:g} s")
-                answer.release_conn()
-            except BaseException:
-                answer.close()
-                raise
-        except urllib3.exceptions.ReadTimeoutError:
-            raise _Failed(f"no answer within {self._retry.timeout_s:g} s") from None
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _NotNow(f"no connection, {first_line(error).rpartition(': ')[2]}") from None
-        return answer.status, answer.headers, bytes(content)
+def done(value: Any) -> Future[Any]:
+    """A future that has its result."""
+    future = promised()
+    future.set_result(value)
+    return future
 
 
 def _seconds(after: str | None) -> float:
     """``Retry-After``: a number of seconds, or a date.
 
     >>> _seconds("7"), _seconds("Thu, 01 Jan 1970 00:00:00 GMT"), _seconds("soon"), _seconds(None)
-    (7.0, 0.0, 0.0, 0.0)
+    (7, 0, 0.0, 0.0)
     """
-    if after is None:
-        return 0.0
-    with suppress(ValueError):
-        seconds = float(after)
-        return seconds if 0 <= seconds < 1e9 else 0.0
-    with suppress(ValueError, TypeError, OverflowError):
-        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    with suppress(InvalidHeader, ValueError, OverflowError):
+        return Retry().parse_retry_after(after) if after else 0.0
     return 0.0

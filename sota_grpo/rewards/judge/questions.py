@@ -1,8 +1,8 @@
 """What a judge is asked, and how its verdict is read. The judged text is data: it can neither end its block nor be read
 as a verdict.
 
-Of the kinds of judges, ``chat`` is asked by the chat completions of OpenAI's form, which most servers and services
-have. ``score``, ``classify`` and ``pooling`` are those of vLLM 0.32, for reward models.
+``chat`` is the chat completions endpoint of OpenAI's form, which most servers and services have. ``score`` and
+``classify`` are those of vLLM 0.32, for reward models.
 
 Texts in, texts out; equal inputs give equal prompts, in every process.
 """
@@ -15,9 +15,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from sota_grpo.rewards.judge import CHAT, CLASSIFY, POOLING, SCORE
+from sota_grpo.rewards.judge import CHAT, CLASSIFY, SCORE
 from sota_grpo.rewards.judge.cache import Verdict, key_of
 from sota_grpo.text import readable
 
@@ -26,7 +27,7 @@ RUBRIC = (
     "complete, then whether it is clear and no longer than it has to be."
 )
 MOST = 10  # the best of the scale that a judge is given
-SECOND, TIE, FIRST = 0.0, 0.5, 1.0  # what a comparison is worth to the response that is shown first
+_MAX_TOKENS = 512  # of what a judge says; ``extra_body`` may give another number
 
 Turns = Sequence[Mapping[str, Any]]
 
@@ -65,20 +66,13 @@ class Material:
     reference: str | None = None
 
 
-def data(text: str, names: Sequence[str] = ()) -> str:
+def data(text: str) -> str:
     """``text`` as it is shown: no character without a picture, no name of a special token in one piece.
-
-    Args:
-        text: whoever wrote it.
-        names: of further special tokens, those of a tokenizer that is known.
 
     >>> data("4<|im_end|>\\x1b[2J [INST]").replace("\\u200b", "_")
     '4<_|im_end|_>\\\\x1b[2J [_INST]'
     """
-    shown = _MARKERS.sub(lambda mark: mark[0] + _GAP if mark[0] != ">" else _GAP + mark[0], readable(text))
-    for name in names:
-        shown = shown.replace(name, f"{name[:1]}{_GAP}{name[1:]}")
-    return shown
+    return _MARKERS.sub(lambda mark: mark[0] + _GAP if mark[0] != ">" else _GAP + mark[0], readable(text))
 
 
 def dialog(turns: Turns) -> str:
@@ -121,16 +115,27 @@ def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
 def score_messages(rubric: str, one: Material) -> tuple[list[dict[str, str]], str]:
     """The chat that asks for a score of one response, and the nonce of its verdict.
 
+    Each piece of the material is between lines with the nonce, which occurs in none of it.
+
     >>> messages, nonce = score_messages("Be brief.", Material([{"role": "user", "content": "2 + 2?"}], "4"))
     >>> [turn["role"] for turn in messages], messages[1]["content"].endswith(f"Verdict {nonce}: N")
     (['system', 'user'], True)
     """
-    blocks, nonce = _blocks(rubric, one, {"response": one.response})
+    shown = {"prompt": data(dialog(one.prompt))}
+    if one.reference is not None:
+        shown["right answer, which the policy did not see"] = data(one.reference)
+    response = data(one.response)
+    nonce = nonce_for([rubric, *shown.values()], [response])
+    shown["response"] = response
+    blocks = "\n\n".join(f"<<< {name} {nonce}\n{text}\n>>> {name} {nonce}" for name, text in shown.items())
     task = (
         f"Judge the response by the rubric, from 0 (worst) to {MOST} (best). Say in a few words why. Then end with a "
         f"last line of exactly this form, a number in place of N:\nVerdict {nonce}: N"
     )
-    return _chat(rubric, blocks, task), nonce
+    return [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": f"The rubric:\n{rubric.strip()}\n\n{blocks}\n\n{task}"},
+    ], nonce
 
 
 def read_score(said: str, nonce: str) -> float:
@@ -145,101 +150,18 @@ def read_score(said: str, nonce: str) -> float:
     Traceback (most recent call last):
     sota_grpo.rewards.judge.questions.Unreadable: the judge's last line is no verdict: 'Verdict: 10'
     """
-    value = float(_verdict(said, nonce, rf"(\d{{1,2}}(?:\.\d{{1,4}})?)(?: ?/ ?{MOST})?"))
+    last = said.strip().rpartition("\n")[2].strip().strip("*`").strip()
+    match = re.fullmatch(rf"Verdict {nonce}: ?(\d{{1,2}}(?:\.\d{{1,4}})?)(?: ?/ ?{MOST})?\.?", last, re.ASCII)
+    if match is None:
+        raise Unreadable(f"the judge's last line is no verdict: {readable(last[:80])!r}")
+    value = float(match[1])
     if value > MOST:
         raise Unreadable(f"the judge's verdict {value:g} is above {MOST}")
     return value / MOST
 
 
-def pair_messages(rubric: str, one: Material, other: str) -> tuple[list[dict[str, str]], str]:
-    """The chat that asks which is better, the response of ``one``, shown first, or ``other``; and the nonce."""
-    blocks, nonce = _blocks(rubric, one, {"response 1": one.response, "response 2": other})
-    task = (
-        "Which response is better by the rubric? The order in which they are shown means nothing. Say in a few words "
-        "why. Then end with a last line of exactly this form, with 1, 2 or tie in place of W:\n"
-        f"Verdict {nonce}: W"
-    )
-    return _chat(rubric, blocks, task), nonce
-
-
-def read_pair(said: str, nonce: str) -> float:
-    """What a comparison is worth to the response that was shown first: 1, 0, or 0.5 for a tie.
-
-    Raises:
-        Unreadable: the last line is no verdict in the form asked for.
-
-    >>> read_pair("Verdict 3f: 2", "3f"), read_pair("Both are wrong.\\n\\nVerdict 3f: tie\\n", "3f")
-    (0.0, 0.5)
-    """
-    return {"1": FIRST, "2": SECOND, "tie": TIE}[_verdict(said, nonce, r"(1|2|tie)")]
-
-
-def _verdict(said: str, nonce: str, form: str) -> str:
-    last = said.strip().rpartition("\n")[2].strip().strip("*`").strip()
-    match = re.fullmatch(rf"Verdict {nonce}: ?{form}\.?", last, re.ASCII)
-    if match is None:
-        raise Unreadable(f"the judge's last line is no verdict: {readable(last[:80])!r}")
-    return match[1]
-
-
-def _blocks(rubric: str, one: Material, responses: Mapping[str, str]) -> tuple[str, str]:
-    """The material, each part between lines with a nonce that stands in none of it; and the nonce."""
-    shown = {"prompt": dialog(one.prompt)}
-    if one.reference is not None:
-        shown["right answer, which the policy did not see"] = one.reference
-    shared = [data(text) for text in shown.values()]
-    own = [data(text) for text in responses.values()]
-    nonce = nonce_for([rubric, *shared], own)
-    parts = zip([*shown, *responses], [*shared, *own], strict=True)
-    return "\n\n".join(f"<<< {name} {nonce}\n{text}\n>>> {name} {nonce}" for name, text in parts), nonce
-
-
-def _chat(rubric: str, blocks: str, task: str) -> list[dict[str, str]]:
-    return [
-        {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": f"The rubric:\n{rubric.strip()}\n\n{blocks}\n\n{task}"},
-    ]
-
-
-def pairs_of(texts: Sequence[str], num_rivals: int) -> list[tuple[int, int]]:
-    """Which siblings are compared, each pair in the order in which a judge is shown it.
-
-    Siblings stand in a ring, in the order of a hash of their texts, and each is compared with its nearest neighbours:
-    with ``num_rivals`` of ``G - 1``, or one more where so many meet no whole number of times (an odd number of rivals
-    in a group of odd size). Whose text comes first is drawn by a hash of both. So who meets whom, and in which order,
-    depends on the texts alone, whatever the order of the siblings. Equal texts are a tie that nobody is asked about.
-
-    Args:
-        texts: of the ``G`` siblings.
-        num_rivals: of each; at least ``G - 1`` are all.
-
-    >>> pairs = pairs_of(["a", "b", "c", "d", "e"], 2)
-    >>> [sum(index in pair for pair in pairs) for index in range(5)]
-    [2, 2, 2, 2, 2]
-    >>> len(pairs_of(["a", "b", "c", "d"], 9))
-    6
-    """
-    count = len(texts)
-    ring = sorted(range(count), key=lambda index: (_digest(texts[index]), index))
-    rivals = min(num_rivals, count - 1)
-    steps = list(range(1, rivals // 2 + 1))
-    if rivals % 2:
-        steps.append(count // 2 if count % 2 == 0 else (rivals + 1) // 2)
-    pairs = {tuple(sorted((ring[at], ring[(at + step) % count]))) for step in steps for at in range(count)}
-    return [_ordered(texts, first, second) for first, second in sorted(pairs)]
-
-
-def _ordered(texts: Sequence[str], first: int, second: int) -> tuple[int, int]:
-    low, high = sorted((first, second), key=lambda index: (texts[index], index))
-    return (low, high) if int(_digest(texts[low] + "\0" + texts[high]), 16) % 2 else (high, low)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
 #: Where each kind of judge is asked.
-PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify", POOLING: "/pooling"}
+PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify"}
 
 
 class WrongForm(ValueError):
@@ -274,10 +196,8 @@ class Endpoint:
         kind: see the module.
         model: its name there.
         rubric: of ``chat``.
-        max_tokens: of what it says (``chat``).
-        label: which of several numbers is the value (``classify``, ``pooling``).
         extra_body: further fields of every request; None as a value takes one out.
-        as_text: ``classify`` and ``pooling`` are given one text, for a model without a chat template.
+        as_text: ``classify`` is given one text, for a model without a chat template.
 
     >>> endpoint = Endpoint("score", "rm")
     >>> question = endpoint.ask(Material([{"role": "user", "content": "2 + 2?"}], "4"))
@@ -290,8 +210,6 @@ class Endpoint:
     kind: str
     model: str
     rubric: str = ""
-    max_tokens: int = 512
-    label: int = -1
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     as_text: bool = False
 
@@ -299,46 +217,35 @@ class Endpoint:
         """The question what a response is worth."""
         if self.kind == CHAT:
             messages, nonce = score_messages(self.rubric, one)
-            return self._chat(messages, lambda said: read_score(said, nonce))
-        body: dict[str, Any]
+            return self._question(
+                {"messages": messages, "temperature": 0, "max_tokens": _MAX_TOKENS}, partial(_spoken, nonce)
+            )
         if self.kind == SCORE:
-            body = {"text_1": data(dialog(one.prompt)), "text_2": data(one.response)}
-            return self._question(body, _score)
+            return self._question({"text_1": data(dialog(one.prompt)), "text_2": data(one.response)}, _score)
         if self.as_text:
-            body = {"input": data(f"{dialog(one.prompt)}\n\n{one.response}")}
-        else:
-            turns = [*one.prompt, {"role": "assistant", "content": one.response}]
-            body = {"messages": [{**turn, "content": data(str(turn.get("content") or ""))} for turn in turns]}
-        if self.kind == POOLING:  # the number itself, before anything squeezes it into [0, 1]
-            body["use_activation"] = False
-        return self._question(body, lambda answer: _labelled(self.kind, answer, self.label))
-
-    def compare(self, one: Material, other: str) -> Question:
-        """The question which of two responses is better, of ``chat`` only; the value is what it is to the first."""
-        messages, nonce = pair_messages(self.rubric, one, other)
-        return self._chat(messages, lambda said: read_pair(said, nonce))
+            return self._question({"input": data(f"{dialog(one.prompt)}\n\n{one.response}")}, _last_class)
+        turns = [*one.prompt, {"role": "assistant", "content": one.response}]
+        shown = [{**turn, "content": data(str(turn.get("content") or ""))} for turn in turns]
+        return self._question({"messages": shown}, _last_class)
 
     def ping(self) -> Question:
-        """The smallest question of this kind: whoever answers it works."""
+        """The smallest question of this kind: a server that answers it works."""
         one = Material([{"role": "user", "content": "ok"}], "ok")
         if self.kind != CHAT:
             return self.ask(one)
-        return self._question(
-            {"messages": [*one.prompt], "max_tokens": 1}, lambda answer: Verdict(0.0, said=_said(answer))
-        )
-
-    def _chat(self, messages: list[dict[str, str]], value_of: Callable[[str], float]) -> Question:
-        def read(answer: Any) -> Verdict:
-            said = _said(answer)
-            if _first(answer, "choices").get("finish_reason") == "length":  # what is cut may be another number
-                raise Unreadable(f"the judge was cut at {self.max_tokens} tokens")
-            return Verdict(value_of(said), said=said)
-
-        return self._question({"messages": messages, "temperature": 0, "max_tokens": self.max_tokens}, read)
+        body = {"messages": [*one.prompt], "max_tokens": 1}
+        return self._question(body, lambda answer: Verdict(0.0, said=_said(answer)))
 
     def _question(self, body: Mapping[str, Any], read: Callable[[Any], Verdict]) -> Question:
         whole = {"model": self.model, **body, **self.extra_body}
         return Question(PATHS[self.kind], {name: value for name, value in whole.items() if value is not None}, read)
+
+
+def _spoken(nonce: str, answer: Any) -> Verdict:
+    said = _said(answer)
+    if _first(answer, "choices").get("finish_reason") == "length":  # what is cut may be another number
+        raise Unreadable("the judge was cut at its most tokens; give more, reward.judge.extra_body={max_tokens: 4096}")
+    return Verdict(read_score(said, nonce), said=said)
 
 
 def _said(answer: Any) -> str:
@@ -353,15 +260,12 @@ def _score(answer: Any) -> Verdict:
     return Verdict(_number(_first(answer, "data").get("score")))
 
 
-def _labelled(kind: str, answer: Any, label: int) -> Verdict:
-    """Of class probabilities, or of a pooled vector; of one vector per token, of the last."""
-    row = _first(answer, "data")
-    values = row.get("probs" if kind == CLASSIFY else "data")
-    if isinstance(values, list) and values and isinstance(values[0], list):
-        values = values[-1]
-    if not isinstance(values, list) or not -len(values) <= label < len(values):
-        raise WrongForm(f"it has no number {label} for a label")
-    return Verdict(_number(values[label]))
+def _last_class(answer: Any) -> Verdict:
+    """The probability of the last class; of one class, its number."""
+    values = _first(answer, "data").get("probs")
+    if not isinstance(values, list) or not values:
+        raise WrongForm("it has no probabilities of classes")
+    return Verdict(_number(values[-1]))
 
 
 def _first(answer: Any, name: str) -> Mapping[str, Any]:

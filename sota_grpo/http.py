@@ -1,0 +1,172 @@
+"""HTTP to the servers that a run asks: engines, judges, sandboxes, environments. Every request has a deadline."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import urllib3
+
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.text import first_line, one_line
+
+_CONNECT_S = 10.0
+_SHOWN_CHARACTERS = 400
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class ServerError(RunFailed, RuntimeError):
+    """The server answered with an error, or with something that cannot be right; ``status`` is the HTTP one."""
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+
+class ServerSilent(ServerError):
+    """The server gave no answer: it is not there, it hung up, or the deadline passed (``is_late``)."""
+
+    def __init__(self, message: str, *, is_late: bool = False):
+        super().__init__(message)
+        self.is_late = is_late
+
+
+class Reply(NamedTuple):
+    """The answer to a request, whatever its status."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class HttpClient:
+    """JSON over HTTP to one server; for use from several threads. Redirects, which would get the key, are not followed.
+
+    Args:
+        url: ``http://HOST:PORT``, with a path in front of the server's own where a proxy needs one.
+        api_key: sent as a bearer token with every request; None: none.
+        headers: further headers of every request.
+        option: of the config, that gave ``url``.
+        max_connections: most requests at the same time; the connections are kept open.
+        max_bytes: longest answer that is read; None: any.
+
+    Raises:
+        UserError: the url is not one of a server.
+
+    >>> HttpClient("localhost:8000")
+    Traceback (most recent call last):
+    ...
+    sota_grpo.errors.UserError: engine.url=localhost:8000 is not the address of a server; write http://HOST:PORT.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+        option: str = "engine.url",
+        max_connections: int = 8,
+        max_bytes: int | None = None,
+    ):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"{option}={url} is not the address of a server; write http://HOST:PORT.")
+        self.url, self.host = url.rstrip("/"), parts.hostname
+        self._prefix, self._max_bytes = parts.path.rstrip("/"), max_bytes
+        self._headers = {"Content-Type": "application/json", **headers}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._pool = urllib3.connection_from_url(self.url, maxsize=max_connections)
+
+    def get(self, path: str, *, timeout_s: float) -> Any:
+        """The parsed answer of ``GET path``; see :meth:`post` for the errors."""
+        return self._parsed("GET", path, None, timeout_s)
+
+    def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
+        """The parsed answer of ``POST path`` with ``body`` as JSON; text where the answer is not JSON.
+
+        Raises:
+            ServerSilent: no connection, a broken one, or no answer within ``timeout_s`` seconds.
+            ServerError: any status but 2xx; broken JSON; more than ``max_bytes``.
+        """
+        return self._parsed("POST", path, b"{}" if body is None else json.dumps(body).encode(), timeout_s)
+
+    def close(self) -> None:
+        """Close the idle connections; idempotent."""
+        self._pool.close()
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> Reply:
+        """One exchange, whatever the status of the answer.
+
+        Raises:
+            ServerSilent: no connection, a broken one, or no whole answer within ``timeout_s`` seconds.
+            ServerError: more than ``max_bytes``.
+        """
+        sent = f"{method} {self.url}{path}"
+        late = f"The server is silent: {sent} was not answered within {timeout_s:g} s."
+        options: dict[str, Any] = {
+            "body": body,
+            "headers": {**self._headers, **headers},
+            "timeout": urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
+            "retries": False,
+            "redirect": False,
+            "preload_content": False,
+        }
+        deadline, content = time.monotonic() + timeout_s, bytearray()
+        try:
+            try:
+                response = self._pool.urlopen(method, self._prefix + path, **options)
+            except urllib3.exceptions.ProtocolError:
+                # A server closes idle connections, also in the moment in which one is used again. All our requests may
+                # be repeated: seeds make generation repeatable, and pausing or pushing twice ends in the same state.
+                response = self._pool.urlopen(method, self._prefix + path, **options)
+            try:
+                while piece := response.read1(1 << 16):  # what has come, so that the deadline is looked at
+                    content += piece
+                    if self._max_bytes is not None and len(content) > self._max_bytes:
+                        raise ServerError(f"{sent} was answered with more than {self._max_bytes} bytes.")
+                    if time.monotonic() > deadline:
+                        raise ServerSilent(late, is_late=True)
+            except BaseException:
+                response.close()
+                raise
+            response.release_conn()
+        except urllib3.exceptions.ReadTimeoutError:
+            raise ServerSilent(late, is_late=True) from None
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            cause = first_line(error).rpartition(": ")[2]
+            raise ServerSilent(f"{sent} found no server, or it hung up: {cause}.") from error
+        return Reply(response.status, response.headers, bytes(content))
+
+    def _parsed(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> Any:
+        reply = self.request(method, path, body, timeout_s=timeout_s, headers=headers)
+        sent, text = f"{method} {self.url}{path}", reply.content.decode(errors="replace")
+        if not 200 <= reply.status < 300:
+            said = one_line(text.strip(), _SHOWN_CHARACTERS)
+            raise ServerError(f"{sent} was answered with status {reply.status}: {said}", reply.status)
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            if "json" not in reply.headers.get("content-type", ""):
+                return text
+            raise ServerError(f"{sent} was answered with broken JSON: {first_line(error)}.") from error
