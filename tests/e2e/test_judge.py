@@ -74,7 +74,8 @@ def test_a_killed_run_asks_its_judge_nothing_again_and_equals_the_uninterrupted_
 def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(JudgeClient.__init__.__kwdefaults__, "retry", RetryPolicy(timeout_s=20.0, gone_s=1.0))
+    patience = RetryPolicy(timeout_s=20.0, gone_s=2.0, first_pause_s=0.05)
+    monkeypatch.setitem(JudgeClient.__init__.__kwdefaults__, "retry", patience)
     with FakeJudge() as fake:
         judged = (f"reward.judge.url={fake.url}", "env.mixture={a: {}, b: {judge_weight: 0}}")
         config = composed("grpo_cpu", *RUN, *judged, "env.reward_workers=0")
