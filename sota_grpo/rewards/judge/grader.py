@@ -52,7 +52,7 @@ class JudgedGrader:
         )
         return scores
 
-    def _verdict(self, text: str, example: Example) -> Future[Verdict | None]:
+    def _verdict(self, text: str, example: Example) -> Future[Any]:
         """The judge's of a response; None where it is not asked."""
         rules = self._judged.of(example)
         if rules is None:
