@@ -17,6 +17,11 @@ from sota_grpo.rewards.maths import MAX_ANSWER_CHARS, math_equal, tidy
 
 PAIRS = r"""
 # fractions, mixed numbers, separators of thousands
+2:4 <=> 1:2
+3:4:5 <!> 3:5:4
+10^{60} <!> 10^{60}+1
+1,234 <!> 1.234
+1,234.5 <=> 1234.5
 \dfrac{1}{2} <=> 1/2
 \tfrac{3}{4} <=> 0.75
 \cfrac{25}{16} <=> 25/16
@@ -57,6 +62,8 @@ sqrt(2) <=> \sqrt2
 50\% <!> 0.05
 0.5 <=> \frac12 \text{ or } 50\%
 # a decimal stands for a number that has none from six places on
+0.5 <!> 0.5000001
+2\pi <!> 6.2832
 \frac{1}{3} <=> 0.\overline{3}
 0.\overline{142857} <=> \frac17
 \frac{1}{3} <=> 0.333333
@@ -135,6 +142,9 @@ e^x <!> x^e
 2\operatorname{cis}60^\circ <=> 2 \text{cis} 60^\circ
 10^\circ <!> 100
 # expressions are equal where they have equal values at every point
+x^2+2x+1 <=> (x+1)^2
+\sqrt{x^2} <!> x
+\frac{x^2-1}{x-1} <=> x+1
 2 x <=> 2 \cdot x
 x² <=> x^2
 a b <=> ba
@@ -149,6 +159,11 @@ a^b <!> b^a
 \pi(R^2-r^2) <!> \pi(r^2-R^2)
 |x-3| <!> x-3
 # points have an order, lists and sets have none; plus-minus is both
+(1,2) <=> 1,2
+(1,2) <!> 1 or 2
+(100,200) <!> 100200
+1,1,2 <!> 1,2,2
+1, 2, 3 <=> 3,1,2
 \left(\frac34,5\right) <=> (0.75, 5)
 \langle 1,2,3\rangle <=> (1,2,3)
 \{5\} <=> 5
@@ -217,6 +232,10 @@ x<3 <!> 2x<6
 \left[ -2, 3 \right) <!> (-2,3]
 x \in (-\infty, 2] \cup [3, \infty) <=> x\le2 \text{ or } x\ge3
 # a value may be named; an equation or an order that does not give it is no answer
+f(x) = 2x+3 <=> y=2x+3
+x^2+y^2=1 <!> x^2+y^2=2
+2x+3y=6 <=> 4x+6y=12
+y=2x+1 <!> x=2y+1
 x=1, y=2 <=> y=2, x=1
 x=1,y=2 <=> (1,2)
 x = \pm 2 <=> x=2, x=-2
@@ -245,6 +264,10 @@ a_n = 2n+1 <!> 2n-1
 x\ =\ 5 <=> 5
 x = 2 \text{ and } y = 3 <=> (2,3)
 # words are compared as words, choices by their letter
+\text{no solution} <=> \emptyset
+\text{Tuesday} <=> tuesday
+\text{I and II} <!> \text{I and III}
+R-r <!> r-R
 \textbf{(C)} <=> C
 \textbf{(C)}\ 42 <=> C
 \text{the answer is } 5 <=> 5

@@ -86,7 +86,7 @@ in inch inche; yd yard; mi mile; kg kilogram; g gram; lb pound; oz ounce; l lite
 min minute; h hr hour; day; week; month; year yr; $ dollar usd buck; cent; deg degree; rad radian; am; pm"""  # singular
 _UNITS = {name: names[0] for names in map(str.split, re.split("[;\n]", _UNIT_NAMES)) for name in names}
 _OTHER_UNITS = {"square", "squared", "cubic", "cubed", "sq", "cu", "unit", "mph", "per"}
-_NO_UNITS = {*("and", "or", "if", "for", "when", "where", "is", "not"), *("e", "i", "pi", "sin", "cos", "tan")}
+_NO_UNITS = {"and", "or", "if", "for", "when", "where", "is", "not"}
 _TAIL = re.compile(  # words in text or plain ones, perhaps with a power
     r"\s?(?:\\text\s?\{(?P<text>[^{}]*)\}|(?<=[\d}) ])(?P<plain>[A-Za-z][A-Za-z./ ]{0,60}?))"
     r"(?:\s?\^\s?(?:\d|\{\s?-?\d\s?\}))?\Z"

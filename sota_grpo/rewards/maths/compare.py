@@ -202,7 +202,7 @@ def _sides(node: Node) -> tuple[Node | None, Node | None]:
         return None, parts[0] if len(parts) == 1 else None
     if _is_name(parts[0]):
         return parts[0], parts[-1]
-    if len(parts) == 2 and signs == ("=",) and _is_name(parts[1]):
+    if len(parts) == 2 and _is_name(parts[1]):
         return parts[1], parts[0]
     return None, None if any(map(variables, parts)) else parts[-1]
 
