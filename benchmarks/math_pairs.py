@@ -1,41 +1,40 @@
-"""How often two judges of mathematical answers are right on the tables of the tests, and how long they take.
+"""How often two judges of mathematical answers are right on three sets of pairs, and how long they take.
 
 ``python -m benchmarks.math_pairs`` prints ours and that of Math-Verify, with the delimiters that it needs, over pairs
-of answers, responses with boxes, and responses in sentences. The pairs were collected with ours at hand, so only the
-other column says how hard they are; the responses were written before either had read them. ``--wrong`` adds the rows
-that are judged wrong.
+of answers, responses with boxes, and responses in sentences (``math_pairs.txt``). The pairs were collected with ours at
+hand, so only the other column says how hard they are; the responses were written before either had read them.
+``--wrong`` adds the rows that are judged wrong.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example
 from sota_grpo.tasks.math import MathTask
-from tests.unit import (
-    test_math_collections,
-    test_math_expressions,
-    test_math_numbers,
-    test_math_relations,
-    test_math_responses,
-    test_math_words,
-)
 
-PAIRS = (test_math_numbers, test_math_expressions, test_math_collections, test_math_relations, test_math_words)
+PAIRS = Path(__file__).with_suffix(".txt")
 Judge = Callable[[str, str], bool]
 Row = tuple[str, str, bool]
 
 
-def rows(table: str) -> list[Row]:
-    """Gold, answer or response, and whether they are equal."""
-    marks = ((" <=> ", True), (" <!> ", False))
-    texts = [line.replace("⏎", "\n") for line in table.strip().splitlines()]
-    return [(*line.split(mark), equal) for line in texts for mark, equal in marks if mark in line]
+def tables() -> dict[str, list[Row]]:
+    """By set: gold, answer or response, and whether they are equal."""
+    found: dict[str, list[Row]] = {}
+    rows: list[Row] = []
+    for line in PAIRS.read_text().splitlines():
+        if row := re.fullmatch("(.*) <([=!])> (.*)", line):
+            rows.append((row[1], row[3].replace("⏎", "\n"), row[2] == "="))
+        elif line.startswith("["):
+            rows = found[line.strip("[]")] = []
+    return found
 
 
 def math_verify(*, bare: bool) -> Judge:
@@ -69,14 +68,10 @@ def measure(name: str, judge: Judge, table: list[Row], *, show: bool) -> None:
 
 
 def main() -> None:
-    tables = {
-        "pairs": (rows("\n".join(module.TABLE for module in PAIRS)), math_equal),
-        "boxed responses": (rows(test_math_responses.BOXED), responses("boxed")),
-        "answers in sentences": (rows(test_math_responses.SENTENCES), responses("any")),
-    }
-    for kind, (table, ours) in tables.items():
+    judges = {"pairs": math_equal, "boxed responses": responses("boxed"), "answers in sentences": responses("any")}
+    for kind, table in tables().items():
         print(f"{len(table)} {kind}, {sum(equal for *_, equal in table)} equal")
-        for name, judge in {"ours": ours, "Math-Verify": math_verify(bare=kind == "pairs")}.items():
+        for name, judge in {"ours": judges[kind], "Math-Verify": math_verify(bare=kind == "pairs")}.items():
             measure(name, judge, table, show="--wrong" in sys.argv)
 
 

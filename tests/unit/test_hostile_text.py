@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.rewards.maths import verified
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.calculator import CalculatorTask
@@ -158,7 +157,6 @@ def test_no_response_crashes_is_executed_or_takes_long(
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    verified("12", "\\gcd(24, 36)")  # what is imported when first needed is imported now
     task, examples = TASKS[name]()
     for example in examples:
         task.score("A text of some words. And another one.", example)
