@@ -5,8 +5,8 @@ A package of yours adds a task, for one, by a line of its ``pyproject.toml``::
     [project.entry-points."sota_grpo.tasks"]
     riddles = "my_package.riddles:RiddlesTask"
 
-after which ``env.dataset=riddles`` trains on it. ``sota_grpo.engines`` and ``sota_grpo.optimizers`` are the other
-groups. A package cannot take a name of ours.
+after which ``env.dataset=riddles`` trains on it. The other groups are ``sota_grpo.engines``, ``sota_grpo.optimizers``
+and ``sota_grpo.sinks``. A package cannot take a name of ours.
 """
 
 from __future__ import annotations

@@ -69,6 +69,9 @@ class LoggingConfig:
     run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
     tags: list[str] = section(list, "W&B tags")
     tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
+    sinks: list[str] = section(
+        list, "further copies of the metrics: entry points sota_grpo.sinks of installed packages"
+    )
     report: bool = opt(True, "write report.html at every checkpoint and at the end")
     store_steps: bool = opt(True, "keep step 0 and the steps after checkpoints whole in steps/, for report and replay")
     num_examine: int = opt(0, "completions per step written out in debug_logs/, with the breakdown of their reward")

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sota_grpo.assembly.compose import compose
 from sota_grpo.errors import UserError
 from sota_grpo.plugins import Registry
+from sota_grpo.recording.sinks import require_sinks
 from tests.e2e.conftest import ENVIRONMENT, SMALL, command, metrics
 
 PROJECT = """
@@ -24,10 +26,31 @@ version = "1"
 riddles = "riddles:RiddlesTask"
 broken = "riddles:Missing"
 table = "riddles:RiddlesTask"
+[project.entry-points."sota_grpo.sinks"]
+lines = "riddles:Lines"
 """
 MODULE = '''
+from sota_grpo.recording.sinks import CopySink
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
+
+
+class Lines(CopySink):
+    label, option = "The lines", "lines"
+
+    @classmethod
+    def from_config(cls, config, run_dir):
+        sink = cls()
+        sink.path = run_dir / "lines.txt"
+        return sink
+
+    def _write(self, step, values):
+        with self.path.open("a") as file:
+            print(step, "reward" in values, file=file)
+
+    def _write_samples(self, step, rows): ...
+
+    def _finish(self, exit_code): ...
 
 
 class RiddlesTask:
@@ -68,12 +91,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_task_of_a_package_trains(installed: Path, tmp_path: Path) -> None:
     given = command(
-        tmp_path / "run", *SMALL, "env.dataset=riddles", "env.max_samples=16", "train.total_dialog_turns=32"
+        *(tmp_path / "run", *SMALL, "env.dataset=riddles", "env.max_samples=16"),
+        *("train.total_dialog_turns=32", "logging.sinks=[lines]"),
     )
     paths = os.pathsep.join(filter(None, (str(installed), ENVIRONMENT.get("PYTHONPATH"))))
     done = subprocess.run(given, env=ENVIRONMENT | {"PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert {"0 True", "1 True"} <= {*(tmp_path / "run" / "lines.txt").read_text().splitlines()}
     assert [row["reward"] is not None for row in metrics(tmp_path / "run") if "reward" in row] == [True, True]
+
+
+def test_a_sink_that_no_package_has_is_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"logging.sinks=nowhere: no installed package"):
+        require_sinks(compose("grpo_cpu", ["logging.sinks=[nowhere]"]))
 
 
 def test_names_of_ours_stay_ours_and_a_broken_package_is_a_sentence(

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from sota_grpo.config import Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
+from sota_grpo.plugins import Registry
 from sota_grpo.text import sentence
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ for _file in iter_modules(__path__):
     import_module(f"{__name__}.{_file.name}")
 #: By their options in ``logging``.
 SINKS: dict[str, type[CopySink]] = {sink.option: sink for sink in CopySink.__subclasses__()}
+#: Those of installed packages, by the names in ``logging.sinks``.
+INSTALLED: Registry[type[CopySink]] = Registry("sota_grpo.sinks", {})
 
 
 def require_sinks(config: Config) -> None:
@@ -100,6 +103,11 @@ def require_sinks(config: Config) -> None:
     Raises:
         ConfigError: it is not installed.
     """
+    for name in config.logging.sinks:
+        if name not in INSTALLED:
+            raise ConfigError(
+                f"logging.sinks={name}: no installed package has the entry point {name} of sota_grpo.sinks."
+            )
     for sink, missing in _asked(config):
         if missing is not None and getattr(config.logging, sink.option) not in sink.may_be_missing:
             raise ConfigError(missing)
@@ -117,7 +125,7 @@ def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
             sinks.append(sink.from_config(config, run_dir))
         else:
             logger.warning("%s", missing)
-    return sinks
+    return sinks + [INSTALLED[name].from_config(config, run_dir) for name in config.logging.sinks]
 
 
 def _asked(config: Config) -> Iterator[tuple[type[CopySink], str | None]]:
