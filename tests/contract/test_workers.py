@@ -232,6 +232,7 @@ def test_a_terminal_that_closes_ends_the_driver_alone(places: dict[str, Place]) 
 
 
 def test_ctrl_c_is_for_the_driver(steady: Worker) -> None:
+    assert steady.call("ping").result(WAIT_S) == 0.0  # it has begun
     os.kill(steady.pid, signal.SIGINT)  # type: ignore[attr-defined]
     time.sleep(0.2)
     assert steady.call("ping").result(WAIT_S) == 0.0
