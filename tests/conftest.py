@@ -89,6 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_profile = "ci"  # no database, no time limit of an example
     config.stash[END] = time.monotonic() + 60 * config.getoption("minutes")
     collect_seldom()  # modules and tests are made by the million, and stay
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which processes of tests would inherit
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
