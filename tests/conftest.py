@@ -89,7 +89,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_profile = "ci"  # no database, no time limit of an example
     config.stash[END] = time.monotonic() + 60 * config.getoption("minutes")
     collect_seldom()  # modules and tests are made by the million, and stay
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which processes of tests would inherit
+    # ignored under nohup, and in the background of a script, which tests and their processes would inherit
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -32,6 +32,7 @@ from sota_grpo.untrusted import open_file
 MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
+_DAMAGED = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError)
 # what the learner writes, and what stands in the full tokens
 _OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
 _LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
@@ -148,11 +149,13 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
         UserError: it cannot be read, or is not a stored step.
     """
     try:
-        with open_file(path, most_bytes=2 * MOST_BYTES, levels=2) as file:
-            return _stored(torch.load(file, map_location="cpu", weights_only=True))
+        file = open_file(path, most_bytes=2 * MOST_BYTES, levels=2)
     except OSError as error:
         raise UserError(f"The stored step {path} cannot be read: {error.strerror}.") from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError) as error:
+    try:
+        with file:
+            return _stored(torch.load(file, map_location="cpu", weights_only=True))
+    except _DAMAGED as error:  # of torch and pickle, for bytes that anybody may have written
         raise UserError(f"{path} is damaged, or no stored step of this program ({type(error).__name__}).") from error
 
 

@@ -46,7 +46,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("sota_grpo.tasks.parity")
     module.ParityTask = ParityTask
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(tasks._CLASSES, "parity", "parity:ParityTask")
+    monkeypatch.setitem(tasks.TASKS._own, "parity", "sota_grpo.tasks.parity:ParityTask")
 
 
 def config_of(*overrides: str):

@@ -103,4 +103,5 @@ def test_a_row_to_which_no_term_applies_is_logged_without_terms() -> None:
     (plain,) = rollout_rows(RowTable.of(rows), Tokenizer())
     assert plain["reward_terms"] == {}
     assert plain["reward"] == 0.0
+    assert plain["reward_info"].pop("error").startswith("NoReward: no term of the reward applies")
     assert json.dumps(plain["reward_info"]) == '{"x": 1}'

@@ -142,7 +142,7 @@ def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPa
     assert asked[3][1] == "mine.jsonl"
 
 
-@pytest.mark.parametrize("name", sorted(TASKS - {"code"}))  # which may have no sandbox here: test_code.py
+@pytest.mark.parametrize("name", sorted({*TASKS} - {"code"}))  # which may have no sandbox here: test_code.py
 def test_a_scorer_and_a_task_travel_and_a_system_prompt_is_what_one_says(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_train": 1 << 40}
     if name == "reasoning_gym":
