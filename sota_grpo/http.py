@@ -130,8 +130,9 @@ class HttpClient:
             try:
                 response = self._pool.urlopen(method, self._prefix + path, **options)
             except urllib3.exceptions.ProtocolError:
-                # A server closes idle connections, also in the moment in which one is used again. All our requests may
-                # be repeated: seeds make generation repeatable, and pausing or pushing twice ends in the same state.
+                # A server closes idle connections, also in the moment in which one is used again. Our requests may be
+                # repeated: seeds make generation repeatable, pausing or pushing twice ends in the same state, programs
+                # are run anew; a judge may charge twice.
                 response = self._pool.urlopen(method, self._prefix + path, **options)
             try:
                 while piece := response.read1(1 << 16):  # what has come, so that the deadline is looked at

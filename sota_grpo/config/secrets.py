@@ -2,7 +2,8 @@
 
 ``HF_TOKEN`` is the hub's, for gated models; ``SOTA_GRPO_API_KEY`` that of the server behind ``engine.url``;
 ``SOTA_GRPO_JUDGE_KEY`` that of the judge; W&B has variables of its own. ``model.hub_token=TOKEN`` and
-``engine.api_key=TOKEN`` among overrides are moved there before Hydra sees them. ``ps`` still shows a command line.
+``engine.api_key=TOKEN`` among overrides are moved there before Hydra sees them. ``ps`` and Ray's list of jobs still
+show a command line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _TOKEN = re.compile(r"[\w.~+/=-]+", re.ASCII)
 
 
 def without_tokens(overrides: Sequence[str]) -> list[str]:
-    """The overrides but for tokens, which are in the environment afterwards.
+    """The overrides but for tokens, which are in the environment afterwards; null leaves what is there.
+
+    Those that are there already are checked, too: the error of a client would print one that it cannot send.
 
     Raises:
         UserError: a token has another form, or cannot be one; the sentence does not repeat it.
@@ -42,11 +45,12 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
             raise UserError(f"give {WHAT[variable]} as {option}=TOKEN and in no other form, or set {variable}.")
         else:
             kept.append(override)
+    require_tokens()
     return kept
 
 
 def require_tokens() -> None:
-    """Check that a client can send the tokens of the environment; its error would print one that it cannot.
+    """Check that a client can send the tokens of the environment.
 
     Raises:
         UserError: one cannot be sent; the sentence does not repeat it.
@@ -57,8 +61,12 @@ def require_tokens() -> None:
 
 
 def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The key of the server behind ``engine.url``, where there is one."""
-    return environ.get(API_KEY) or None
+    """The key of the server behind ``engine.url``, where there is one.
+
+    Raises:
+        UserError: it cannot be one; the sentence does not repeat it.
+    """
+    return _key_of(API_KEY, environ)
 
 
 def judge_key(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -70,12 +78,16 @@ def judge_key(environ: Mapping[str, str] = os.environ) -> str | None:
     >>> judge_key({"SOTA_GRPO_JUDGE_KEY": " sk-1\\n"})
     'sk-1'
     """
-    key = environ.get(JUDGE_KEY, "").strip()
-    return _checked(JUDGE_KEY, key) if key else None
+    return _key_of(JUDGE_KEY, environ)
+
+
+def _key_of(variable: str, environ: Mapping[str, str]) -> str | None:
+    key = environ.get(variable, "").strip()
+    return _checked(variable, key) if key else None
 
 
 def _checked(variable: str, token: str) -> str:
     """``token``, if it is one (RFC 6750, section 2.1)."""
     if not _TOKEN.fullmatch(token):
-        raise UserError(f"{WHAT[variable]} ({variable}) has a character that no token has; copy it again.")
+        raise UserError(f"{WHAT[variable]} ({variable}) has a character that no token has; give the token itself.")
     return token

@@ -361,7 +361,8 @@ class ServerEngine(SteppingEngine):
             if self._process is None and not isinstance(error, ServerSilent):
                 error = ServerError(
                     f"{error}. The server reads weights in {folder} and has to see that folder: one on another machine "
-                    "needs a run directory (hydra.run.dir) that both machines share, one in a container --ipc=host."
+                    "needs a run directory (hydra.run.dir) that both machines share, and this user; one in a container "
+                    "needs --ipc=host."
                 )
             self._fail(error, "while it loaded weights")
         finally:
@@ -429,7 +430,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
         if client.url.startswith("http:"):
             logger.warning(
                 "The key and prompts go to %s unencrypted; where others share that network use https (vLLM's "
-                "--ssl-certfile and --ssl-keyfile) or a tunnel.",
+                "--ssl-certfile and --ssl-keyfile).",
                 client.url,
             )
     return ServerEngine(client, dialect, options, shapes=shapes, tied=tied, **own)

@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -32,7 +33,10 @@ from sota_grpo.untrusted import open_file
 MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
-_DAMAGED = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError)
+_DAMAGED = (
+    *(OSError, RuntimeError, EOFError, pickle.UnpicklingError, struct.error),
+    *(LookupError, TypeError, ValueError, AttributeError),
+)
 # what the learner writes, and what stands in the full tokens
 _OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
 _LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)

@@ -24,6 +24,7 @@ import random
 import re
 import secrets
 import shutil
+import struct
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,7 +53,10 @@ _HASHED_AT_ONCE = 8
 _PRIMITIVES = (bool, int, float, str, bytes, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _READ_BYTES = 1 << 22
-_NOT_OURS = (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError, AttributeError)
+_NOT_OURS = (
+    *(RuntimeError, EOFError, pickle.UnpicklingError, struct.error),
+    *(LookupError, TypeError, ValueError, AttributeError),
+)
 
 logger = logging.getLogger(__name__)
 

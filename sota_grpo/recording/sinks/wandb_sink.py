@@ -8,6 +8,7 @@ import netrc
 import os
 import secrets
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.config import Config
-from sota_grpo.recording.machine import this_start
+from sota_grpo.recording.machine import this_start, without_secrets
 from sota_grpo.recording.sinks import CopySink
 from sota_grpo.text import readable, sentence
 
@@ -97,7 +98,8 @@ class WandbSink(CopySink):
         import wandb
 
         self._wandb = wandb
-        settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S)
+        told = sys.argv != without_secrets(sys.argv)  # of somebody's own script: W&B's description would have it
+        settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S, x_disable_meta=told)
         run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
         try:
             self._run = wandb.init(settings=settings, **run, **options)
