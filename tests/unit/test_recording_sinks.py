@@ -56,6 +56,7 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
         monkeypatch.setenv(name, address)
     monkeypatch.setattr(sys, "stdin", None)  # a prompt would fail
     config = {"seed": 1, "engine": {"url": None}}
+    monkeypatch.setattr(sys, "argv", ["mine.py", "engine.api_key=sesame"])  # W&B keeps the command line
     for first, mode in ((0, "offline"), (1, "online")):  # the second is a resumed run, online in vain
         sink = WandbSink(mode, project="p", run_dir=tmp_path, tags=["t"], config=config)
         sink.samples_every = 1
@@ -78,6 +79,7 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     assert all(HOSTILE.replace("\ud800", "\\ud800") in table["data"][0] for table in tables)
     assert [record.message.count("wandb sync") for record in caplog.records if record.levelname == "WARNING"] == [1]
     assert wandb_config(tmp_path) == config
+    assert not any(b"sesame" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("option", ["wandb", "tensorboard"])
