@@ -52,7 +52,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         entry = self._installed[name]
         try:
             return entry.load()  # type: ignore[no-any-return]
-        except Exception as error:  # somebody else's code
+        except Exception as error:  # of the package: any kind
             package = "a package" if entry.dist is None else f"the package {entry.dist.name}"
             raise UserError(
                 f"{name} of {self._group} is {entry.value} of {package}, which cannot be imported "

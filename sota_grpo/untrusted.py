@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pickle
 import stat
+import struct
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -21,6 +23,11 @@ SMALL_BYTES = 16 << 20  # of a file that is read as a whole
 _YAML_BYTES, _YAML_DEPTH = 1 << 20, 32
 # A longer file that is stored in a hundredth of its length or less takes hours and tells nothing.
 _HOLES_MATTER, _HOLES = 1 << 30, 100
+#: What torch's ``weights_only`` loader raises of bytes that are no file of tensors. Its text advises to run their code.
+NO_TENSORS = (
+    *(RuntimeError, EOFError, pickle.UnpicklingError, struct.error),
+    *(LookupError, TypeError, ValueError, AttributeError),
+)
 _LINK = "it is a link that leaves the run directory"
 _NOT_REGULAR = "it is no regular file"
 

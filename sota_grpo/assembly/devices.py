@@ -272,7 +272,7 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
 
 
 def num_engines(config: Config, plan: Plan) -> int:
-    """Engines that share what is asked at once."""
+    """Number of engines that share the requests in flight."""
     if not plan.workers:
         return 1
     return max(1, len(plan.placement.inference) // config.inference_model.tensor_parallel_size)

@@ -41,7 +41,7 @@ def judge_faults(config: Config) -> Iterator[str]:
     if judge.weight == 0 and config.env.mixture is None:
         yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
     if judge.alone and config.env.reasoning:
-        yield "reward.judge.alone=true leaves nobody to say whether to think again (env.reasoning); use one of them."
+        yield "reward.judge.alone=true has no rule for thinking again (env.reasoning); use one of them."
     if judge.alone and config.reward.path is not None and config.env.mixture is None:
         yield (
             f"reward.judge.alone=true leaves no place for the functions {', '.join(map(str, reward_names(config)))} of "

@@ -53,7 +53,7 @@ _NAME_PREFIX = "generate-tokens-"  # the endpoint's own, in front of the names t
 class Versions:
     """Policy versions as the labels of weights that the server keeps: ``TOKEN:VERSION``, the token new for each engine.
 
-    A label of another engine in an answer means that somebody else has pushed weights into the same server.
+    A label of another engine in a response means that another trainer has pushed weights to the same server.
 
     >>> mine = Versions("ab")
     >>> mine.label(3), mine.version("ab:3")
@@ -165,8 +165,8 @@ class VLLMDialect:
         """What it needs on top of this process's environment.
 
         Control endpoints; on CPU this process's number of threads wherever there is room, and nothing compiled: what
-        vLLM compiles there counts ranks that nobody reads, and takes 7 seconds. Without the extra worker process, which
-        vLLM starts on CPU to place threads, the server is there 10 seconds earlier and takes 0.6 GB less.
+        vLLM compiles there only counts ranks, for no reader, and takes 7 seconds. Without the extra worker process,
+        which vLLM starts on CPU to place threads, the server is there 10 seconds earlier and takes 0.6 GB less.
         """
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:

@@ -361,7 +361,7 @@ class TurnOrder:
         self._lock = threading.RLock()  # a cancel comes in the middle of anything
 
     def expect(self) -> int:
-        """Take the number of a turn that may follow; by whoever drives the engine."""
+        """Return the number of a turn that may follow; called by the thread that drives the engine."""
         number = next(self._numbers)
         if self._may_start is not None:
             with self._lock:
@@ -487,7 +487,7 @@ class GroupDialogs:
         future.add_done_callback(follow)
 
     def _failed(self, error: BaseException) -> None:
-        """It belongs to whoever reads the future."""
+        """Fail the group's future, whose reader handles the error."""
         self._finish(partial(self.done.set_exception, error))
 
     def _finish(self, tell: Callable[[], object]) -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import re
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -28,15 +26,11 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file, drop_leftovers
 from sota_grpo.recording.run_files import STEPS_FOLDER
 from sota_grpo.rl.table import Key, RowTable
-from sota_grpo.untrusted import open_file
+from sota_grpo.untrusted import NO_TENSORS, open_file
 
 MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
-_DAMAGED = (
-    *(OSError, RuntimeError, EOFError, pickle.UnpicklingError, struct.error),
-    *(LookupError, TypeError, ValueError, AttributeError),
-)
 # what the learner writes, and what stands in the full tokens
 _OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
 _LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
@@ -159,7 +153,7 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
     try:
         with file:
             return _stored(torch.load(file, map_location="cpu", weights_only=True))
-    except _DAMAGED as error:  # of torch and pickle, for bytes that anybody may have written
+    except (OSError, *NO_TENSORS) as error:  # OSError: torch seeks before the beginning of a short file
         raise UserError(f"{path} is damaged, or no stored step of this program ({type(error).__name__}).") from error
 
 

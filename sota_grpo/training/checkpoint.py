@@ -19,12 +19,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import pickle
 import random
 import re
 import secrets
 import shutil
-import struct
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,7 +39,7 @@ from sota_grpo.files import atomic_file, drop_leftovers, sync
 from sota_grpo.policy.tensor_files import StoredTensor, TensorFileError, stored_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
 from sota_grpo.training.shards import Shards, filled
-from sota_grpo.untrusted import open_file
+from sota_grpo.untrusted import NO_TENSORS, open_file
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -53,10 +51,6 @@ _HASHED_AT_ONCE = 8
 _PRIMITIVES = (bool, int, float, str, bytes, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _READ_BYTES = 1 << 22
-_NOT_OURS = (
-    *(RuntimeError, EOFError, pickle.UnpicklingError, struct.error),
-    *(LookupError, TypeError, ValueError, AttributeError),
-)
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +197,7 @@ class CheckpointStore:
             raise
         except TensorFileError as error:
             raise CheckpointError(f"checkpoint {path} is no checkpoint of this program: {error}") from None
-        except _NOT_OURS as error:  # torch's text advises to load it with weights_only=False, which would run its code
+        except NO_TENSORS as error:
             what = f"{type(error).__name__}; no code in it was run"
             raise CheckpointError(f"checkpoint {path} is no checkpoint of this program ({what})") from None
 

@@ -35,7 +35,7 @@ from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
 from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
-from sota_grpo.rl.collate import Prompt, filled, groups_by_prompt, pad_rows, row_prompts
+from sota_grpo.rl.collate import Prompt, filled, groups_by_prompt, known_tokens, pad_rows, row_prompts
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.text import first_line
@@ -544,10 +544,7 @@ class ForwardPasses:
 
     def log_prob_gaps(self, rows: Sequence[Row]) -> Tensor:
         """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""
-        gaps = [
-            (own - row[keys.LOG_PROBS])[row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite()]
-            for row, own in self.scored(rows)
-        ]
+        gaps = [(own - row[keys.LOG_PROBS])[known_tokens(row)] for row, own in self.scored(rows)]
         return torch.cat(gaps)
 
     def planner(self, *, seed: int = 0, advantage_only: bool = False) -> Planner:

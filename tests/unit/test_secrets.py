@@ -52,7 +52,8 @@ def test_another_form_is_refused_without_repeating_it(override: str) -> None:
 
 @pytest.mark.parametrize("value", [f"{TOKEN}\nx", f'"{TOKEN}"', f"Bearer {TOKEN}"])
 def test_what_no_client_could_send_is_told_without_repeating_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, check in ((VARIABLE, require_tokens), (API_KEY, require_tokens), (JUDGE_KEY, judge_key)):
+    checks = [(VARIABLE, require_tokens), (API_KEY, require_tokens), (API_KEY, api_key), (JUDGE_KEY, judge_key)]
+    for variable, check in [*checks, (VARIABLE, lambda: without_tokens([]))]:  # by every command
         monkeypatch.setenv(variable, value)
         with pytest.raises(UserError, match=variable) as refused:
             check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import zipfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,9 +24,19 @@ def saved(state: object, **options: bool) -> bytes:
     return file.getvalue()
 
 
+def with_pickle(content: bytes) -> bytes:
+    """An archive of torch's with other instructions."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(WEIGHT))) as old, zipfile.ZipFile(file, "w") as new:
+        for one in old.infolist():
+            new.writestr(one.filename, content if one.filename.endswith("data.pkl") else old.read(one))
+    return file.getvalue()
+
+
 OTHERS = {
     "code": lambda: saved([os.system]),
     "half an archive": lambda: saved(WEIGHT)[:-100],
+    "a pickle that ends in a number": lambda: with_pickle(b"\x80\x02J\x01"),
     "no archive": lambda: b"weights",
     "nothing": lambda: b"",
 }

@@ -98,8 +98,8 @@ class WandbSink(CopySink):
         import wandb
 
         self._wandb = wandb
-        told = sys.argv != without_secrets(sys.argv)  # of somebody's own script: W&B's description would have it
-        settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S, x_disable_meta=told)
+        settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S)
+        settings.x_disable_meta = sys.argv != without_secrets(sys.argv)  # W&B's metadata has a user's command line
         run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
         try:
             self._run = wandb.init(settings=settings, **run, **options)
