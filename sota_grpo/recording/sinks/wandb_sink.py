@@ -98,8 +98,9 @@ class WandbSink(CopySink):
         import wandb
 
         self._wandb = wandb
-        settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S)
-        settings.x_disable_meta = sys.argv != without_secrets(sys.argv)  # W&B's metadata has a user's command line
+        has_secret = sys.argv != without_secrets(sys.argv)  # in the command line of a user's script
+        quiet: dict[str, Any] = {"silent": True, "console": "off", "x_disable_meta": has_secret}
+        settings = wandb.Settings(finish_timeout=_FINISH_TIMEOUT_S, **quiet)
         run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
         try:
             self._run = wandb.init(settings=settings, **run, **options)
