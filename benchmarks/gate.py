@@ -48,9 +48,10 @@ from sota_grpo.functional.divergences import kl_k3, mean_ratio, temperature_slop
 from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.table import RowTable
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training import gate
 from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, allowed_gaps
-from sota_grpo.training.learner import Publisher, perturb, restore
+from sota_grpo.training.learner import perturb, restore
 from sota_grpo.training.subject import Check, Subject
 
 DTYPES = {
@@ -108,7 +109,7 @@ def random_model(name: str, layers: int, folder: Path) -> str:
 def measure(config: Config, seeds: Sequence[int], cases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every case of every seed: the check that refused it (None: none did), its sentences, figures and seconds."""
     with tempfile.TemporaryDirectory() as folder, closing(build(config, Path(folder))) as parts:
-        parts.publisher.publish(parts.learner.version)
+        parts.weight_sync.send(version=parts.learner.version)
         for seed in seeds:
             subject = subject_of(config, parts)
             first = 4 * seed % max(1, len(subject.task.train) - 4)
@@ -198,11 +199,11 @@ def top_p(subject: Subject, seed: int) -> Changed:
 @contextmanager
 def stale(subject: Subject, seed: int) -> Changed:
     """The push of the gate leaves one layer as it was; afterwards the engine has the right weights again."""
-    push, prefix = subject.publisher, f"layers.{_layer(subject, seed)[0]}."
-    old = {name: weight.clone() for name, weight in push.weights() if prefix in name}
-    weights = lambda: [(name, old.get(name, weight)) for name, weight in push.weights()]  # noqa: E731
+    push, prefix = subject.weight_sync, f"layers.{_layer(subject, seed)[0]}."
+    old = {name: weight.clone() for name, weight in push.policy_weights() if prefix in name}
+    weights = lambda: [(name, old.get(name, weight)) for name, weight in push.policy_weights()]  # noqa: E731
     yield (
-        replace(subject, publisher=Publisher(weights, push.engines, push.make_room)),
+        replace(subject, weight_sync=EngineWeightSync(weights, push.engine, push.make_room)),
         [gate.pushed_weights_landed],
     )
 

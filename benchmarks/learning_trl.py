@@ -44,8 +44,8 @@ from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.run.app import num_steps
 from sota_grpo.run.entry import CONFIG_DIR
 from sota_grpo.source.source import Prompt
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.forward_passes import learning_rate_factor
-from sota_grpo.training.learner import Publisher
 
 PRESET = "grpo_cpu"
 TRL_EPS = 1e-4  # what TRL adds to a group's standard deviation, which no option of it changes
@@ -209,7 +209,7 @@ class Examiner(TrainerCallback):
         self.every = config.eval.every
         self.rows_per_step = config.train.optim_batch_size
         self.evaluator = parts.evaluator
-        self.publisher = Publisher(lambda: engine_weights(model), [parts.rollouts.engine])
+        self.weight_sync = EngineWeightSync(lambda: engine_weights(model), parts.rollouts.engine)
         self.curve = Curve({}, {}, {})
         self._spent_s = 0.0
 
@@ -226,7 +226,7 @@ class Examiner(TrainerCallback):
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        self.publisher.publish(step)
+        self.weight_sync.send(version=step)
         found, samples = self.evaluator.measure(), step * self.rows_per_step
         self.curve.accuracy[samples], self.curve.stderr[samples] = found["eval/accuracy"], found["eval/stderr"]
         self.curve.seconds[samples] = self._spent_s
@@ -251,7 +251,7 @@ def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, thread
     torch.set_num_threads(threads)
     config = composed(*changes, *ALONG_THE_GRADIENT, preset=preset)
     with closing(build(config, folder)) as parts:
-        parts.publisher.publish(0)
+        parts.weight_sync.send(version=0)
         rows = parts.source.next_batch(0)
         prompts = [tuple(row[keys.PROMPT_TOKENS].tolist()) for row in rows[:: config.env.repeats]]
         trainer = trl_trainer(config, parts, folder, max_steps=1)
@@ -293,9 +293,9 @@ def step_gap(config: Config, parts: Parts, rows: RowTable, folder: Path) -> floa
     Args:
         rows: the first batch, with its advantages; TRL is given the tokens and finds rewards and advantages itself.
     """
-    start, before = copy.deepcopy(parts.learner.state_dict()), _copied(parts.publisher.weights())
+    start, before = copy.deepcopy(parts.learner.state_dict()), _copied(parts.weight_sync.policy_weights())
     parts.learner.update(rows)
-    after = _copied(parts.publisher.weights())
+    after = _copied(parts.weight_sync.policy_weights())
     parts.learner.load_state_dict(start)
 
     def given(prompts: list[Any], trainer: Any) -> dict[str, Any]:

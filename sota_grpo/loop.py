@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 Batch = TypeVar("Batch")
 Given = TypeVar("Given", contravariant=True)
 
 
-class Source(Protocol[Batch]):
-    """Where batches come from: complete groups, none older than the bound."""
+class Collects(Protocol):
+    """What the loop needs of a collector."""
 
-    def next_batch(self, version: int) -> Batch: ...
-
-    def release(self, batch: Batch) -> None: ...
+    def update_policy_weights_(self, *, version: int) -> None: ...
 
     def metrics(self) -> dict[str, float]: ...
 
@@ -28,22 +26,16 @@ class Trains(Protocol[Given]):
     def update(self, rows: Given) -> dict[str, float | None]: ...
 
 
-class Publishes(Protocol):
-    """What the loop needs of a publisher."""
-
-    def publish(self, version: int) -> None: ...
-
-
 class Log(Protocol[Given]):
     """What the loop needs of a log."""
 
-    def write(self, step: int, batch: Given, update: Mapping[str, Any], source: Mapping[str, float]) -> None: ...
+    def write(self, step: int, batch: Given, update: Mapping[str, Any], collected: Mapping[str, float]) -> None: ...
 
 
 def run(
-    source: Source[Batch],
+    batches: Iterator[Batch],
     learner: Trains[Batch],
-    publisher: Publishes,
+    collector: Collects,
     log: Log[Batch],
     *,
     first_step: int,
@@ -54,16 +46,17 @@ def run(
     """Go round the loop from ``first_step`` to ``num_steps`` and return the number of steps done.
 
     Args:
+        batches: of complete groups, none older than the bound: the collector itself, or the replay buffer that it fills
+            beside the learner.
         before: called with the number of each step, before it (evaluation).
         after: called with the number of steps done (checkpoint); False ends the loop there.
     """
     for step in range(first_step, num_steps):
         before(step)
-        batch = source.next_batch(learner.version)
+        batch = next(batches)
         update = learner.update(batch)
-        publisher.publish(learner.version)
-        source.release(batch)
-        log.write(step, batch, update, source.metrics())
+        collector.update_policy_weights_(version=learner.version)  # and the batch's slots are free
+        log.write(step, batch, update, collector.metrics())
         if not after(step + 1):
             return step + 1
     return max(first_step, num_steps)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torchrl.envs.transforms import Compose, Transform
 
+from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
+from sota_grpo.functional import max_groups_admitted
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
@@ -18,10 +21,13 @@ from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupRequest, Sampling, Score
 from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
 from sota_grpo.source.source import Rollouts
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.forward_passes import LearnerSettings
-from sota_grpo.training.learner import Learner, Publisher
+from sota_grpo.training.learner import Learner
 from sota_grpo.training.subject import Subject
 from tests.unit.graders import WEIGHTS
 
@@ -103,10 +109,36 @@ def make_subject(
         task=env.task,
         rollouts=Rollouts(env, engine),
         learner=learner,
-        publisher=Publisher(lambda: engine_weights(model), [engine]),
+        weight_sync=EngineWeightSync(lambda: engine_weights(model), engine),
         sampling=Sampling(max_tokens=max_tokens, temperature=engine_temperature or temperature, top_p=top_p),
         seed=seed,
         exact=engine_dtype is None and chosen.precision == "fp32",
         num_layers=model.config.num_hidden_layers,
         transforms=[GroupAdvantage()],
     )
+
+
+def collector_of(
+    env: TaskEnv,
+    engine: Engine,
+    sampling: Sampling,
+    *,
+    num_groups: int,
+    beside: bool = False,
+    dispatch: bool = True,
+    max_policy_age: int = 0,
+    transforms: Sequence[Transform] = (),
+    **options: Any,
+) -> PromptGroupCollector:
+    """As a run has it: in turns with the learner, or ``beside`` it, where ``next_batch`` is the buffer's sample."""
+    batch = {"dialog_turns_per_batch": num_groups * env.repeats, "sampling": sampling}
+    timed = Compose(*(Timed("score", transform) for transform in transforms))
+    if not beside:
+        return PromptGroupCollector(env, engine, postproc=timed, as_table=True, **batch, **options)
+    slots = max_groups_admitted(max_policy_age, num_groups)
+    buffer = GroupReplayBuffer(slots, num_groups, transform=timed, as_table=True)
+    collector = PromptGroupCollector(
+        env, engine, max_policy_age=max_policy_age, replay_buffer=buffer, **batch, **options
+    )
+    collector.start(dispatch=dispatch)
+    return collector

@@ -29,7 +29,7 @@ class Ours:
         run_dir = folder.path / f"run_{engine}"
         run_dir.mkdir(exist_ok=True)
         self.parts = build(make_config(folder, engine), run_dir)
-        self.parts.publisher.publish(self.parts.learner.version)
+        self.parts.weight_sync.send(version=self.parts.learner.version)
         self.rows = learner_rows(folder.load_rows())
 
     @property
@@ -47,13 +47,13 @@ class Ours:
         """A whole training step, but for its log."""
         parts = self.parts
         if parts.rollouts.engine.version != parts.learner.version:  # a learn phase by itself came before
-            parts.publisher.publish(parts.learner.version)
+            parts.weight_sync.send(version=parts.learner.version)
         began = time.perf_counter()
         batch = parts.source.next_batch(parts.learner.version)
         collected = time.perf_counter()
         parts.learner.update(batch)
         learned = time.perf_counter()
-        parts.publisher.publish(parts.learner.version)
+        parts.weight_sync.send(version=parts.learner.version)
         published = time.perf_counter()
         parts.source.release(batch)
         found = parts.source.metrics()

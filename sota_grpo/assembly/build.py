@@ -13,10 +13,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torchrl.envs.transforms import Compose
 from transformers import AutoConfig
 
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
@@ -57,6 +58,7 @@ from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
+from sota_grpo.functional import max_groups_admitted
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, MergedWeights, packed_weights
@@ -66,9 +68,11 @@ from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
-from sota_grpo.source.source import Rollouts, RolloutSource
+from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
+from sota_grpo.source.source import Rollouts
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.evaluate import Evaluator
-from sota_grpo.training.learner import Learner, Publisher
+from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.training.subject import NamedReference, Subject
 from sota_grpo.workers.fleet import Fleet, worker_metrics
@@ -76,6 +80,9 @@ from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.sleeping import SleepingFleet
+
+if TYPE_CHECKING:
+    from sota_grpo.source.collector import PromptGroupCollector
 
 logger = logging.getLogger(__name__)
 
@@ -90,16 +97,16 @@ class Roles:
         learner: a :class:`~sota_grpo.training.learner.Learner`, or its facade when it spans several processes.
         transforms: what a batch goes through before it is trained on, by phase, for the gate.
         export: writes the trained model to a folder.
-        source_options: of the source, that follow from it.
+        collector_options: of the collector, that follow from it.
         attend: called now and then while samples are waited for.
     """
 
     engine: Engine
     learner: Any
-    publisher: Publisher
+    weight_sync: EngineWeightSync
     transforms: Sequence[tuple[str, Any]]
     export: Callable[[Path], object]
-    source_options: Mapping[str, Any]
+    collector_options: Mapping[str, Any]
     attend: Callable[[], object] | None
 
 
@@ -108,7 +115,7 @@ class Parts(Roles):
     """Everything a run is made of.
 
     Attributes:
-        rollouts: of the task's environment and the engine; the gate, the evaluator and the source all use them.
+        rollouts: of the task's environment and the engine; the gate, the evaluator and the collector all use them.
         exact: engine and trainer both compute in float32, so that their log-probs differ by rounding only.
         opened: what lives in other processes or holds a device; the last one is closed first.
     """
@@ -116,7 +123,7 @@ class Parts(Roles):
     task: Task
     rollouts: Rollouts
     tokenizer: Any
-    source: RolloutSource
+    collector: PromptGroupCollector
     evaluator: Evaluator
     sampling: Sampling
     exact: bool
@@ -139,6 +146,8 @@ def build(
         should_stop: asked while a batch is waited for; true ends the wait (``Interrupted``).
         functions: reward functions that were passed as objects (:mod:`sota_grpo.assembly.passed`).
     """
+    from sota_grpo.source.collector import PromptGroupCollector  # TorchRL's collectors take seconds to import
+
     plan = _planned(config)
     starting("Reading the tokenizer and the data")
     tokenizer = trainable_tokenizer(config, plan.engine)
@@ -152,19 +161,22 @@ def build(
             roles = _roles_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
             roles = _roles_here(own, plan, env, tokenizer, run_dir, opened)
-        rollouts, sampling = make_rollouts(config, env, roles.engine, instances, roles.attend), make_sampling(config)
-        source = RolloutSource(
-            rollouts,
-            sampling,
-            num_groups=groups_per_step(config),
-            max_policy_age=config.train.max_policy_age,
+        sampling, engine = make_sampling(config), with_dialogs(config, env, roles.engine, instances)
+        collector = PromptGroupCollector(
+            env,
+            engine,
+            sampling=sampling,
+            dialog_turns_per_batch=groups_per_step(config) * env.repeats,
+            weight_sync=roles.weight_sync,
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
             max_draws=config.algorithm.dynamic_sampling_max_draws,
-            **roles.source_options,
+            attend=roles.attend,
+            as_table=True,
+            **roles.collector_options,
         )
-        source.metrics_extra = judge_metrics(env.grader, source.metrics_extra)
-        opened.callback(source.close)
+        collector.metrics_extra = judge_metrics(env.grader, collector.metrics_extra)
+        opened.callback(collector.close)
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has started beside the rest; what keeps it from starting is told before the gate
@@ -172,10 +184,10 @@ def build(
         return Parts(
             **vars(roles),
             task=task,
-            rollouts=rollouts,
+            rollouts=collector.rollouts,
             tokenizer=tokenizer,
-            source=source,
-            evaluator=make_evaluator(config, task, rollouts),
+            collector=collector,
+            evaluator=make_evaluator(config, task, collector.rollouts),
             sampling=sampling,
             exact=_computes_in_float32(config, plan.device_type),
             opened=opened.pop_all(),
@@ -198,16 +210,15 @@ def _planned(config: Config) -> Plan:
     return plan
 
 
-def make_rollouts(
-    config: Config,
-    env: TaskEnv,
-    engine: Engine,
-    instances: Mapping[str, Instances],
-    attend: Callable[[], object] | None = None,
-) -> Rollouts:
-    """Over ``engine`` itself, or over what samples whole dialogs with it, where a task has several turns."""
+def with_dialogs(config: Config, env: TaskEnv, engine: Engine, instances: Mapping[str, Instances]) -> Engine:
+    """``engine`` itself, or what samples whole dialogs with it, where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
-    return Rollouts(env, DialogEngine(engine, rules) if rules else engine, attend)
+    return DialogEngine(engine, rules) if rules else engine
+
+
+def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
+    """One transform of a batch, of these in order; each phase's seconds are a metric."""
+    return Compose(*(Timed(phase, transform) for phase, transform in transforms))
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
@@ -232,14 +243,14 @@ def tell_of_few_problems(config: Config, task: Task) -> None:
         logger.info("All %d held-out problems are measured (eval.num_samples=%d).", count, wanted)
 
 
-def make_publisher(
+def make_weight_sync(
     config: Config, model: nn.Module, engine: Engine, *, make_room: Callable[[], object] | None = None
-) -> Publisher:
+) -> EngineWeightSync:
     """The weights of ``model``, those of an adapter merged, or its adapter alone, pushed to ``engine``."""
     weights: Callable[[nn.Module], Any] = plain_weights
     if config.train_model.lora.enabled:
         weights = AdapterPack.of if config.inference_model.serve_adapter else MergedWeights.of
-    return Publisher(partial(weights, model), [engine], make_room)
+    return EngineWeightSync(partial(weights, model), engine, make_room)
 
 
 def _computes_in_float32(config: Config, device_type: str) -> bool:
@@ -270,8 +281,8 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=make_publisher(config, model, engine, make_room=learner.give_back if share_device else None),
-        source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
+        weight_sync=make_weight_sync(config, model, engine, make_room=learner.give_back if share_device else None),
+        collector_options={"sleep_engine": share_device, "postproc": timed(transforms)},
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
         attend=None,
@@ -316,17 +327,17 @@ def _roles_in_workers(
         fleets.append(grader.fleet)
     of_rows = tokenizer.pad_token_id, env.task.term_weights
     transforms = make_transforms(config, reference, *of_rows, plan.device_type)
-    in_turn = {"synchronous": True, "sleep_engine": True, "transforms": transforms}
+    in_turn = {"sleep_engine": True, "postproc": timed(transforms)}
     whole: Callable[[], Any] | None = None
     if config.train_model.lora.enabled:
         whole = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=Publisher(
-            _weights_for_workers(config, engine, learner), [engine], learner.give_back if plan.shared else None, whole
+        weight_sync=EngineWeightSync(
+            _weights_for_workers(config, engine, learner), engine, learner.give_back if plan.shared else None, whole
         ),
-        source_options={
+        collector_options={
             **(in_turn if plan.shared else _beside(config, env, reference)),
             "should_stop": should_stop,
             "wait_deadline_s": WAIT_S,
@@ -339,11 +350,16 @@ def _roles_in_workers(
 
 
 def _beside(config: Config, env: TaskEnv, reference: ReferenceService | None) -> dict[str, Any]:
-    """Of a source whose groups go to the reference one by one, while others are sampled."""
+    """Of a collector that fills a replay buffer: groups go to the reference one by one, while others are sampled."""
+    num_groups, age = groups_per_step(config), config.train.max_policy_age
+    advantage = timed(make_advantage(config, env.task.term_weights))
     return {
+        "max_policy_age": age,
+        "replay_buffer": GroupReplayBuffer(
+            max_groups_admitted(age, num_groups), num_groups, transform=advantage, as_table=True
+        ),
         "group_transforms": [transform for _, transform in make_overlong(config)],
         "reference": reference.submit if reference else None,
-        "transforms": make_advantage(config, env.task.term_weights),
     }
 
 
@@ -424,7 +440,7 @@ def subject_of(config: Config, parts: Parts) -> Subject:
         task=parts.task,
         rollouts=parts.rollouts,
         learner=parts.learner,
-        publisher=parts.publisher,
+        weight_sync=parts.weight_sync,
         sampling=parts.sampling,
         seed=config.seed,
         exact=parts.exact,

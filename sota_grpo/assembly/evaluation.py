@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sota_grpo.assembly.build import build, make_evaluator, make_publisher, make_rollouts, subject_of
+from sota_grpo.assembly.build import build, make_evaluator, make_weight_sync, subject_of, with_dialogs
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
@@ -30,6 +30,7 @@ from sota_grpo.policy.tensor_files import in_memory
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, EXPORTED, RUN_FILE, read_record
 from sota_grpo.rewards.grading import GradingPool, own_grader
+from sota_grpo.source.source import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
     Accuracy,
@@ -224,11 +225,11 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
             model = add_adapter(config, base)
             if target.checkpoint is not None:
                 load_trained(target.checkpoint, model)
-            make_publisher(config, model, engine).publish(target.steps or 0)
+            make_weight_sync(config, model, engine).send(version=target.steps or 0)
         grader = own_grader(env.grader)
         if isinstance(grader, GradingPool):
             grader.wait_ready()
-        yield make_evaluator(config, env.task, make_rollouts(config, env, engine, instances))
+        yield make_evaluator(config, env.task, Rollouts(env, with_dialogs(config, env, engine, instances)))
 
 
 def evaluate(
@@ -321,7 +322,7 @@ def check(
         gate = logging.getLogger("sota_grpo.training.gate")
         opened.callback(gate.setLevel, gate.level)
         gate.setLevel(logging.CRITICAL)  # its own lines repeat what on_check is told
-        parts.publisher.publish(parts.learner.version)
+        parts.weight_sync.send(version=parts.learner.version)
         checks = run_gate(subject_of(config, parts), "warn", on_check=on_check)
         if run_dir is not None:
             write_gate(run_dir, "warn", checks)

@@ -36,6 +36,7 @@ from sota_grpo.recording.step_log import Progress, StepLog, StoredSteps
 from sota_grpo.recording.stored_steps import drop_steps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
+from sota_grpo.rl.table import RowTable
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.text import say
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
@@ -96,7 +97,7 @@ class Run:
         first = self.first = self._restore()
         parts = self.parts
         starting("Handing the weights to the engine")
-        parts.publisher.publish(parts.learner.version)
+        parts.weight_sync.send(version=parts.learner.version)
         examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
         progress = Progress(self.total, first_step=first, by_reward=parts.evaluator.success_above is not None)
@@ -118,16 +119,16 @@ class Run:
                 self.run_log,
                 progress,
                 parts.tokenizer,
-                lambda: parts.publisher.seconds,
+                lambda: parts.weight_sync.seconds,
                 examine,
                 self.stored,
                 parts.task.messages,
             )
             try:
                 done = run(
-                    parts.source,
+                    self._batches(),
                     self.stored,
-                    parts.publisher,
+                    parts.collector,
                     self.log,
                     first_step=first,
                     num_steps=self.total,
@@ -146,9 +147,18 @@ class Run:
                 self._finish(done)
         return done
 
+    def _batches(self) -> Iterator[RowTable]:
+        """Of the collector in turns with the learner, or of the replay buffer that it fills from the first one on."""
+        collector = self.parts.collector
+        if collector.replay_buffer is None:
+            yield from collector
+        else:
+            collector.start()
+            yield from collector.replay_buffer
+
     def _restore(self) -> int:
         """Load the newest checkpoint of a resumed run; returns the first step to do."""
-        parts = ("learner", "source", "rng", "num_threads")
+        parts = ("learner", "collector", "rng", "num_threads")
         newest = self.checkpoints.latest(parts) if self.directory.resumed else None
         if newest is None:
             if self.config.train.resume is not None:
@@ -162,7 +172,7 @@ class Run:
                 *(schedule, num_steps(self.config), shorter),
             )
         self.parts.learner.load_state_dict(state["learner"])
-        self.parts.source.load_state_dict(state["source"])
+        self.parts.collector.load_state_dict(state["collector"])
         set_rng_state(state["rng"])
         logger.info("Continuing %s after %d steps.", self.run_dir, step)
         before, now = state["num_threads"], torch.get_num_threads()
@@ -187,7 +197,7 @@ class Run:
             learned, shards = learner.begin_save(self.checkpoints.folder(steps))
         state = {
             "learner": learned,
-            "source": host_copy(self.parts.source.state_dict()),
+            "collector": host_copy(self.parts.collector.state_dict()),
             "rng": rng_state(),
             "num_threads": torch.get_num_threads(),
             "config": asdict(self.config),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import heapq
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,10 +17,10 @@ from sota_grpo.functional import max_groups_admitted, zero_advantage_mask
 from sota_grpo.rl.collate import graded_rows
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.table import RowTable
+from sota_grpo.source.replay_buffer import GroupReplayBuffer
 
-#: What a checkpoint keeps of a :class:`Refill`, and what older checkpoints call some of it.
+#: What a checkpoint keeps of a :class:`Refill`.
 _COUNTS = ("step", "num_draws", "num_held", "num_replaced", "_replaced", "_began")
-_OLD_NAMES = {"step": "turn", "num_draws": "_draws", "zero_draws": "flat"}
 
 
 @dataclass(eq=False)
@@ -158,96 +156,13 @@ class Refill:
     def load_state_dict(self, state: Mapping[str, Any], example_of: Callable[[int], Example]) -> None:
         """Go on where ``state`` was taken; ``example_of`` looks up a group's example."""
         for name in _COUNTS:
-            setattr(self, name, _stored(state["counts"], name))
-        self._zero_draws = list(_stored(state, "zero_draws"))
+            setattr(self, name, state["counts"][name])
+        self._zero_draws = list(state["zero_draws"])
         tables = RowTable.of_state(state["rows"]).split([count for *_, count in state["pool"]])
         self._pool = [
             (Group(group_id, example_of(group_id), *place), rows)
             for (group_id, *place, _), rows in zip(state["pool"], tables, strict=True)
         ]
-
-
-def _stored(state: Mapping[str, Any], name: str) -> Any:
-    return state[name] if name in state else state[_OLD_NAMES[name]]
-
-
-class GroupBuffer:
-    """The replay buffer: complete groups, taken once each, oldest admission version first; then first in, first out.
-
-    That is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`.
-
-    Args:
-        max_groups: most groups held.
-
-    Attributes:
-        versions: number of groups held, by admission version.
-        taken: the admission version of each group that :meth:`take` gave last, by group id.
-
-    >>> import torch
-    >>> def rows(group_id):
-    ...     return RowTable.of([{"group_id": torch.tensor(group_id), "x": torch.zeros(i + 1)} for i in range(2)])
-    >>> buffer = GroupBuffer(3)
-    >>> for group_id, version in ((7, 1), (5, 0), (4, 0)):
-    ...     buffer.add(rows(group_id), version=version)
-    >>> buffer.take(2).get("group_id").tolist(), len(buffer)
-    ([4, 4, 5, 5], 1)
-    """
-
-    def __init__(self, max_groups: int):
-        self.max_groups = max_groups
-        self.versions: Counter[int] = Counter()
-        self.taken: dict[int, int] = {}
-        self._arrivals = itertools.count()
-        self._groups: list[tuple[int, int, int, RowTable]] = []  # heap of (version, arrival, group id, rows)
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def add(self, rows: RowTable, *, version: int) -> None:
-        """Keep one complete group that was admitted under ``version``.
-
-        Raises:
-            RuntimeError: the buffer is full.
-        """
-        if len(self) == self.max_groups:
-            raise RuntimeError(
-                f"All {self.max_groups} places of the buffer hold a group that was not taken; take some, or give it "
-                "more places."
-            )
-        heapq.heappush(self._groups, (version, next(self._arrivals), int(rows.get(keys.GROUP_ID)[0]), rows))
-        self.versions[version] += 1
-
-    def take(self, num_groups: int) -> RowTable:
-        """The rows of the ``num_groups`` groups that are due first, ordered by group id.
-
-        Raises:
-            RuntimeError: fewer groups are held.
-        """
-        if num_groups > len(self):
-            raise RuntimeError(f"{num_groups} finished groups were asked for and the buffer holds {len(self)}.")
-        groups = [heapq.heappop(self._groups) for _ in range(num_groups)]
-        self.taken = {group_id: version for version, _, group_id, _ in groups}
-        self.versions.subtract(version for version, *_ in groups)
-        return RowTable.cat([rows for *_, rows in sorted(groups, key=lambda group: group[2])])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The groups held, in the order in which they are due, as tensors and plain values."""
-        groups = sorted(self._groups)
-        return {
-            "groups": [[version, len(rows)] for version, _, _, rows in groups],
-            "rows": RowTable.cat([rows for *_, rows in groups]).state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hold what ``state`` says and nothing else.
-
-        Raises:
-            RuntimeError: it holds more groups than this buffer has places.
-        """
-        self._groups, self.versions = [], Counter()
-        tables = RowTable.of_state(state["rows"]).split([count for _, count in state["groups"]])
-        for (version, _), rows in zip(state["groups"], tables, strict=True):
-            self.add(rows, version=version)
 
 
 def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: Mapping[int, int]) -> bool:
@@ -304,6 +219,7 @@ class Slots:
 
     Args:
         stream: prompts.
+        buffer: where finished groups wait, with a place for each slot.
         num_groups: groups per batch.
         max_policy_age: slots are ``(max_policy_age + 1) * num_groups``.
         version: the version under which a group is admitted.
@@ -316,6 +232,7 @@ class Slots:
     def __init__(
         self,
         stream: PromptStream,
+        buffer: GroupReplayBuffer,
         *,
         num_groups: int,
         max_policy_age: int,
@@ -324,16 +241,17 @@ class Slots:
     ):
         self.num_groups, self.max_policy_age = num_groups, max_policy_age
         self.count = max_groups_admitted(max_policy_age, num_groups)
-        self.buffer = GroupBuffer(self.count)
+        self.buffer, self._finished = buffer, buffer.sampler
+        buffer.admitted = lambda group_id: self.in_flight[group_id].version if group_id in self.in_flight else None
         self.refill = Refill(num_groups=num_groups, slots=self.count, max_draws=max_draws)
         self.in_flight: dict[int, Group] = {}
         self._in_flight_versions: Counter[int] = Counter()
         self._stream, self._version = stream, version
-        self._given_out = 0
+        self.given_out = 0
 
     def fill(self) -> list[Group]:
         """New groups for all free slots, and in place of zero-advantage groups as far as the step allows."""
-        held = len(self.in_flight) + len(self.buffer) + self.refill.num_held + self._given_out
+        held = len(self.in_flight) + self.buffer.num_waiting + self.refill.num_held + self.given_out
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
@@ -344,18 +262,18 @@ class Slots:
 
     def finish(self, group: Group, rows: RowTable) -> None:
         """``group`` is finished and waits in the buffer."""
+        self.buffer.add(rows)
         self._land(group)
-        self.buffer.add(rows, version=group.version)
 
     def batch_is_ready(self) -> bool:
         """Whether the groups that the next batch must have are finished."""
-        admitted = self._in_flight_versions + self.buffer.versions + self.refill.held_versions()
-        return oldest_are_finished(self.num_groups, admitted, self.buffer.versions)
+        admitted = self._in_flight_versions + self._finished.versions + self.refill.held_versions()
+        return oldest_are_finished(self.num_groups, admitted, self._finished.versions)
 
     def settle(self) -> list[tuple[Group, RowTable]]:
         """The zero-advantage groups that stay, if the next batch waits for nothing else; they are in flight again."""
         held = self.refill.held_versions()
-        done = self.buffer.versions + held
+        done = self._finished.versions + held
         if not held or not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done):
             return []
         kept = self.refill.settle()
@@ -363,33 +281,22 @@ class Slots:
             self._launch(group)
         return kept
 
-    def take(self) -> RowTable:
-        """Give out the next batch, which is ready.
-
-        Raises:
-            RuntimeError: the batch before was not released.
-        """
-        self.require_released()
-        rows = self.buffer.take(self.num_groups)
-        self._given_out = self.num_groups
-        return rows
+    def take(self) -> None:
+        """Give out the next batch, which is ready: what the buffer's next sample is."""
+        self._finished.pick(self.num_groups)
+        self.given_out = self.num_groups
 
     def take_back(self) -> list[Group]:
         """The batch given out cannot be trained on: its groups, which are in flight again."""
-        self._given_out = 0
+        self.given_out = 0
         return [  # as if an earlier step had drawn them: one without an advantage counts to round 1
             self._launch(Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0))
-            for group_id, version in sorted(self.buffer.taken.items())
+            for group_id, version in sorted(self._finished.taken.items())
         ]
-
-    def require_released(self) -> None:
-        """Raise RuntimeError while a batch is given out: its slots are held, so the next one might never stand."""
-        if self._given_out:
-            raise RuntimeError("a batch was asked for before the last one was released; release it after the publish.")
 
     def release(self) -> list[Group]:
         """The slots of the batch given out are free and the engines serve its weights; the groups that get them."""
-        self._given_out = 0
+        self.given_out = 0
         self.refill.start_step()
         return self.fill()
 
@@ -419,23 +326,18 @@ class Slots:
             "max_policy_age": self.max_policy_age,
             "stream": self._stream.state_dict(),
             "in_flight": [[g.group_id, g.version, g.step, g.index] for g in self.in_flight.values()],
-            "finished": self.buffer.state_dict(),
+            "finished": [self.buffer.storage.state_dict(), self._finished.state_dict()],
             "refill": self.refill.state_dict(),
-            "released": self._given_out == 0,
+            "released": self.given_out == 0,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; a batch that was given out counts as trained and released.
 
-        A state without groups, as synchronous runs used to save, is a position in the prompts.
-
         Raises:
             UserError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would
                 become older than these slots allow.
         """
-        if "in_flight" not in state:
-            self._stream.load_state_dict(state["stream"])
-            return
         saved = (state["num_groups"], state["max_policy_age"])
         if saved[0] != self.num_groups or saved[1] > self.max_policy_age:
             raise UserError(
@@ -446,7 +348,8 @@ class Slots:
         self.in_flight, self._in_flight_versions = {}, Counter()
         for group_id, *place in sorted(state["in_flight"]):
             self._launch(Group(group_id, self._stream.example_of(group_id), *place))
-        self.buffer.load_state_dict(state["finished"])
+        for part, saved in zip((self.buffer.storage, self._finished), state["finished"], strict=True):
+            part.load_state_dict(saved)
         self.refill.load_state_dict(state["refill"], self._stream.example_of)
         if not state["released"]:
             self.refill.start_step()

@@ -1,49 +1,120 @@
-"""TorchRL's interface to the rollouts, for pipelines of one's own: importing TorchRL's collectors takes seconds."""
+"""The collector: TorchRL's interface to the rollouts, in turns with the learner or beside it."""
 
 from __future__ import annotations
 
+import logging
+import math
+import sys
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
-from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
+from torchrl.envs.transforms import Transform
 
 from sota_grpo.engines import Engine
+from sota_grpo.engines.stepping import Inbox
 from sota_grpo.envs import TaskEnv
+from sota_grpo.errors import UserError
+from sota_grpo.functional import max_groups_admitted
+from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.records import Sampling, sample_seed
-from sota_grpo.rl.table import RowTable, row_list
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.rl.table import RowTable
+from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
+from sota_grpo.source.replay_buffer import GroupReplayBuffer
+from sota_grpo.source.source import GRADE, REFERENCE, SAMPLE, Graded, Prompt, Rollouts, StageClock
+from sota_grpo.source.weight_sync import EngineWeightSync, named_weights
+from sota_grpo.stopping import Interrupted
+from sota_grpo.workers.base import WorkerLate
+
+try:
+    from torchrl.collectors import BaseCollector
+except ImportError:  # TorchRL imports vLLM here, where that is installed; a broken one must not end a run without it
+    sys.modules["vllm"] = None  # type: ignore[assignment]
+    from torchrl.collectors import BaseCollector
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1  # how often a waiting main thread looks at should_stop
 
 
-class RolloutCollector(BaseCollector):
-    """Draws prompts, samples a group of responses to each, and returns the graded rows.
+class PromptGroupCollector(BaseCollector):
+    """Draws prompts, samples a group of responses to each, has them graded, and gives whole groups to the learner.
 
-    TorchRL's interface to :class:`Rollouts`, for pipelines of one's own; the trainers use
-    :class:`~sota_grpo.source.source.RolloutSource`. Rows come out in the order in which their prompts were drawn,
-    whatever the order in which they finished.
+    In turns with the learner, as a TorchRL collector is iterated::
+
+        collector = PromptGroupCollector(
+            env, engine, sampling=Sampling(max_tokens=64), dialog_turns_per_batch=32, postproc=GroupAdvantage()
+        )
+        for batch in collector:                 # LazyStackedTensorDict, batch_size [32], a row per response
+            ...                                 # loss, backward, optimizer
+            collector.update_policy_weights_(model)
+
+    Beside the learner, filling a replay buffer::
+
+        buffer = GroupReplayBuffer(max_groups=16, num_groups=8, transform=GroupAdvantage())
+        collector = PromptGroupCollector(..., max_policy_age=1, replay_buffer=buffer)
+        collector.start()
+        for batch in buffer:                    # waits for the groups that are due
+            ...
+            collector.update_policy_weights_(model)
+
+    Contract. Consumes: prompts of ``env.stream``, and groups as engine, grader and ``reference`` finish them.
+    Each is sampled, graded, taken to the reference and finished as its futures resolve, by the thread that drives the
+    engine: the dispatcher, or whoever waits. A callback of a future only puts something into that thread's inbox.
+    Produces: batches of ``num_groups`` groups, in the order drawn. Waits for: the ``num_groups`` groups
+    with the oldest admission version, unfinished ones included. Unblocked by: the last of them; ``should_stop`` (it
+    raises :class:`Interrupted` and nothing has changed); a failed future (its exception is raised); nothing resolved
+    for ``wait_deadline_s`` (``TimeoutError``). When a partner dies: whoever resolves the future asks again or fails it;
+    a failure ends the run, and the state can still be saved.
+
+    **The age of a token** is bounded by the four rules of :func:`sota_grpo.functional.max_groups_admitted`: a group
+    holds one of ``(max_policy_age + 1) * num_groups`` slots from its admission until its batch is released, which
+    :meth:`update_policy_weights_` does when the engines hold the new weights; the batch has the oldest by admission
+    version; a discarded group gives up its slot at once. The bound is asserted on every row. A loop that asks for the
+    next batch without a push releases the last one so: its policy has not changed.
+
+    **In turns**, nothing happens beside the learner: groups are asked for when a batch is, all together; those that
+    replace zero-advantage ones (rewards all equal) once all others are graded, together again. Whoever waits drives the
+    engine. All slots are taken at every step, so batches are the same as those beside the learner at age 0, dynamic
+    sampling included (see :class:`~sota_grpo.source.admission.Refill`).
+
+    **After a resume** the bound holds by the same proof. Finished groups come back with their rows, groups in flight
+    are asked for again under the same ids, before any new prompt, and both keep the admission version that they had.
+    So the groups, their slots and their order are those of a run without interruption, in which the engines happened
+    to begin the unfinished groups anew: their tokens are then sampled by later versions than the one they are ordered
+    by, which makes them younger than the proof needs. A batch that was given out and not released counts as trained.
 
     Args:
         env: the :class:`~sota_grpo.envs.TaskEnv` that draws, tokenises and grades.
-        engine: samples the responses.
+        policy: the engine that samples the responses.
         sampling: how a response is drawn.
-        dialog_turns_per_batch: responses per yielded batch, a multiple of ``env.repeats``; where tasks have group sizes
-            of their own, the number of prompts that have so many with ``env.repeats`` each.
-        total_dialog_turns: batches end when so many responses are collected; -1 never ends.
+        dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``; where tasks have group sizes of
+            their own, the number of prompts that have so many with ``env.repeats`` each.
+        total_dialog_turns: batches end when so many responses were collected; -1 never ends.
+        max_policy_age: oldest policy, in published versions, whose tokens may be in a batch; 0 in turns.
+        replay_buffer: is filled. A :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` keeps the age bound up to
+            its batches; any other of TorchRL is extended batch by batch, and iterating then gives None.
+        postproc: of each batch that is given out; where there is a buffer its transforms have this part.
+        weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` is given weights.
+        group_transforms: change each group that is graded and kept in place, before ``reference``.
+        reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
-        replay_buffer: filled by :meth:`start` instead of yielding.
+        refill: replace groups whose rewards are all equal by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
+        max_draws: most rounds of draws per step under ``refill``; then zero-advantage groups complete the batch.
+        sleep_engine: in turns, free the engine's device once a batch is sampled; the next push wakes it.
+        should_stop: asked while waiting.
+        wait_deadline_s: longest wait in which nothing resolves.
+        attend: called now and then while groups are waited for.
+        metrics_extra: further metrics, asked for with every batch.
+        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, as our learner takes them.
 
     Raises:
-        ValueError: when a batch is not made of whole groups.
-
-    Example::
-
-        collector = RolloutCollector(env, engine, sampling=Sampling(max_tokens=64), dialog_turns_per_batch=32)
-        for rows in collector:                  # LazyStackedTensorDict, batch_size [32], one row per response
-            ...
+        ValueError: a batch is not made of whole groups, an age below 0, or a buffer that is too small.
     """
 
     trajs_per_batch = None
@@ -51,13 +122,26 @@ class RolloutCollector(BaseCollector):
     def __init__(
         self,
         env: TaskEnv,
-        engine: Engine,
+        policy: Engine,
         *,
         sampling: Sampling,
         dialog_turns_per_batch: int,
         total_dialog_turns: int = -1,
-        seed: int = 0,
+        max_policy_age: int = 0,
         replay_buffer: ReplayBuffer | None = None,
+        postproc: Callable[[Any], Any] | None = None,
+        weight_sync: EngineWeightSync | None = None,
+        group_transforms: Sequence[Transform] = (),
+        reference: Callable[[RowTable], Future[RowTable]] | None = None,
+        seed: int = 0,
+        refill: bool = False,
+        max_draws: int = 10,
+        sleep_engine: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+        wait_deadline_s: float = math.inf,
+        attend: Callable[[], object] | None = None,
+        metrics_extra: Callable[[], Mapping[str, float]] = dict,
+        as_table: bool = False,
     ):
         super().__init__()
         if dialog_turns_per_batch % env.repeats:
@@ -65,77 +149,410 @@ class RolloutCollector(BaseCollector):
                 f"dialog_turns_per_batch={dialog_turns_per_batch} is not divisible by the group size {env.repeats}; "
                 f"use {max(1, dialog_turns_per_batch // env.repeats) * env.repeats}."
             )
-        self.env = env
-        self.engine = engine
-        self.sampling = sampling
-        self.total_frames = total_dialog_turns
-        self.requested_frames_per_batch = dialog_turns_per_batch
+        self.env, self.policy, self.sampling = env, policy, sampling
+        self.total_frames, self.requested_frames_per_batch = total_dialog_turns, dialog_turns_per_batch
+        self.num_groups, self.max_policy_age = dialog_turns_per_batch // env.repeats, max_policy_age
         self.replay_buffer = replay_buffer
-        self.rollouts = Rollouts(env, engine)
-        self._seed = seed
-        self._collected = 0
-        self._stop = threading.Event()
+        self.rollouts = Rollouts(env, policy, attend)
+        self.group_transforms, self.refill, self.sleep_engine = tuple(group_transforms), refill, sleep_engine
+        self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
+        self.weight_sync = weight_sync
+        self._seed, self._reference = seed, reference
+        slots = max_groups_admitted(max_policy_age, self.num_groups)
+        if isinstance(replay_buffer, GroupReplayBuffer):
+            self._buffer = replay_buffer
+            if (replay_buffer.storage.max_size, replay_buffer.batch_size) != (slots, self.num_groups):
+                raise ValueError(
+                    f"The replay buffer holds {replay_buffer.storage.max_size} groups and gives "
+                    f"{replay_buffer.batch_size} at once; for {self.num_groups} groups per batch and "
+                    f"max_policy_age={max_policy_age} use GroupReplayBuffer({slots}, {self.num_groups})."
+                )
+        else:
+            self._buffer = GroupReplayBuffer(slots, self.num_groups, as_table=as_table)
+        self._buffer.around_sample = self._give_out
+        if postproc is not None:
+            self.set_postproc(postproc)
+        self._slots = Slots(
+            env.stream,
+            self._buffer,
+            num_groups=self.num_groups,
+            max_policy_age=max_policy_age,
+            version=lambda: self.policy.version,
+            max_draws=max_draws,
+        )
+        self._frames, self._iter = 0, -1
+        self._beside = self._begun = self._waiting = False
+        self._unasked: list[Group] = []
+        self._metrics: dict[str, float] = {}
+        self._changed = threading.Condition()  # its lock guards the slots
+        self._inbox, self._clock = Inbox(policy), StageClock()
         self._thread: threading.Thread | None = None
+        self._closed = False
         self._failure: BaseException | None = None
+        self._progress_at = time.monotonic()  # when something last resolved
 
-    def collect(self, num_groups: int) -> list[TensorDictBase]:
-        """The graded rows of so many prompts, siblings together."""
-        prompts = [
-            Prompt(group_id, example, self.env.group_size(example), sample_seed(self._seed, group_id))
-            for group_id, example in self.env.stream.draw(num_groups)
-        ]
-        groups = {group.prompt.group_id: group.rows for group in self.rollouts.stream(prompts, self.sampling)}
-        rows = row_list(RowTable.cat([groups[prompt.group_id] for prompt in prompts]).stack())
-        self._collected += len(rows)
-        return rows
+    # ------------------------------------------------------------------ what a TorchRL loop calls
 
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches of ``dialog_turns_per_batch`` rows until ``total_dialog_turns`` have been collected."""
-        groups = self.requested_frames_per_batch // self.env.repeats
-        while not self._stop.is_set() and (self.total_frames < 0 or self._collected < self.total_frames):
-            yield LazyStackedTensorDict.lazy_stack(self.collect(groups))
+    def __iter__(self) -> Iterator[Any]:
+        """Batches; after a failure the collector is left as it is, so that its state can be saved."""
+        self._iteration_started = True
+        return self.iterator()
 
-    def start(self) -> None:
-        """Fill ``replay_buffer`` from a thread until :meth:`shutdown`; a failure is raised there."""
+    def iterator(self) -> Iterator[Any]:
+        """Batches until ``total_dialog_turns`` were collected; None each time where a buffer is filled."""
+        while not self._closed and (self.total_frames < 0 or self._frames < self.total_frames):
+            if self.replay_buffer is self._buffer:
+                self._wait_for_batch()
+                yield None
+                continue
+            batch = self.next_batch()
+            if self.replay_buffer is not None:
+                self.replay_buffer.extend(batch)
+            yield batch if self.replay_buffer is None else None
+
+    def next_batch(self) -> Any:
+        """The next batch; the first call admits the first groups.
+
+        Raises:
+            Interrupted: ``should_stop`` while waiting.
+            TimeoutError: nothing resolved for ``wait_deadline_s``.
+            UnusableValues: a transform found rewards that cannot be used; the batch will be asked for again.
+            RuntimeError: a token is older than ``max_policy_age`` versions.
+        """
+        return self._buffer.sample()
+
+    def start(self, *, dispatch: bool = True) -> None:
+        """Collect beside the caller, into ``replay_buffer``; a failure is raised where a batch is waited for.
+
+        Args:
+            dispatch: False leaves the work to :meth:`handle_events` and to whoever waits.
+
+        Raises:
+            RuntimeError: there is no buffer.
+        """
         if self.replay_buffer is None:
-            raise RuntimeError("RolloutCollector.start() fills a replay buffer; give replay_buffer=.")
+            raise RuntimeError(f"{type(self).__name__}.start() fills a replay buffer; give replay_buffer=.")
+        if self.replay_buffer is not self._buffer:
+            self._thread = threading.Thread(target=self._fill_foreign, name="collector", daemon=True)
+            self._thread.start()
+            return
+        self._beside = True
+        if dispatch:
+            self._thread = threading.Thread(target=self._dispatch, name="dispatcher", daemon=True)
 
-        def fill() -> None:
-            try:
-                for rows in self.iterator():
-                    self.replay_buffer.extend(rows)  # type: ignore[union-attr]
-            except BaseException as failure:  # handed to the caller of shutdown, who cannot see this thread
-                self._failure = failure
+    def update_policy_weights_(  # type: ignore[override]
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Push weights to the engine and release the batch: the next token comes from them.
 
-        self._thread = threading.Thread(target=fill, name="rollouts", daemon=True)
-        self._thread.start()
+        Args:
+            policy_or_weights: a module, its named tensors, or a TensorDict of them; None: those of ``weight_sync``.
+            weights, policy: the same by TorchRL's other names.
+            worker_ids: must be None: every engine gets every version.
+            model_id: must be None or ``"policy"``.
+            version: what the weights are called; default is the next one.
+        """
+        if worker_ids is not None or model_id not in (None, "policy"):
+            raise ValueError("Every engine serves the same policy; leave worker_ids and model_id out.")
+        given = next((one for one in (policy_or_weights, weights, policy) if one is not None), None)
+        version = self.policy_version + 1 if version is None else version
+        if self.weight_sync is not None:
+            self.weight_sync.send(given, version=version)
+        elif given is None:
+            raise ValueError("Which weights? Pass the model, or make the collector with weight_sync=.")
+        else:
+            self.policy.update_weights(named_weights(given), version)
+        self.release()
+
+    def release(self) -> None:
+        """The batch given out is trained: its slots are free for new groups, of the weights that the engines hold."""
+        with self._changed:
+            fresh = self._slots.release()
+        self._submit(fresh)
+
+    def set_postproc(self, postproc: Callable[[Any], Any]) -> None:
+        """Change each batch before it is given out: a transform, or a function of the batch."""
+        self._buffer.append_transform(postproc)
+
+    def increment_version(self) -> None:
+        """For TorchRL's weight senders, which push by themselves: see :meth:`release`."""
+        self.release()
+
+    @property
+    def policy_version(self) -> int:  # type: ignore[override]
+        """Of the weights that the engines serve."""
+        return self.policy.version
+
+    def get_policy_version(self) -> int:
+        """:attr:`policy_version`, for callers that cannot read properties."""
+        return self.policy_version
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        return self.requested_frames_per_batch
+
+    @property
+    def total_dialog_turns(self) -> int:
+        return self.total_frames
+
+    def is_running(self) -> bool:
+        """Whether a thread collects."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds per phase and group counts of the last batch."""
+        return dict(self._metrics)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        self._seed = seed
+        return seed
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Stop collecting and close the engine; idempotent."""
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-        self.engine.close()
+        """Stop collecting, close engine and environment; what is in flight is forgotten. Idempotent."""
+        self.close(timeout)
+        self.policy.close()
         if close_env and not self.env.is_closed:
             self.env.close(raise_if_closed=False)
         failure, self._failure = self._failure, None
         if failure is not None and raise_on_error:
             raise failure
 
-    def update_policy_weights_(  # type: ignore[override]
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
-    ) -> None:
-        """Push named tensors to the engine; returns when the next token comes from them."""
-        self.engine.update_weights(weights, version)
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Stop collecting; engine and environment stay open."""
+        self._closed = True
+        self._post(lambda: None)
+        if self.is_running() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)  # type: ignore[union-attr]
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        self._seed = seed
-        return seed
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Position in the prompts, groups in flight by id, finished groups with their rows; at any moment."""
+        with self._changed:
+            return OrderedDict(self._slots.state_dict(), frames=self._frames, iter=self._iter)
 
-    def state_dict(self) -> OrderedDict:
-        """Position in the prompts and amount collected; the engine holds no state between collections."""
-        return OrderedDict(stream=self.env.stream.state_dict(), collected=self._collected)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where the state was taken; nothing is asked for before the next batch is.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        self.env.stream.load_state_dict(state_dict["stream"])
-        self._collected = state_dict["collected"]
+        Raises:
+            RuntimeError: groups are in flight already.
+            UserError: the state is of another batch size, or of a larger ``max_policy_age``.
+        """
+        if self._begun:
+            raise RuntimeError("load_state_dict() was called after the first batch; load before it.")
+        if state_dict["max_policy_age"] and self.replay_buffer is None:
+            raise UserError(
+                "The saved run had workers beside its learner, whose groups this one, which takes turns, would lose; "
+                "resume it in the same mode, on as many devices as it had."
+            )
+        self._slots.load_state_dict(state_dict)
+        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+
+    # ------------------------------------------------------------------ a batch
+
+    def _give_out(self, draw: Callable[[], Any]) -> Any:
+        """Around the buffer's ``draw``: wait for the groups that are due, take them, count and time."""
+        began = time.perf_counter()
+        if self._slots.given_out:
+            self.release()
+        self._wait_for_batch()
+        waited = time.perf_counter() - began
+        if self.sleep_engine:
+            self.policy.sleep()
+        with self._changed:
+            self._slots.take()
+            refilled, self._slots.refill.num_replaced = self._slots.refill.num_replaced, 0
+            busy = self._clock.lap()
+            left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": self._buffer.num_waiting}
+        seconds = {"generate": busy[SAMPLE], "score": max(0.0, waited - busy[SAMPLE])}
+        if self._beside:  # the phases overlap with learning, and with each other
+            seconds |= {"score": busy[GRADE], "wait": waited}
+        seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
+        try:
+            batch = draw()
+        except UnusableValues:  # what is saved now asks for these groups again
+            with self._changed:
+                groups = self._slots.take_back()
+            self._submit(groups)
+            raise
+        for phase, value in self._buffer.seconds().items():
+            seconds[phase] = seconds.get(phase, 0.0) + value
+        rows = RowTable.of(batch[0] if isinstance(batch, tuple) else batch)
+        require_age(rows, self.policy_version, self.max_policy_age)
+        self._frames, self._iter = self._frames + len(rows), self._iter + 1
+        self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
+        self._metrics |= {"groups/zero_advantage": num_zero_advantage_groups(rows), "groups/refilled": refilled}
+        self._metrics |= self.metrics_extra()
+        return batch
+
+    def is_ready(self) -> bool:
+        """Whether a batch would be given out at once; asking admits the first groups, as :meth:`next_batch` does."""
+        self._begin()
+        with self._changed:
+            return self._is_ready()
+
+    def handle_events(self) -> int:
+        """Do what has come (``dispatch=False``), without a step of the engine; the number of events handled."""
+        return self._inbox.drain()
+
+    def _begin(self) -> None:
+        """Admit the first groups: those that a saved run had in flight, then new ones."""
+        if self._begun:
+            return
+        if self.max_policy_age and not self._beside:
+            raise ValueError(
+                f"max_policy_age={self.max_policy_age} needs a collector beside the learner: give it a "
+                "GroupReplayBuffer and call start()."
+            )
+        self._begun = True
+        pending = list(self._slots.in_flight.values())
+        fresh = self._slots.fill()
+        if self._beside and self._thread is not None:
+            self._thread.start()
+        self._submit([*pending, *fresh])
+
+    def _fill_foreign(self) -> None:
+        try:
+            for _ in self.iterator():
+                pass
+        except BaseException as failure:  # handed to the caller of shutdown, who cannot see this thread
+            self._failure = failure
+
+    def _submit(self, groups: Sequence[Group]) -> None:
+        if not self._beside:
+            self._unasked += groups
+            return
+        for group in groups:
+            self._sample(group)
+
+    def _ask_together(self) -> None:
+        """Ask for what was left to do, once nothing else is sampled or graded."""
+        counts = self._clock.counts
+        if self._unasked and not counts[SAMPLE] + counts[GRADE]:
+            groups, self._unasked = self._unasked, []
+            for group in groups:
+                self._sample(group)
+
+    def _wait_for_batch(self) -> None:
+        """Return when the batch is ready."""
+        self._begin()
+        began = time.monotonic()
+        while True:
+            if self.rollouts.attend is not None:
+                self.rollouts.attend()
+            with self._changed:
+                self._waiting = True
+                try:
+                    if self._is_ready():
+                        return
+                    if self.should_stop():
+                        raise Interrupted("a stop was asked for while the next batch was waited for.")
+                    self._require_progress(began)
+                    if self._beside and self._thread is not None:
+                        self._changed.wait(_POLL_S)
+                    else:
+                        self._ask_together()
+                        self._inbox.run_once(_POLL_S)
+                finally:
+                    self._waiting = False
+
+    def _is_ready(self) -> bool:
+        """Whether the batch is ready; zero-advantage groups that it waits for go on to their last stages."""
+        if self._failure is not None:
+            raise self._failure
+        if self._slots.batch_is_ready():
+            return True
+        kept = self._slots.settle()
+        if kept:
+            logger.warning(
+                "The step's %d draws are spent: %d groups whose rewards are all equal stay and carry no gradient.",
+                *(self._slots.refill.num_draws, len(kept)),
+            )
+        for group, rows in kept:
+            self._post(partial(self._to_reference, group, rows))
+        return False
+
+    def _require_progress(self, began: float) -> None:
+        silent = time.monotonic() - max(began, self._progress_at)
+        if silent <= self.wait_deadline_s:
+            return
+        counts = self._clock.counts
+        raise WorkerLate(
+            f"Nothing resolved for {silent:.1f} s while a batch of {self.num_groups} groups was waited for: "
+            f"{counts[SAMPLE]} groups are being sampled, {counts[GRADE]} graded, {counts[REFERENCE]} are at the "
+            f"reference, {self._buffer.num_waiting} are finished; training.log says what the workers said."
+        )
+
+    def _sample(self, group: Group) -> None:
+        seed = sample_seed(self._seed, group.group_id)
+        prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
+        begin = partial(self.rollouts.begin, prompt, self.sampling, self._post, self._clock)
+        self._ask(begin, partial(self._graded, group))
+
+    def _graded(self, group: Group, graded: Graded) -> None:
+        if not self.refill or not zero_advantage_rows(graded.rows).all():
+            self._to_reference(group, graded.rows)
+            return
+        with self._changed:
+            fresh = self._slots.discard(group, graded.rows)
+            self._notify_if_due()
+        self._submit(fresh)
+
+    def _to_reference(self, group: Group, rows: RowTable) -> None:
+        for transform in self.group_transforms:
+            transform(rows)  # in place
+        if self._reference is None:
+            self._finish(group, rows)
+            return
+        self._clock.move(None, REFERENCE)
+        self._ask(partial(self._reference, rows), partial(self._referenced, group))
+
+    def _referenced(self, group: Group, rows: RowTable) -> None:
+        self._clock.move(REFERENCE, None)
+        self._finish(group, rows)
+
+    def _finish(self, group: Group, rows: RowTable) -> None:
+        with self._changed:
+            self._slots.finish(group, rows)
+            self._notify_if_due()
+
+    def _notify_if_due(self) -> None:
+        if self._waiting and self._is_ready():
+            self._changed.notify_all()
+
+    def _dispatch(self) -> None:
+        while not self._closed:
+            try:
+                self._inbox.run_once()
+            except BaseException as failure:  # of the engine's step
+                self._fail(failure)
+                return
+
+    def _post(self, action: Callable[[], object]) -> None:
+        self._inbox.post(partial(self._handle, action))
+
+    def _handle(self, action: Callable[[], object]) -> None:
+        self._progress_at = time.monotonic()
+        try:
+            action()
+        except BaseException as failure:  # handed to the main thread, which cannot see this one
+            self._fail(failure)
+
+    def _fail(self, failure: BaseException) -> None:
+        """The other groups go on."""
+        self._failure = self._failure or failure
+        with self._changed:
+            self._changed.notify_all()
+
+    def _ask(self, ask: Callable[[], Future[Any]], then: Callable[[Any], object]) -> None:
+        try:
+            future = ask()
+        except Exception as failure:  # the same to the caller as a future that fails
+            self._fail(failure)
+            return
+        future.add_done_callback(lambda done: self._post(lambda: then(done.result())))

@@ -280,17 +280,17 @@ def pushed_weights_landed(subject: Subject) -> Check:
     learner, version = subject.learner, subject.learner.version
     learner.perturb()
     try:
-        subject.publisher.publish(version)
-        differing = subject.publisher.differing()
+        subject.weight_sync.send(version=version)
+        differing = subject.weight_sync.differing()
         probe = subject.sample(salt=1, max_tokens=PROBE_TOKENS)
-        subject.publisher.sleep()
+        subject.weight_sync.sleep()
         new, rounding = _typical(subject, probe)
     finally:
         learner.restore()
     old, _ = _typical(subject, probe, round_too=False)
-    subject.publisher.publish(version)
+    subject.weight_sync.send(version=version)
     rows = subject.sample(max_tokens=PROBE_TOKENS)
-    subject.publisher.sleep()
+    subject.weight_sync.sleep()
     back, usual = _typical(subject, rows)
     if subject.exact:
         allowed = SINGLE
@@ -428,7 +428,7 @@ def run_gate(
             raise CheckError(result)
         if result.passed is False:
             logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
-    subject.publisher.wake()
+    subject.weight_sync.wake()
     set_rng_state(random)
     return done
 
@@ -453,7 +453,7 @@ def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
 def graded_rows(subject: Subject) -> RowTable:
     """The samples as a batch is trained on; what follows needs the learner's device as much as a step does."""
     batch = subject.sample()
-    subject.publisher.sleep()
+    subject.weight_sync.sleep()
     for transform in subject.transforms:
         batch = transform(batch)
     return batch

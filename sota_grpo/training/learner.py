@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sota_grpo import keys
-from sota_grpo.engines import Engine
 from sota_grpo.errors import UserError, memory_for
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
@@ -32,7 +30,6 @@ from sota_grpo.policy.sharding import (
     reduce_gradients,
     replicated,
 )
-from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import known_tokens, pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
@@ -512,61 +509,3 @@ class Totals(NamedTuple):
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         totals[name] = totals.get(name, 0) + value.detach()
-
-
-@dataclass(eq=False)
-class Publisher:
-    """Pushes the learner's weights to every engine.
-
-    Contract. Consumes: the weights as they stand. Produces: engines that serve them. Waits for: every engine.
-    Unblocked by: the last engine's answer. When an engine fails its exception ends the run.
-
-    Args:
-        weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
-            adapter alone, for engines that merge it (:class:`~sota_grpo.policy.lora.AdapterPack`).
-        engines: who receives them.
-        make_room: the engines stand on the learner's devices, so each makes room for the other: this gives back what
-            the learner's side holds there in reserve. None: they have their own.
-        whole: what engines that were given an adapter alone hold then: all weights, it merged.
-    """
-
-    weights: Callable[[], Any]
-    engines: Sequence[Engine]
-    make_room: Callable[[], object] | None = None
-    whole: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
-    seconds: float = field(default=0.0, init=False)
-
-    def publish(self, version: int) -> None:
-        """Return when every engine samples its next token from the weights called ``version``."""
-        began = time.perf_counter()
-        pushes = [self.weights() for _ in self.engines]  # what gathering them takes is given back before anybody wakes
-        self.wake()
-        for engine, weights in zip(self.engines, pushes):
-            engine.update_weights(weights, version)
-            if engine.version != version:
-                raise RuntimeError(f"Engine {engine.name} serves version {engine.version} after a push of {version}.")
-        self.seconds = time.perf_counter() - began
-
-    def differing(self) -> list[str] | None:
-        """The names of weights that an engine holds otherwise than the learner does; None where none can say."""
-        odd: set[str] = set()
-        for engine in self.engines:
-            if (held := engine.weight_sums()) is None:
-                return None
-            pushed = (self.whole or self.weights)()
-            known = ((name, value, held[name]) for name, value in pushed if name in held)
-            odd |= {name for name, value, own in known if Checksum.of(value, own.dtype) != own}
-        return sorted(odd)
-
-    def sleep(self) -> None:
-        """Leave shared GPUs to the learner; nothing where the engines have their own."""
-        if self.make_room is not None:
-            for engine in self.engines:
-                engine.sleep()
-
-    def wake(self) -> None:
-        """Undo :meth:`sleep`. An engine in another process finds only the memory that this one has given back."""
-        if self.make_room is not None:
-            self.make_room()
-        for engine in self.engines:
-            engine.wake()

@@ -118,9 +118,9 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
     rows, faults = subject.rows, []
     ended = int((~rows.get(keys.TRUNCATED)).sum())
     if not ended and not subject.sampling.ignore_eos:
-        subject.publisher.wake()
+        subject.weight_sync.wake()
         more = subject.sample(NUM_LOOKED_AT, salt=2)
-        subject.publisher.sleep()
+        subject.weight_sync.sleep()
         if bool(more.get(keys.TRUNCATED).all()):
             faults.append(
                 f"all of {len(more)} more were cut, too, so that no response ends: raise inference_model.max_tokens "

@@ -14,7 +14,8 @@ from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import Task
 from sota_grpo.source.source import Prompt, Rollouts
-from sota_grpo.training.learner import Learner, Publisher
+from sota_grpo.source.weight_sync import EngineWeightSync
+from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import RemoteLearner
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on; of a mixture at least one prompt of each task
@@ -84,7 +85,7 @@ class Subject:
     task: Task
     rollouts: Rollouts
     learner: Learner | RemoteLearner
-    publisher: Publisher
+    weight_sync: EngineWeightSync
     sampling: Sampling
     seed: int
     exact: bool

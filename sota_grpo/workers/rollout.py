@@ -222,7 +222,7 @@ def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> Ro
 
 
 class FleetEngine(Streams):
-    """What the gate, the evaluation, the publisher and the source see of the rollout workers.
+    """What the gate, the evaluation, the weight_sync and the source see of the rollout workers.
 
     Contract. Consumes: requests, one group at a time. Produces: groups, from whichever worker had room. Waits for:
     workers, as long as each shows progress. Unblocked by: the next finished group. When a worker dies or is silent, the

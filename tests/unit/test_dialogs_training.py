@@ -32,11 +32,12 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.source import Rollouts, RolloutSource
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.forward_passes import LearnerSettings
-from sota_grpo.training.learner import Learner, Publisher
+from sota_grpo.training.learner import Learner
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
 from tests.unit.tiny_models import VOCAB, make_model
 
@@ -159,7 +160,7 @@ def make_env() -> TaskEnv:
     return TaskEnv(task, load_tokenizer("tiny"), num_envs=16, repeats=4)
 
 
-def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[RolloutSource, Learner, Publisher]:
+def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[RolloutSource, Learner, EngineWeightSync]:
     torch.manual_seed(0)
     model = load_model("tiny")
     policy = CausalPolicy(model, temperature=1.0)
@@ -173,7 +174,7 @@ def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[Roll
         transforms=[("advantage", GroupAdvantage())],
         seed=SEED,
     )
-    return source, learner, Publisher(lambda: engine_weights(model), [engine])
+    return source, learner, EngineWeightSync(lambda: engine_weights(model), engine)
 
 
 def num_turns(row: TensorDictBase) -> int:
@@ -195,9 +196,9 @@ class Kept:
 
 
 def train(engine: DialogEngine, env: TaskEnv, dump_dir: Path, num_steps: int) -> Kept:
-    source, learner, publisher = make_parts(engine, env, dump_dir)
+    source, learner, weight_sync = make_parts(engine, env, dump_dir)
     log = Kept()
-    run(source, learner, publisher, log, first_step=0, num_steps=num_steps, before=id, after=lambda step: True)
+    run(source, learner, weight_sync, log, first_step=0, num_steps=num_steps, before=id, after=lambda step: True)
     assert engine.version == num_steps
     return log
 
@@ -281,7 +282,7 @@ def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> 
     tokenizer = env.tokenizer
     ids = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
     engine = WithExamples(TransformersEngine(load_model("tiny"), **ids), env, max_steps=3)
-    source, learner, publisher = make_parts(engine, env, tmp_path)
+    source, learner, weight_sync = make_parts(engine, env, tmp_path)
     for _ in range(2):
         batch = source.next_batch(learner.version)
         rows = list(batch)
@@ -290,5 +291,5 @@ def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> 
         found = learner.update(rows)
         assert found["ess"] > 1 - 1e-6
         assert found["clip_fraction"] == 0
-        publisher.publish(learner.version)
+        weight_sync.send(version=learner.version)
         source.release(batch)

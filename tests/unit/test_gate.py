@@ -26,10 +26,11 @@ from sota_grpo.rl.collate import prompt_groups
 from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, ReferenceKL
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
 from sota_grpo.training.gate import graded_rows, pushed_weights_landed, run_gate
-from sota_grpo.training.learner import Publisher, perturb
+from sota_grpo.training.learner import perturb
 from sota_grpo.training.sample_checks import ENOUGH, NUM_GROUPS
 from sota_grpo.training.subject import NUM_SAMPLES, CheckError, NamedReference, Subject, sampled_tokens
 from tests.l3_parts import TEMPERATURE, make_subject
@@ -80,12 +81,14 @@ def test_in_half_precision_a_push_without_a_layer_is_told_from_a_whole_one(layer
     """Fresh samples. Of 12 seeds, right pushes came to at most 0.61 of what is allowed, others to 2.03 and more."""
     seed = random.randrange(1 << 30)
     subject = make_subject(tmp_path, max_tokens=96, seed=seed, **HALF["bf16 both"])
-    subject.publisher.publish(0)
+    subject.weight_sync.send(version=0)
     subject.rows = graded_rows(subject)
     if layer is not None:
-        push = subject.publisher
-        old = {name: weight.clone() for name, weight in push.weights() if f"layers.{layer}." in name}
-        subject.publisher = Publisher(lambda: [(name, old.get(name, w)) for name, w in push.weights()], push.engines)
+        push = subject.weight_sync
+        old = {name: weight.clone() for name, weight in push.policy_weights() if f"layers.{layer}." in name}
+        subject.weight_sync = EngineWeightSync(
+            lambda: [(name, old.get(name, w)) for name, w in push.policy_weights()], push.engine
+        )
     check = pushed_weights_landed(subject)
     assert check.passed == (layer is None), f"seed {seed}: {check.sentence}"
 
@@ -497,7 +500,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_push_that_does_not_land_is_found(subject: Subject) -> None:
-    subject.publisher.weights = lambda: []
+    subject.weight_sync.policy_weights = lambda: []
     subject.rollouts.engine.update_weights = lambda weights, version: None
     assert failed(subject) == ["pushed weights landed"]
 
@@ -516,17 +519,17 @@ FAMILIES = {
 def test_a_family_left_out_of_the_push_is_found(family: str, tmp_path: Path) -> None:
     half = {ONE: {}, "attention": HALF["bf16 both"]}.get(family, HALF["bf16 engine"])
     subject = make_subject(tmp_path, **half)
-    push, first = subject.publisher.weights, {}
+    push, first = subject.weight_sync.policy_weights, {}
     for name, value in push():
         first[name] = value.clone()
     assert any(FAMILIES[family](name) for name in first)
-    subject.publisher.weights = lambda: [(n, first[n] if FAMILIES[family](n) else w) for n, w in push()]
+    subject.weight_sync.policy_weights = lambda: [(n, first[n] if FAMILIES[family](n) else w) for n, w in push()]
     assert not gate.pushed_weights_landed(subject).passed
 
 
 def without(subject: Subject, *stale: str) -> Subject:
     """The same, with a push that leaves these tensors as they were."""
-    push, first = subject.publisher.weights, {}
+    push, first = subject.weight_sync.policy_weights, {}
     for name, value in push():
         first[name] = value.clone()
     assert {*stale} <= first.keys()
@@ -687,7 +690,7 @@ def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
         watched = lambda *args, call=call: (computed.append(seen["asleep"]), call(*args))[1]  # noqa: E731
         monkeypatch.setattr(learner, name, watched)
     subject.transforms = [lambda batch: (computed.append(seen["asleep"]), batch)[1]]
-    subject.publisher.make_room = learner.give_back if share_device else None
+    subject.weight_sync.make_room = learner.give_back if share_device else None
     assert failed(subject) == []
     assert set(computed) == {share_device}
     assert set(woken) == {share_device}

@@ -11,7 +11,7 @@ from sota_grpo import keys
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, Sample
 from sota_grpo.rl.table import Row, RowTable
-from sota_grpo.source.admission import GroupBuffer
+from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.builders import tiny_tokenizer
 
@@ -46,25 +46,35 @@ def same(one: Row, other: Row) -> bool:
     return True
 
 
+def buffer_of(max_groups: int) -> GroupReplayBuffer:
+    return GroupReplayBuffer(max_groups, 1, as_table=True)
+
+
+def put(buffer: GroupReplayBuffer, rows: RowTable, version: int) -> None:
+    """A group that was admitted under ``version``, whatever versions its tokens have."""
+    buffer.admitted = lambda group_id: version
+    buffer.extend(rows)
+
+
 def ids(rows: RowTable) -> list[int]:
     return rows.get(keys.GROUP_ID).tolist()
 
 
 def test_takes_by_version_then_arrival_and_orders_a_batch_by_group_id() -> None:
-    buffer = GroupBuffer(5)
+    buffer = buffer_of(5)
     for group_id, version in ((9, 2), (4, 1), (3, 2), (8, 1), (1, 1)):
-        buffer.add(group(group_id, size=1), version=version)
-    assert ids(buffer.take(2)) == [4, 8]  # the first two of version 1 to arrive
-    assert ids(buffer.take(2)) == [1, 9]  # the last of version 1, and of version 2 the first to arrive
-    assert ids(buffer.take(1)) == [3]
+        put(buffer, group(group_id, size=1), version)
+    assert ids(buffer.sample(2)) == [4, 8]  # the first two of version 1 to arrive
+    assert ids(buffer.sample(2)) == [1, 9]  # the last of version 1, and of version 2 the first to arrive
+    assert ids(buffer.sample(1)) == [3]
 
 
 def test_random_traffic_gives_every_group_once_in_the_order_of_a_plain_list() -> None:
-    buffer, waiting, arrived = GroupBuffer(8), [], 0
+    buffer, waiting, arrived = buffer_of(8), [], 0
     for step in range(300):
         if len(waiting) < 8 and (not waiting or random.random() < 0.5):
             version = step // 20 + random.randint(0, 2)
-            buffer.add(group(step, size=1), version=version)
+            put(buffer, group(step, size=1), version)
             waiting.append((version, arrived, step))
             arrived += 1
         else:
@@ -72,46 +82,46 @@ def test_random_traffic_gives_every_group_once_in_the_order_of_a_plain_list() ->
             waiting.sort()
             expected = sorted(item[2] for item in waiting[:count])
             del waiting[:count]
-            assert ids(buffer.take(count)) == expected
-        assert len(buffer) == len(waiting)
-        assert buffer.versions.total() == len(waiting)
+            assert ids(buffer.sample(count)) == expected
+        assert buffer.num_waiting == len(waiting)
+        assert buffer.sampler.versions.total() == len(waiting)
 
 
 def test_a_full_buffer_refuses_and_keeps_what_it_has() -> None:
-    buffer = GroupBuffer(2)
+    buffer = buffer_of(2)
     for group_id in (0, 1):
-        buffer.add(group(group_id), version=0)
+        put(buffer, group(group_id), 0)
     with pytest.raises(RuntimeError, match="All 2 places"):
-        buffer.add(group(2), version=0)
-    assert ids(buffer.take(2)) == [0, 0, 0, 1, 1, 1]
-    buffer.add(group(2), version=0)
-    assert ids(buffer.take(1)) == [2, 2, 2]
+        put(buffer, group(2), 0)
+    assert ids(buffer.sample(2)) == [0, 0, 0, 1, 1, 1]
+    put(buffer, group(2), 0)
+    assert ids(buffer.sample(1)) == [2, 2, 2]
 
 
 def test_asking_for_more_than_there_is_says_so() -> None:
-    buffer = GroupBuffer(2)
-    buffer.add(group(0), version=0)
+    buffer = buffer_of(2)
+    put(buffer, group(0), 0)
     with pytest.raises(RuntimeError, match="2 finished groups were asked for and the buffer holds 1"):
-        buffer.take(2)
+        buffer.sample(2)
 
 
 def test_rows_come_out_as_they_went_in() -> None:
     rows = group(0)
-    buffer = GroupBuffer(1)
-    buffer.add(rows, version=0)
-    assert all(same(one, two) for one, two in zip(rows, buffer.take(1), strict=True))
+    buffer = buffer_of(1)
+    put(buffer, rows, 0)
+    assert all(same(one, two) for one, two in zip(rows, buffer.sample(1), strict=True))
 
 
 def test_a_saved_buffer_goes_on_as_the_original_would(tmp_path) -> None:
-    buffer = GroupBuffer(6)
+    buffer = buffer_of(6)
     for group_id in random.sample(range(100), 6):
-        buffer.add(group(group_id), version=random.randint(0, 2))
-    buffer.take(1)
+        put(buffer, group(group_id), random.randint(0, 2))
+    buffer.sample(1)
     CheckpointStore(tmp_path).save(0, {"buffer": buffer.state_dict()})
     _, state = CheckpointStore(tmp_path).latest()
-    other = GroupBuffer(6)
-    other.add(group(500), version=0)  # forgotten
+    other = buffer_of(6)
+    put(other, group(500), 0)  # forgotten
     other.load_state_dict(state["buffer"])
     for count in (2, 3):
-        rows, again = (one.take(count) for one in (buffer, other))
+        rows, again = (one.sample(count) for one in (buffer, other))
         assert all(same(one, two) for one, two in zip(rows, again, strict=True))

@@ -21,9 +21,10 @@ from sota_grpo.policy.lora import add_lora
 from sota_grpo.rl.collate import pad_rows, row_prompts, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import plain_rows, row_list
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
-from sota_grpo.training.learner import SHARE, Learner, NonFiniteStep, Publisher
+from sota_grpo.training.learner import SHARE, Learner, NonFiniteStep
 from tests.unit.tiny_models import VOCAB, make_model
 
 PAD = 0
@@ -714,6 +715,8 @@ def test_weights_are_gathered_before_room_is_made_and_an_engine_wakes() -> None:
     events: list[str] = []
     engine = SimpleNamespace(name="engine", version=0, wake=lambda: events.append("wake"))
     engine.update_weights = lambda weights, version: (events.append(weights), setattr(engine, "version", version))
-    publisher = Publisher(lambda: events.append("gather") or "push", [engine], lambda: events.append("make room"))
-    publisher.publish(1)
+    weight_sync = EngineWeightSync(
+        lambda: events.append("gather") or "push", engine, lambda: events.append("make room")
+    )
+    weight_sync.send(version=1)
     assert events == ["gather", "make room", "wake", "push"]

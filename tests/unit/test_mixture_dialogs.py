@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.assembly.build import make_rollouts
+from sota_grpo.assembly.build import with_dialogs
 from sota_grpo.assembly.compose import anchor_paths, compose, needs_consent
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.sampling import engine_rows, open_env, task_of
@@ -298,7 +298,7 @@ def test_each_task_has_its_own_prompts_partner_and_reward(tmp_path: Path) -> Non
             return tokenizer(turns[name][said])["input_ids"]
 
         engine = ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
-        rollouts = make_rollouts(config, env, engine, instances)
+        rollouts = Rollouts(env, with_dialogs(config, env, engine, instances))
         prompts = [Prompt(at, one, env.group_size(one), at) for at, one in enumerate(examples.values())]
         graded = {
             group.prompt.example.extra[TASK]: group for group in rollouts.stream(prompts, Sampling(max_tokens=200))

@@ -25,13 +25,13 @@ from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import RolloutCollector
 from sota_grpo.source.source import Rollouts, RolloutSource
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks import make_scorer
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
 from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import run_gate
-from sota_grpo.training.learner import Publisher
 from sota_grpo.training.subject import CheckError
 from tests.l3_parts import MoodyTask, make_env, make_saying, make_subject
 from tests.process_rigs import wait_for
@@ -68,7 +68,7 @@ def test_training_in_sync_goes_on_and_counts_what_failed(env: TaskEnv, pool: Gra
     done = run(
         source,
         learner,
-        Publisher(lambda: [], [engine]),
+        EngineWeightSync(lambda: [], engine),
         SimpleNamespace(write=lambda step, batch, update, metrics: batches.append((batch, update, metrics))),
         first_step=0,
         num_steps=2,

@@ -1,4 +1,4 @@
-"""The source: synchronous batches at age 0, the age bound at any other, every prompt exactly once."""
+"""The collector: batches of age 0 in turns, the age bound beside the learner, every prompt exactly once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
@@ -25,11 +26,11 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sa
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
 from sota_grpo.source.admission import Group, Refill, zero_advantage_rows
-from sota_grpo.source.collector import RolloutCollector
-from sota_grpo.source.source import Rollouts, RolloutSource
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
-from tests.l3_parts import make_env
+from tests.l3_parts import collector_of, make_env
 from tests.process_rigs import wait_for
 from tests.unit.test_group_buffer import same
 
@@ -99,17 +100,14 @@ class Rig:
             self.env.grader = SimpleNamespace(scores=grade)
         self.engine = random_engine(self.env, right=right, seed=seed)
         self.desk = Desk(self.engine)
-        self.source = RolloutSource(
-            Rollouts(self.env, self.desk),
+        self.source = collector_of(
+            self.env,
+            self.desk,
             SAMPLING,
-            **{
-                "num_groups": num_groups,
-                "max_policy_age": max_policy_age,
-                "transforms": [("score", GroupAdvantage())],
-                "seed": seed,
-                "threaded": False,
-                **options,
-            },
+            num_groups=num_groups,
+            beside=True,
+            max_policy_age=max_policy_age,
+            **{"transforms": [GroupAdvantage()], "seed": seed, "dispatch": False, **options},
         )
 
     def step(self, version: int, *, choose: Callable[[], None] | None = None, ahead: int = 0):
@@ -117,12 +115,12 @@ class Rig:
         while not self.source.is_ready():
             if not self.source.handle_events():  # groups that stay are handled without anything finishing
                 (choose or self.desk.finish_any)()
-        batch = self.source.next_batch(version)
+        batch = self.source.next_batch()
         for _ in range(min(ahead, len(self.desk.open))):
             self.desk.finish_any()
             self.source.handle_events()
         self.engine.version = version + 1
-        self.source.release(batch)
+        self.source.release()
         return batch
 
 
@@ -137,12 +135,11 @@ def ids(batch) -> list[int]:
     return found[::REPEATS]
 
 
-def synchronous_source(*, right: float, seed: int, **options) -> RolloutSource:
-    """Over a real engine, which the source drives."""
+def synchronous_source(*, right: float, seed: int, **options) -> PromptGroupCollector:
+    """Over a real engine, which the collector drives."""
     env = small_env()
-    rollouts = Rollouts(env, random_engine(env, right=right, seed=seed))
-    return RolloutSource(
-        rollouts, SAMPLING, synchronous=True, transforms=[("score", GroupAdvantage())], seed=seed, **options
+    return collector_of(
+        env, random_engine(env, right=right, seed=seed), SAMPLING, transforms=[GroupAdvantage()], seed=seed, **options
     )
 
 
@@ -150,7 +147,7 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
     """(batch, metrics) of each step, by hand: rounds of collections, until no group is a zero-advantage one."""
     env = small_env()
     engine = random_engine(env, right=right, seed=seed)
-    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=REPEATS, seed=seed)
+    rollouts = Rollouts(env, engine)
     found = []
     for version in range(steps):
         engine.version = version
@@ -158,7 +155,12 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
         for _ in range(max_draws if refill else 1):
             if len(kept) == num_groups * REPEATS:
                 break
-            rows = collector.collect(num_groups - len(kept) // REPEATS)
+            prompts = [
+                Prompt(group_id, example, REPEATS, sample_seed(seed, group_id))
+                for group_id, example in env.stream.draw(num_groups - len(kept) // REPEATS)
+            ]
+            groups = {group.prompt.group_id: group.rows for group in rollouts.stream(prompts, SAMPLING)}
+            rows = list(RowTable.cat([groups[prompt.group_id] for prompt in prompts]))
             alike = [refill and each for each in zero_advantage_rows(RowTable.of(rows)).tolist()]
             kept += itertools.compress(rows, [not each for each in alike])
             zero += itertools.compress(rows, alike)
@@ -192,19 +194,19 @@ def test_at_age_0_the_batches_are_those_of_sync_bit_for_bit(refill: bool) -> Non
         found: list[list] = [[], []]
         for step, (_, metrics) in enumerate(expected):
             found[0].append(rig.step(step))
-            driven.engine.version = step
-            found[1].append(driven.next_batch(step))
+            driven.policy.version = step
+            found[1].append(driven.next_batch())
             for source in (rig.source, driven):
                 for name in ("groups/refilled", "groups/zero_advantage"):
                     assert source.metrics()[name] == metrics[name], f"{name}: {context}, step {step}"
-            driven.release(found[1][-1])
+            driven.release()
         for batches in found:
             require_equal(batches, expected, context)
         assert sorted(rig.desk.asked) == list(range(len(rig.desk.asked)))
 
 
 def test_sync_and_workers_continue_each_other() -> None:
-    """A synchronous run may go on with workers, and back, prompts and seeds the same; the old form of a state too."""
+    """A synchronous run may go on with workers, and back, prompts and seeds the same."""
     seed = random.randrange(10**6)
     whole = [
         batch
@@ -212,10 +214,10 @@ def test_sync_and_workers_continue_each_other() -> None:
     ]
     found = []
 
-    def go_on(source: RolloutSource, version: int) -> dict:
-        source.engine.version = version
-        found.append(source.next_batch(version))
-        source.release(found[-1])
+    def go_on(source: PromptGroupCollector, version: int) -> dict:
+        source.policy.version = version
+        found.append(source.next_batch())
+        source.release()
         return source.state_dict()
 
     state = go_on(synchronous_source(right=0.5, seed=seed, num_groups=4), 0)
@@ -227,37 +229,30 @@ def test_sync_and_workers_continue_each_other() -> None:
         source = synchronous_source(right=0.5, seed=seed, num_groups=4)
         source.load_state_dict(rig.source.state_dict())
         state = go_on(source, version + 1)
-    old = synchronous_source(right=0.5, seed=seed, num_groups=4)
-    old.env.stream.draw(20)
-    source = synchronous_source(right=0.5, seed=seed, num_groups=4)
-    source.load_state_dict({"stream": old.env.stream.state_dict(), "collected": 60})
-    go_on(source, 5)
-    assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[:6]]
+    assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[:5]]
 
 
-@pytest.mark.parametrize("max_policy_age", [0, 2])
-def test_in_sync_nothing_is_asked_for_beside_the_learner_and_a_batch_together(max_policy_age: int) -> None:
+def test_in_sync_nothing_is_asked_for_beside_the_learner_and_a_batch_together() -> None:
     calls: list[int] = []
     source = synchronous_source(
         right=0.3,
         seed=random.getrandbits(30),
         num_groups=5,
-        max_policy_age=max_policy_age,
         refill=True,
         max_draws=3,
     )
-    start = source.engine._start
-    source.engine._start = lambda tickets, *rest: calls.append(len(tickets)) or start(tickets, *rest)
+    start = source.policy._start
+    source.policy._start = lambda tickets, *rest: calls.append(len(tickets)) or start(tickets, *rest)
     for version in range(3):
-        source.engine.version = version
-        batch = source.next_batch(version)
+        source.policy.version = version
+        source.next_batch()
         assert calls[0] == 5
         assert sum(calls) == 5 + source.metrics()["groups/refilled"]
         assert len(calls) <= 3
-        assert not source.engine.num_in_flight  # so that it can sleep
+        assert not source.policy.num_in_flight  # so that it can sleep
         calls.clear()
-        source.release(batch)
-        assert not source.engine.num_in_flight
+        source.release()
+        assert not source.policy.num_in_flight
 
 
 @pytest.mark.parametrize("stage", ["sample", "grade"])
@@ -267,8 +262,8 @@ def test_in_sync_replacements_are_asked_for_together_once_the_last_group_is_grad
     late: list[tuple[Future, Future]] = []
     looks = itertools.count()
     source = synchronous_source(right=0.0, seed=random.getrandbits(30), num_groups=4, refill=True, max_draws=2)
-    start, local = source.engine._start, source.env.grader
-    source.engine._start = lambda tickets, *rest: calls.append(len(tickets)) or start(tickets, *rest)
+    start, local = source.policy._start, source.env.grader
+    source.policy._start = lambda tickets, *rest: calls.append(len(tickets)) or start(tickets, *rest)
 
     def grade(pairs) -> Future:
         scores = local.scores(pairs)
@@ -283,9 +278,9 @@ def test_in_sync_replacements_are_asked_for_together_once_the_last_group_is_grad
         return False
 
     if stage == "sample":
-        source.engine._duration_s = lambda request: 0.1 * (request.group_id == 0)
+        source.policy._duration_s = lambda request: 0.1 * (request.group_id == 0)
     source.env.grader, source.should_stop = SimpleNamespace(scores=grade), tell_after_ten_looks
-    assert ids(source.next_batch(0)) == [4, 5, 6, 7]
+    assert ids(source.next_batch()) == [4, 5, 6, 7]
     assert calls == [4, 4]
     assert len(late) == (stage == "grade")
 
@@ -342,8 +337,12 @@ def test_no_order_of_finishing_exceeds_the_age(max_policy_age: int) -> None:
 def test_a_token_above_the_age_is_refused() -> None:
     rig = Rig()
     rig.engine.version = -1  # an engine that serves older weights than it says
+    while not rig.source.is_ready():
+        rig.desk.finish_any()
+        rig.source.handle_events()
+    rig.engine.version = 0
     with pytest.raises(RuntimeError, match="policy version -1 arrived at version 0"):
-        rig.step(0)
+        rig.source.next_batch()
 
 
 def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() -> None:
@@ -358,10 +357,10 @@ def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() ->
         rig.desk.finish(group_id)
     rig.source.handle_events()
     assert not rig.source.is_ready()
-    assert len(rig.source._slots.buffer) == 3
+    assert len(rig.source._slots.buffer.sampler) == 3
     rig.desk.finish(0)
     rig.source.handle_events()
-    assert ids(rig.source.next_batch(1)) == [0, 3]
+    assert ids(rig.source.next_batch()) == [0, 3]
 
 
 def test_slots_are_freed_by_release_and_not_by_taking() -> None:
@@ -369,12 +368,10 @@ def test_slots_are_freed_by_release_and_not_by_taking() -> None:
     while not rig.source.is_ready():
         rig.desk.finish_any()
         rig.source.handle_events()
-    batch = rig.source.next_batch(0)
+    rig.source.next_batch()
     assert len(rig.desk.asked) == 6
-    with pytest.raises(RuntimeError, match="before the last one was released"):
-        rig.source.next_batch(1)
     rig.engine.version = 1
-    rig.source.release(batch)
+    rig.source.release()
     assert len(rig.desk.asked) == 9
 
 
@@ -404,25 +401,25 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
     for step in range(steps):
         while not rig.source.is_ready():
             if random.random() < 0.2:
-                finished = len(rig.source._slots.buffer)
+                finished = len(rig.source._slots.buffer.sampler)
                 rig = reload(rig, tmp_path, **options)
-                assert len(rig.source._slots.buffer) == finished  # with their rows: nobody samples them again
+                assert len(rig.source._slots.buffer.sampler) == finished  # with their rows: nobody samples them again
                 kept += finished
                 continue
             if not rig.source.handle_events():
                 rig.desk.finish_any()
-        batch = rig.source.next_batch(step)
+        batch = rig.source.next_batch()
         trained += [(batch, rig.source.metrics())]
         replaced += rig.source.metrics()["groups/refilled"]
         rig.engine.version = step + 1
         if random.random() < 0.3:
             rig = reload(rig, tmp_path, **options)  # a batch that was given out counts as trained
         else:
-            rig.source.release(batch)
+            rig.source.release()
     rig.source.is_ready()
     taken = [group for batch, _ in trained for group in ids(batch)]
     slots = rig.source._slots
-    left = [*slots.in_flight, *(group for _, _, group, _ in sorted(slots.buffer._groups))]
+    left = [*slots.in_flight, *(group for _, _, group in sorted(slots.buffer.sampler._waiting.values()))]
     held = slots.refill.num_held
     assert len(set(taken + left)) == len(taken + left)
     assert kept > 0
@@ -447,12 +444,12 @@ def test_a_batch_that_cannot_be_trained_on_is_asked_for_again_after_a_resume(tmp
     whole, rig = Rig(**options), Rig(**options)
     expected = [whole.step(step) for step in range(3)]
     rig.step(0)
-    transforms, rig.source.transforms = rig.source.transforms, [("score", Mock(side_effect=UnusableValues("-1")))]
+    rig.source.replay_buffer.append_transform(Mock(spec=Transform, side_effect=UnusableValues("-1")))
     with pytest.raises(UnusableValues):
         rig.step(1)
+    rig.source.replay_buffer._transform.pop()
     resumed = reload(rig, tmp_path, **options)
     for source in (rig, resumed):  # a source that goes on does the same
-        source.source.transforms = transforms
         for batch, other in zip([source.step(1), source.step(2)], expected[1:], strict=True):
             assert ids(batch) == ids(other)
             assert all(same(one, two) for one, two in zip(batch, other, strict=True))
@@ -476,24 +473,24 @@ def test_a_state_of_another_shape_or_too_late_is_refused() -> None:
         synchronous_source(right=0.5, seed=0, num_groups=4).load_state_dict(state)
     rig = Rig(max_policy_age=1)
     rig.source.is_ready()
-    with pytest.raises(RuntimeError, match="load before the first batch"):
+    with pytest.raises(RuntimeError, match="after the first batch"):
         rig.source.load_state_dict(state)
 
 
-@pytest.mark.parametrize("threaded", [False, True])
-def test_a_stop_interrupts_the_wait_and_changes_nothing(threaded: bool) -> None:
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_stop_interrupts_the_wait_and_changes_nothing(dispatch: bool) -> None:
     stop = threading.Event()
-    rig = Rig(threaded=threaded, should_stop=stop.is_set)
+    rig = Rig(dispatch=dispatch, should_stop=stop.is_set)
     threading.Timer(0.15, stop.set).start()
     with pytest.raises(Interrupted):
-        rig.source.next_batch(0)
+        rig.source.next_batch()
     state = rig.source.state_dict()
     assert [numbers[0] for numbers in state["in_flight"]] == [0, 1, 2, 3]
     assert state["released"]
     stop.clear()
     for group_id in range(4):
         rig.desk.finish(group_id)
-    assert ids(rig.source.next_batch(0)) == [0, 1, 2, 3]
+    assert ids(rig.source.next_batch()) == [0, 1, 2, 3]
     rig.source.close()
 
 
@@ -506,13 +503,13 @@ def test_a_wait_in_which_nothing_moves_ends_with_a_count_by_stage() -> None:
     with pytest.raises(
         TimeoutError, match="3 groups are being sampled, 1 graded, 0 are at the reference, 0 are finished"
     ):
-        rig.source.next_batch(0)
+        rig.source.next_batch()
     assert time.monotonic() - began >= 0.1
 
 
-@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("stage", ["sample", "asking", "grade", "reference"])
-def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, threaded: bool) -> None:
+def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, dispatch: bool) -> None:
     cause = KeyError("the cause")
     error = RuntimeError(f"{stage} failed")
     error.__cause__ = cause
@@ -526,7 +523,7 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, thr
         raise error
 
     options = {} if stage in ("sample", "asking") else {stage: failing}
-    rig = Rig(threaded=threaded, **options)
+    rig = Rig(dispatch=dispatch, **options)
     chosen = {"sample": failing, "asking": refuse}.get(stage)
     if chosen is not None:
         rig.desk.submit = chosen
@@ -535,11 +532,11 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, thr
         for group_id in range(4):
             rig.desk.finish(group_id)
     with pytest.raises(RuntimeError, match="failed") as found:
-        rig.source.next_batch(0)
+        rig.source.next_batch()
     assert found.value is error
     assert found.value.__cause__ is cause
     with pytest.raises(RuntimeError, match="failed"):
-        rig.source.next_batch(0)
+        rig.source.next_batch()
     assert len(rig.source.state_dict()["in_flight"]) == 4  # nothing is lost
     rig.source.close()
 
@@ -547,9 +544,9 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, thr
 def test_a_log_prob_that_an_engine_does_not_know_ends_the_run() -> None:
     env = small_env()
     engine = ScriptedEngine(eos_token_id=env.tokenizer.eos_token_id, log_prob=float("nan"), max_model_len=2048)
-    source = RolloutSource(Rollouts(env, engine), SAMPLING, synchronous=True, num_groups=2)
+    source = collector_of(env, engine, SAMPLING, num_groups=2)
     with pytest.raises(ValueError, match="log-prob that is not finite for a token of group 0"):
-        source.next_batch(0)
+        source.next_batch()
     source.close()
 
 
@@ -620,14 +617,10 @@ def test_a_zero_advantage_group_of_an_earlier_step_is_replaced_as_one_of_the_fir
     refill.add(Group(7, None, 1, *refill.replace()), NO_ROWS)
     assert not refill.may_draw()
     state = refill.state_dict()
-    older_names = {"step": "turn", "num_draws": "_draws"}
-    old = {**state, "counts": {older_names.get(name, name): count for name, count in state["counts"].items()}}
-    old["flat"] = old.pop("zero_draws")
-    for saved in (state, old):
-        again = Refill(num_groups=2, slots=4, max_draws=2)
-        again.load_state_dict(saved, lambda group_id: None)
-        assert {**vars(again), "_pool": None} == {**vars(refill), "_pool": None}
-        assert [group.group_id for group, _ in again.settle()] == [7]
+    again = Refill(num_groups=2, slots=4, max_draws=2)
+    again.load_state_dict(state, lambda group_id: None)
+    assert {**vars(again), "_pool": None} == {**vars(refill), "_pool": None}
+    assert [group.group_id for group, _ in again.settle()] == [7]
 
 
 def test_the_length_penalty_does_not_make_a_zero_advantage_group_worth_training() -> None:
@@ -645,7 +638,7 @@ def test_metrics_are_in_the_glossary_and_count_what_is_left() -> None:
     for group_id in (0, 1, 2):
         rig.desk.finish(group_id)
     rig.source.handle_events()
-    rig.source.next_batch(0)
+    rig.source.next_batch()
     metrics = rig.source.metrics()
     assert all(declared(name).name == name for name in metrics)
     assert (metrics["groups/in_flight"], metrics["groups/ready"], metrics["groups/trained"]) == (3, 1, 7.0)
@@ -666,12 +659,14 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         desk = Desk(engine)
         desk.submit = lambda request, sampling: pool.submit(generate, request)
-        source = RolloutSource(Rollouts(env, desk), SAMPLING, num_groups=3, max_policy_age=2, refill=True, max_draws=4)
+        source = collector_of(
+            env, desk, SAMPLING, num_groups=3, beside=True, max_policy_age=2, refill=True, max_draws=4
+        )
         for step in range(12):
-            batch = source.next_batch(step)
+            batch = source.next_batch()
             seen += ids(batch)
             engine.version = step + 1
-            source.release(batch)
+            source.release()
         source.close()
     assert len(seen) == len(set(seen)) == 36
     assert not [thread for thread in threading.enumerate() if thread.name == "dispatcher" and thread.is_alive()]
@@ -686,17 +681,17 @@ def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -
         graded.append(pairs[0][1].query)
         return local.scores(pairs)
 
-    rig = Rig(max_policy_age=1, threaded=True, grade=grade)
+    rig = Rig(max_policy_age=1, dispatch=True, grade=grade)
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(rig.source.next_batch, 0)
+        asking = pool.submit(rig.source.next_batch)
         wait_for(lambda: sorted(rig.desk.open) == list(range(8)))
         for group_id in range(4):
             rig.desk.finish(group_id)
-        learning = asking.result(60)
+        asking.result(60)
     for group_id in range(4, 8):
         rig.desk.finish(group_id)
     wait_for(lambda: len(set(graded)) == 8)
     rig.engine.version = 1
-    rig.source.release(learning)
-    assert ids(rig.source.next_batch(1)) == [4, 5, 6, 7]
+    rig.source.release()
+    assert ids(rig.source.next_batch()) == [4, 5, 6, 7]
     rig.source.close()

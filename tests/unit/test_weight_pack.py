@@ -12,7 +12,8 @@ import torch
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.lora import AdapterPack, add_lora, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
-from sota_grpo.training.learner import Publisher, perturb
+from sota_grpo.source.weight_sync import EngineWeightSync
+from sota_grpo.training.learner import perturb
 from tests.engine_rigs import EOS, PAD, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
@@ -90,17 +91,17 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
         model = add_lora(model, r=2, alpha=4)
         base, update = packed_weights(model, merged=False), engine.update_weights
         engine.update_weights = lambda adapter, version: update(adapter.merged(base), version)  # as a worker does it
-        publisher = Publisher(partial(AdapterPack.of, model), [engine], whole=partial(packed_weights, model))
+        weight_sync = EngineWeightSync(partial(AdapterPack.of, model), engine, whole=partial(packed_weights, model))
     else:
         named = list(model.state_dict().items())
         halves = lambda: WeightPacks((WeightPack.of(named[:5]), WeightPack.of(named[5:])))  # noqa: E731
-        publisher = Publisher(halves, [engine])
+        weight_sync = EngineWeightSync(halves, engine)
     perturb(parameter for parameter in model.parameters() if parameter.requires_grad)
-    publisher.publish(1)
-    assert publisher.differing() == []
+    weight_sync.send(version=1)
+    assert weight_sync.differing() == []
     name, held = list(engine._model.named_parameters())[3]
     held.data[0] *= 1.1
-    assert publisher.differing() == [name]
+    assert weight_sync.differing() == [name]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -1,0 +1,96 @@
+"""The learner's weights on their way to the engines, as one of TorchRL's weight-sync schemes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.weight_update import WeightSyncScheme
+
+from sota_grpo.engines import Engine
+from sota_grpo.policy.weight_pack import Checksum
+
+
+def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """Named tensors of a module, a (nested) TensorDict, a mapping, or what names and tensors they are already.
+
+    >>> [name for name, _ in named_weights(nn.Linear(2, 1))]
+    ['weight', 'bias']
+    """
+    if isinstance(weights, nn.Module):
+        return weights.state_dict().items()
+    if isinstance(weights, TensorDictBase):
+        weights = weights.flatten_keys(".")
+    return weights.items() if hasattr(weights, "items") else weights
+
+
+class EngineWeightSync(WeightSyncScheme):
+    """Pushes the learner's weights to the engine, which has all of its workers take them.
+
+    Contract. Consumes: the weights as they stand. Produces: engines that serve them. Waits for: every engine.
+    Unblocked by: the last engine's answer. When an engine fails its exception ends the run.
+
+    Args:
+        weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
+            adapter alone, for engines that merge it (:class:`~sota_grpo.policy.lora.AdapterPack`).
+        engine: receives them.
+        make_room: the engine stands on the learner's devices, so each makes room for the other: this gives back what
+            the learner's side holds there in reserve. None: it has its own.
+        whole: what an engine that was given an adapter alone holds then: all weights, it merged.
+
+    Attributes:
+        seconds: of the last push.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Any],
+        engine: Engine,
+        make_room: Callable[[], object] | None = None,
+        whole: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None,
+    ):
+        super().__init__()
+        self.policy_weights, self.engine, self.make_room, self.whole = weights, engine, make_room, whole
+        self.seconds = 0.0
+        self._initialized_on_sender = self.synchronized_on_sender = True
+
+    def create_transport(self, **kwargs: Any) -> Any:
+        raise NotImplementedError("The engine is the transport: its update_weights() returns when all have them.")
+
+    def send(self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None) -> None:  # type: ignore[override]
+        """Return when every engine samples its next token from the weights called ``version`` (default: the next).
+
+        ``weights`` other than the learner's are what :func:`named_weights` reads.
+        """
+        began = time.perf_counter()
+        version = self.engine.version + 1 if version is None else version
+        pushed = self.policy_weights() if weights is None else named_weights(weights)
+        self.wake()  # what gathering the weights took is given back before the engine wakes
+        self.engine.update_weights(pushed, version)
+        if self.engine.version != version:
+            raise RuntimeError(
+                f"Engine {self.engine.name} serves version {self.engine.version} after a push of {version}."
+            )
+        self.seconds = time.perf_counter() - began
+
+    def differing(self) -> list[str] | None:
+        """The names of weights that the engine holds otherwise than the learner does; None where it cannot say."""
+        if (held := self.engine.weight_sums()) is None:
+            return None
+        known = ((name, value, held[name]) for name, value in (self.whole or self.policy_weights)() if name in held)
+        return sorted(name for name, value, own in known if Checksum.of(value, own.dtype) != own)
+
+    def sleep(self) -> None:
+        """Leave shared GPUs to the learner; nothing where the engine has its own."""
+        if self.make_room is not None:
+            self.engine.sleep()
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`. An engine in another process finds only the memory that this one has given back."""
+        if self.make_room is not None:
+            self.make_room()
+        self.engine.wake()
