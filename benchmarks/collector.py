@@ -20,7 +20,8 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.source import Prompt, Rollouts, RolloutSource
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 
 
@@ -53,9 +54,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     bare, env = make_env(options, seed=1), make_env(options, seed=2)
     engine, sampling = build_engine(options, env), Sampling(max_tokens=options.tokens, ignore_eos=True)
     responses = options.groups * options.size
-    transforms = [("score", GroupAdvantage())]
-    source = RolloutSource(
-        Rollouts(env, engine), sampling, num_groups=options.groups, synchronous=True, transforms=transforms
+    collector = PromptGroupCollector(
+        env, engine, sampling=sampling, dialog_turns_per_batch=responses, postproc=GroupAdvantage(), as_table=True
     )
 
     def engine_alone() -> None:
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
     both: dict[str, Callable[[], object]] = {
         "engine": engine_alone,
-        "collector": lambda: source.release(source.next_batch(0)),
+        "collector": collector.next_batch,
     }
     seconds: dict[str, list[float]] = {name: [] for name in both}
     for turn in range(options.repeat + 1):  # the first warms up

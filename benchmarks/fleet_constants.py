@@ -155,9 +155,9 @@ def _group_costs(tokens: int, groups: int) -> dict[str, float]:
     )
     simulation = Simulation(make_env(GROUP), scenario)
     outcome = simulation.run()
-    while not simulation.source.is_ready():
+    while not simulation.collector.is_ready():
         simulation._happen()
-    batch = simulation.source.next_batch(scenario.num_steps)
+    batch = simulation.collector.next_batch()
     count = scenario.num_groups
     settings = LearnerSettings(lr=1e-6, total_steps=1, optim_batch_size=count * GROUP)
     ranks = [Recorder(Planner(settings, 0, _RANKS, True, True, False, ModelShape(10**9, 0, 4096, 10**8)))] * _RANKS

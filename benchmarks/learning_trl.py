@@ -252,7 +252,7 @@ def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, thread
     config = composed(*changes, *ALONG_THE_GRADIENT, preset=preset)
     with closing(build(config, folder)) as parts:
         parts.weight_sync.send(version=0)
-        rows = parts.source.next_batch(0)
+        rows = parts.collector.next_batch()
         prompts = [tuple(row[keys.PROMPT_TOKENS].tolist()) for row in rows[:: config.env.repeats]]
         trainer = trl_trainer(config, parts, folder, max_steps=1)
         # TRL's own steps of a rollout, which only its private methods give one by one

@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
+from sota_grpo.functional import max_groups_admitted
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.source import Rollouts, RolloutSource
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.tasks import make_task
 
 GROUPS, SAMPLES, TOKENS = 16, 8, 64
@@ -61,14 +63,16 @@ def make_engine(env: TaskEnv) -> ScriptedEngine:
     return ScriptedEngine(lambda request, index, version: [7, 8, 9], eos_token_id=env.tokenizer.eos_token_id)
 
 
-def steps(source: object, set_version: Callable[[int], None], learn_s: float, num_steps: int) -> list[float]:
+def steps(
+    collector: PromptGroupCollector, set_version: Callable[[int], None], learn_s: float, num_steps: int
+) -> list[float]:
     """Seconds of each training step; the first, which finds nothing in flight, is left out."""
     found, began = [], time.perf_counter()
     for step in range(num_steps + 1):
-        batch = source.next_batch(step)  # type: ignore[attr-defined]
+        collector.next_batch()
         time.sleep(learn_s)
         set_version(step + 1)
-        source.release(batch)  # type: ignore[attr-defined]
+        collector.release()
         now = time.perf_counter()
         found.append(now - began)
         began = now
@@ -115,9 +119,15 @@ def measure_sync(phase_s: float, num_steps: int) -> list[float]:
     engine._duration_s = lambda request: order.setdefault(  # the groups of a call end one after the other
         request.group_id, (request.group_id % GROUPS + 1) * phase_s / GROUPS
     )
-    transforms = [("score", GroupAdvantage())]
-    source = RolloutSource(Rollouts(env, engine), SAMPLING, num_groups=GROUPS, synchronous=True, transforms=transforms)
-    return steps(source, lambda version: setattr(engine, "version", version), phase_s, num_steps)
+    collector = PromptGroupCollector(
+        env,
+        engine,
+        sampling=SAMPLING,
+        dialog_turns_per_batch=GROUPS * env.repeats,
+        postproc=GroupAdvantage(),
+        as_table=True,
+    )
+    return steps(collector, lambda version: setattr(engine, "version", version), phase_s, num_steps)
 
 
 def measure_async(phase_s: float, num_steps: int, max_policy_age: int = 1) -> list[float]:
@@ -125,14 +135,20 @@ def measure_async(phase_s: float, num_steps: int, max_policy_age: int = 1) -> li
     env = make_env()
     engine = make_engine(env)
     worker = SleepingEngine(engine, phase_s / GROUPS)
-    transforms = [("score", GroupAdvantage())]
-    source = RolloutSource(
-        Rollouts(env, worker), SAMPLING, num_groups=GROUPS, max_policy_age=max_policy_age, transforms=transforms
+    slots = max_groups_admitted(max_policy_age, GROUPS)
+    collector = PromptGroupCollector(
+        env,
+        worker,
+        sampling=SAMPLING,
+        dialog_turns_per_batch=GROUPS * env.repeats,
+        max_policy_age=max_policy_age,
+        replay_buffer=GroupReplayBuffer(slots, GROUPS, transform=GroupAdvantage(), as_table=True),
     )
+    collector.start()
     try:
-        return steps(source, lambda version: setattr(engine, "version", version), phase_s, num_steps)
+        return steps(collector, lambda version: setattr(engine, "version", version), phase_s, num_steps)
     finally:
-        source.close()
+        collector.close()
         worker.close()
 
 

@@ -127,15 +127,15 @@ def memory_case(groups: int, size: int, tokens: int) -> None:
     scenario = fleet(groups // 10, response_tokens=float(tokens), sigma=0.0)
     simulation = Simulation(make_env(size), scenario)
     before = resident_kib()
-    simulation.source.is_ready()
+    simulation.collector.is_ready()
     admitted = resident_kib()
     while simulation.workers.in_flight:
         simulation.clock.run_next()
-        simulation.source.handle_events()
+        simulation.collector.handle_events()
     finished = resident_kib()
     began = time.thread_time()
     with tempfile.TemporaryDirectory() as folder:
-        path = CheckpointStore(folder).save(0, simulation.source.state_dict())
+        path = CheckpointStore(folder).save(0, simulation.collector.state_dict())
         saved = path.stat().st_size / 1024
     seconds = time.thread_time() - began
     sizes = (admitted - before, finished - before, saved)

@@ -1,4 +1,4 @@
-"""A whole asynchronous run on a virtual clock: the real source, buffer, prompts and rows, workers that only wait.
+"""A whole asynchronous run on a virtual clock: the real collector, buffer, prompts and rows, workers that only wait.
 
 For questions that no test machine has the processes for: a thousand rollout workers, ten thousand groups in flight,
 what ``max_policy_age`` buys when responses have a long tail. Nothing sleeps; time passes from event to event. What
@@ -25,10 +25,12 @@ import torch
 from sota_grpo import keys
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
+from sota_grpo.functional import max_groups_admitted
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.source import Rollouts, RolloutSource
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.replay_buffer import GroupReplayBuffer
 
 T = TypeVar("T")
 
@@ -229,15 +231,17 @@ class Simulation:
         self.clock = VirtualClock()
         token_ids = [*env.tokenizer("#### 17")["input_ids"], env.tokenizer.eos_token_id]
         self.workers = Workers(self.clock, scenario, torch.tensor(token_ids), env.tokenizer.decode)
-        self.source = RolloutSource(
-            Rollouts(env, self.workers),
-            Sampling(max_tokens=1),
-            num_groups=scenario.num_groups,
+        slots = max_groups_admitted(scenario.max_policy_age, scenario.num_groups)
+        self.collector = PromptGroupCollector(
+            env,
+            self.workers,
+            sampling=Sampling(max_tokens=1),
+            dialog_turns_per_batch=scenario.num_groups * env.repeats,
             max_policy_age=scenario.max_policy_age,
-            transforms=[("score", GroupAdvantage())],
+            replay_buffer=GroupReplayBuffer(slots, scenario.num_groups, transform=GroupAdvantage(), as_table=True),
             seed=scenario.seed,
-            threaded=False,
         )
+        self.collector.start(dispatch=False)
         self.learn_s = scenario.batch_s(env.repeats) / scenario.generation_ratio
         self.cpu_s = {"main": 0.0, "dispatcher": 0.0}
         self.waited_s = 0.0
@@ -258,14 +262,14 @@ class Simulation:
 
     def _turn(self, step: int) -> None:
         asked = self.clock.now
-        while not self._cost("main", self.source.is_ready):
+        while not self._cost("main", self.collector.is_ready):
             self._happen()
         self.waited_s += self.clock.now - asked
-        batch = self._cost("main", lambda: self.source.next_batch(step))
+        batch = self._cost("main", lambda: self.collector.next_batch())
         self._look(batch, step)
         self._pass(self.learn_s + self.scenario.publish_s)
         self.workers.serve()
-        self._cost("main", lambda: self.source.release(batch))
+        self._cost("main", self.collector.release)
 
     def _pass(self, seconds: float) -> None:
         end = self.clock.now + seconds
@@ -275,7 +279,7 @@ class Simulation:
 
     def _happen(self) -> None:
         self.clock.run_next()
-        self._cost("dispatcher", self.source.handle_events)
+        self._cost("dispatcher", self.collector.handle_events)
 
     def _cost(self, thread: str, work: Callable[[], T]) -> T:
         began = time.thread_time()

@@ -49,14 +49,13 @@ class Ours:
         if parts.rollouts.engine.version != parts.learner.version:  # a learn phase by itself came before
             parts.weight_sync.send(version=parts.learner.version)
         began = time.perf_counter()
-        batch = parts.source.next_batch(parts.learner.version)
+        batch = next(iter(parts.collector))
         collected = time.perf_counter()
         parts.learner.update(batch)
         learned = time.perf_counter()
-        parts.weight_sync.send(version=parts.learner.version)
+        parts.collector.update_policy_weights_(version=parts.learner.version)
         published = time.perf_counter()
-        parts.source.release(batch)
-        found = parts.source.metrics()
+        found = parts.collector.metrics()
         phases = {phase: found.get(f"time/{phase}_s", 0.0) for phase in PHASES}
         phases |= {"learn": learned - collected, "publish": published - learned}
         return phases | {"whole": time.perf_counter() - began}

@@ -347,7 +347,7 @@ class TaskEnv(EnvBase):
             if self.group_size(example) != self.repeats:
                 raise ValueError(
                     f"a prompt of this task has {self.group_size(example)} responses, and a reset gives "
-                    f"{self.batch_size[0]} rows, {self.repeats} of each prompt; use RolloutCollector, or one size."
+                    f"{self.batch_size[0]} rows, {self.repeats} of each prompt; use PromptGroupCollector, or one size."
                 )
             rows += prompt_rows(group_id, example, self.prompt_ids(example), self.repeats)
         rows, self._siblings = rows[:num_envs], rows[num_envs:]

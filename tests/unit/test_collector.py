@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from sota_grpo import keys
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sampling, Score
 from sota_grpo.rl.table import row_list
-from sota_grpo.source.collector import RolloutCollector
-from sota_grpo.source.source import Prompt, Rollouts, RolloutSource
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.replay_buffer import GroupReplayBuffer
+from sota_grpo.source.source import Prompt, Rollouts
 from tests.l3_parts import make_env, make_scripted
 
 
-def make_collector(grader: Grader | None = None, **options) -> RolloutCollector:
+def make_collector(grader: Grader | None = None, **options) -> PromptGroupCollector:
     env = make_env(grader=grader)
     engine = make_scripted(env)
     engine._duration_s = lambda request: random.random() / 100  # groups finish in any order
-    return RolloutCollector(env, engine, sampling=Sampling(max_tokens=128), **{"dialog_turns_per_batch": 16, **options})
-
-
-def make_source(**options) -> RolloutSource:
-    collector = make_collector()
-    return RolloutSource(collector.rollouts, collector.sampling, num_groups=6, synchronous=True, **options)
+    return PromptGroupCollector(
+        env, engine, sampling=Sampling(max_tokens=128), **{"dialog_turns_per_batch": 16, **options}
+    )
 
 
 def column(rows, key) -> list:
@@ -82,9 +83,9 @@ def plain(row: TensorDictBase) -> dict[str, object]:
 
 @pytest.mark.timeout(60)
 def test_rows_are_the_same_wherever_and_whenever_they_are_graded() -> None:
-    """Nobody waits for a score while the engine still generates: this grader answers after the last group only."""
-    late, here = make_collector(LateGrader(num_groups=12)), make_collector()
-    assert list(map(plain, late.collect(12))) == list(map(plain, here.collect(12)))
+    """No score is waited for while the engine still generates: this grader answers after the last group only."""
+    late, here = (make_collector(one, dialog_turns_per_batch=48) for one in (LateGrader(num_groups=12), None))
+    assert list(map(plain, late.next_batch().unbind(0))) == list(map(plain, here.next_batch().unbind(0)))
 
 
 def test_a_request_has_its_example_where_the_dialog_goes_on() -> None:
@@ -104,10 +105,44 @@ def test_a_collection_that_splits_a_group_is_refused() -> None:
 
 def test_resumed_collector_continues_with_the_next_prompt() -> None:
     whole, first, second = make_collector(), make_collector(), make_collector()
-    expected = [row[keys.QUERY] for row in whole.collect(3) + whole.collect(5)]
-    head = [row[keys.QUERY] for row in first.collect(3)]
+    expected = [column(batch, keys.GROUP_ID) for batch in itertools.islice(whole, 3)]
+    head = column(next(iter(first)), keys.GROUP_ID)
     second.load_state_dict(first.state_dict())
-    assert head + [row[keys.QUERY] for row in second.collect(5)] == expected
+    assert [head, *(column(batch, keys.GROUP_ID) for batch in itertools.islice(second, 2))] == expected
+    assert second.stats()["frames"] == 48
+
+
+def test_the_loop_of_torchrl_pushes_weights_and_versions_follow() -> None:
+    model = torch.nn.Linear(2, 2)
+    collector = make_collector(total_dialog_turns=48, postproc=GroupAdvantage())
+    for step, batch in enumerate(collector):
+        assert set(column(batch, keys.POLICY_VERSION)) == {step}
+        assert all(keys.ADVANTAGE in row.keys(True) for row in batch.unbind(0))
+        collector.update_policy_weights_(model)
+        assert collector.policy_version == collector.get_policy_version() == step + 1
+    assert collector.stats() == {
+        "frames": 48, "batches": 3, "total_frames": 48, "completed": True, "requested_frames_per_batch": 16,
+        "policy_version": 3,
+    }  # fmt: skip
+    assert len(collector) == 3
+
+
+@pytest.mark.parametrize("as_name", ["positional", "weights", "policy", "tensordict"])
+def test_weights_are_taken_in_each_form_of_torchrl(as_name: str) -> None:
+    model, collector, seen = torch.nn.Linear(2, 2), make_collector(), []
+    collector.policy.update_weights = lambda weights, version: seen.append((dict(weights), version))
+    if as_name == "positional":
+        collector.update_policy_weights_(model)
+    elif as_name == "tensordict":
+        collector.update_policy_weights_(TensorDict.from_module(model).data)
+    else:
+        collector.update_policy_weights_(**{as_name: model})
+    ((weights, version),) = seen
+    assert version == 1
+    assert torch.equal(weights["weight"], model.weight)
+    for options in ({}, {"worker_ids": 1}, {"model_id": "critic"}):
+        with pytest.raises(ValueError):
+            collector.update_policy_weights_(**options)
 
 
 def test_start_fills_a_replay_buffer_and_shutdown_stops_it() -> None:
@@ -120,9 +155,42 @@ def test_start_fills_a_replay_buffer_and_shutdown_stops_it() -> None:
     assert buffer.sample().batch_size == (8,)
 
 
+def test_iterating_over_a_collector_with_a_buffer_writes_it_and_gives_none() -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=8)
+    assert list(make_collector(total_dialog_turns=32, replay_buffer=buffer)) == [None, None]
+    assert len(buffer) == 32
+
+
+def test_a_group_buffer_gives_batches_beside_the_collector() -> None:
+    buffer = GroupReplayBuffer(8, 4, transform=GroupAdvantage())
+    collector = make_collector(max_policy_age=1, replay_buffer=buffer)
+    collector.start()
+    groups = []
+    for step, batch in enumerate(buffer):
+        assert batch.batch_size == (16,)
+        assert min(column(batch, keys.POLICY_VERSION)) >= step - 1
+        groups += column(batch, keys.GROUP_ID)
+        collector.update_policy_weights_(torch.nn.Linear(2, 2))
+        if step == 3:
+            break
+    collector.shutdown()
+    assert sorted(groups) == [group for group in range(16) for _ in range(4)]
+    assert not collector.is_running()
+
+
+def test_a_buffer_of_another_size_is_refused_with_the_right_one() -> None:
+    with pytest.raises(ValueError, match=r"use GroupReplayBuffer\(8, 4\)"):
+        make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(4, 4))
+
+
+def test_an_age_above_0_needs_a_start() -> None:
+    with pytest.raises(ValueError, match="call start"):
+        make_collector(max_policy_age=1).next_batch()
+
+
 def test_a_failure_in_the_thread_is_raised_at_shutdown() -> None:
     collector = make_collector(replay_buffer=ReplayBuffer(storage=LazyStackStorage(100)))
-    collector.engine.submit = None
+    collector.policy.submit = None
     collector.start()
     collector._thread.join(60)
     with pytest.raises(TypeError):
@@ -136,14 +204,14 @@ def test_start_without_a_buffer_says_so() -> None:
 
 def test_refill_replaces_zero_advantage_groups_and_counts_them() -> None:
     """Groups 0, 3, 6, ... are always right: the six others are 1 2 4 5 7 8, three of nine have zero advantage."""
-    source = make_source(refill=True)
-    rows = source.next_batch(0)
+    source = make_collector(dialog_turns_per_batch=24, refill=True)
+    rows = source.next_batch()
     assert sorted(set(column(rows, keys.GROUP_ID))) == [1, 2, 4, 5, 7, 8]
     assert source.metrics()["groups/refilled"] == 3
     assert source.metrics()["groups/zero_advantage"] == 0
 
 
 def test_without_refill_zero_advantage_groups_stay_and_are_counted() -> None:
-    source = make_source()
-    assert sorted(set(column(source.next_batch(0), keys.GROUP_ID))) == list(range(6))
+    source = make_collector(dialog_turns_per_batch=24)
+    assert sorted(set(column(source.next_batch(), keys.GROUP_ID))) == list(range(6))
     assert source.metrics()["groups/zero_advantage"] == 2

@@ -31,7 +31,8 @@ from sota_grpo.rl.collate import finish_rows, pad_rows, prompt_rows, set_loss_we
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.source import Rollouts, RolloutSource
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.source import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
@@ -39,6 +40,7 @@ from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
+from tests.l3_parts import collector_of
 from tests.unit.tiny_models import VOCAB, make_model
 
 SEED = random.randrange(1 << 30)
@@ -160,21 +162,22 @@ def make_env() -> TaskEnv:
     return TaskEnv(task, load_tokenizer("tiny"), num_envs=16, repeats=4)
 
 
-def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[RolloutSource, Learner, EngineWeightSync]:
+def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[PromptGroupCollector, Learner]:
     torch.manual_seed(0)
     model = load_model("tiny")
     policy = CausalPolicy(model, temperature=1.0)
     settings = LearnerSettings(lr=1e-4, total_steps=4, optim_batch_size=16)
     learner = Learner(policy, GRPOLoss(policy, entropy_bonus=False), settings, pad_token_id=0, dump_dir=dump_dir)
-    source = RolloutSource(
-        Rollouts(env, engine),
+    collector = collector_of(
+        env,
+        engine,
         Sampling(max_tokens=48),
         num_groups=4,
-        synchronous=True,
-        transforms=[("advantage", GroupAdvantage())],
+        transforms=[GroupAdvantage()],
         seed=SEED,
+        weight_sync=EngineWeightSync(lambda: engine_weights(model), engine),
     )
-    return source, learner, EngineWeightSync(lambda: engine_weights(model), engine)
+    return collector, learner
 
 
 def num_turns(row: TensorDictBase) -> int:
@@ -196,9 +199,9 @@ class Kept:
 
 
 def train(engine: DialogEngine, env: TaskEnv, dump_dir: Path, num_steps: int) -> Kept:
-    source, learner, weight_sync = make_parts(engine, env, dump_dir)
+    collector, learner = make_parts(engine, env, dump_dir)
     log = Kept()
-    run(source, learner, weight_sync, log, first_step=0, num_steps=num_steps, before=id, after=lambda step: True)
+    run(iter(collector), learner, collector, log, first_step=0, num_steps=num_steps, before=id, after=lambda step: True)
     assert engine.version == num_steps
     return log
 
@@ -258,20 +261,20 @@ def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:
     envs = [make_env() for _ in range(2)]
     here = WithExamples(scripted_thinker(envs[0]), envs[0], max_steps=2)
     sampling = Sampling(max_tokens=48)
-    options = {"num_groups": 4, "transforms": [("advantage", GroupAdvantage())], "seed": SEED}
-    synchronous = RolloutSource(Rollouts(envs[0], here), sampling, synchronous=True, **options)
+    options = {"num_groups": 4, "transforms": [GroupAdvantage()], "seed": SEED}
+    synchronous = collector_of(envs[0], here, sampling, **options)
     worker = RolloutWorker(lambda: scripted_thinker(envs[1]))
     fleet: Any = SimpleNamespace(submit=worker.run, close=worker.close)
     front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
     there = WithExamples(front, envs[1], max_steps=2)
-    workers = RolloutSource(Rollouts(envs[1], there), sampling, wait_deadline_s=20.0, **options)
+    workers = collector_of(envs[1], there, sampling, beside=True, wait_deadline_s=20.0, **options)
     for _ in range(3):
-        mine, theirs = synchronous.next_batch(0), workers.next_batch(0)
+        mine, theirs = synchronous.next_batch(), workers.next_batch()
         for one, other in zip(mine, theirs, strict=True):
             for key in (keys.GROUP_ID, keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.TOKEN_VERSION, keys.ADVANTAGE):
                 assert torch.equal(one.get(key), other.get(key)), f"seed {SEED}"
-        workers.release(theirs)
-        synchronous.release(mine)
+        workers.release()
+        synchronous.release()
     workers.close()
     there.close()
 
@@ -282,14 +285,12 @@ def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> 
     tokenizer = env.tokenizer
     ids = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
     engine = WithExamples(TransformersEngine(load_model("tiny"), **ids), env, max_steps=3)
-    source, learner, weight_sync = make_parts(engine, env, tmp_path)
+    collector, learner = make_parts(engine, env, tmp_path)
     for _ in range(2):
-        batch = source.next_batch(learner.version)
-        rows = list(batch)
+        rows = list(collector.next_batch())
         assert sum(num_turns(row) > 1 for row in rows) >= 4
         assert learner.log_prob_gaps(rows).abs().max() < 1e-4
         found = learner.update(rows)
         assert found["ess"] > 1 - 1e-6
         assert found["clip_fraction"] == 0
-        weight_sync.send(version=learner.version)
-        source.release(batch)
+        collector.update_policy_weights_(version=learner.version)

@@ -30,11 +30,12 @@ from sota_grpo.migration.export import published
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import TASK, GroupRequest, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.collector import RolloutCollector
-from sota_grpo.source.source import Prompt, Rollouts, RolloutSource
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.training.runs import signature
+from tests.l3_parts import collector_of
 from tests.unit.test_learner import make_learner, make_rows, mini_batches
 from tests.unit.tiny_models import make_model
 
@@ -144,10 +145,10 @@ def engine_of(env: TaskEnv) -> ScriptedEngine:
     return ScriptedEngine(script, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
 
 
-def source_of(**options: Any) -> RolloutSource:
+def source_of(**options: Any) -> PromptGroupCollector:
     env = mixture()
-    made = RolloutSource(
-        Rollouts(env, engine_of(env)), Sampling(max_tokens=64), num_groups=3, seed=SEED, threaded=False, **options
+    made = collector_of(
+        env, engine_of(env), Sampling(max_tokens=64), num_groups=3, seed=SEED, dispatch=False, **options
     )
     assert made.metrics() == {}
     return made
@@ -162,13 +163,11 @@ def sizes_of(batch: Any) -> list[tuple[str, int]]:
     return [(names[0], len(names)) for names in found.values()]
 
 
-@pytest.mark.parametrize(
-    "options", [{"synchronous": True}, {"max_policy_age": 1}, {"synchronous": True, "refill": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"beside": True, "max_policy_age": 1}, {"refill": True}])
 def test_a_batch_counts_groups_and_each_has_its_tasks_size(options: dict[str, Any]) -> None:
     source = source_of(**options)
-    for version in range(3):
-        batch = source.next_batch(version)
+    for _ in range(3):
+        batch = source.next_batch()
         found = sizes_of(batch)
         assert len(found) == 3
         assert all(size == SIZES[name] for name, size in found)
@@ -179,32 +178,30 @@ def test_a_batch_counts_groups_and_each_has_its_tasks_size(options: dict[str, An
             rewards = {float(row[keys.REWARD]) for row in batch[start : start + size]}
             zero, start = zero + (len(rewards) == 1), start + size
         assert source.metrics()["groups/zero_advantage"] == zero
-        source.engine.update_weights([], version + 1)
-        source.release(batch)
+        source.update_policy_weights_([])
 
 
 @pytest.mark.parametrize("refill", [False, True])
 def test_groups_in_flight_come_back_with_the_sizes_of_their_tasks(refill: bool) -> None:
-    whole, resumed = (source_of(max_policy_age=1, refill=refill) for _ in range(2))
-    first = whole.next_batch(0)
+    whole, resumed = (source_of(beside=True, max_policy_age=1, refill=refill) for _ in range(2))
+    whole.next_batch()
     state = whole.state_dict()
-    assert state["in_flight"] or state["finished"]["groups"]
+    assert state["in_flight"] or state["finished"][1]["waiting"]
     resumed.load_state_dict(state)
     for source in (whole, resumed):
-        source.engine.update_weights([], 1)
-    whole.release(first)
-    for version in (1, 2):
-        batches = [source.next_batch(version) for source in (whole, resumed)]
+        source.policy.update_weights([], 1)
+    whole.release()
+    for _ in range(2):
+        batches = [source.next_batch() for source in (whole, resumed)]
         assert batches[0].get(keys.GROUP_ID).tolist() == batches[1].get(keys.GROUP_ID).tolist()
         assert all(size == SIZES[name] for name, size in sizes_of(batches[1]))
-        for source, batch in zip((whole, resumed), batches, strict=True):
-            source.engine.update_weights([], version + 1)
-            source.release(batch)
+        for source in (whole, resumed):
+            source.update_policy_weights_([])
 
 
 def test_torchrls_collector_has_all_sizes_and_a_reset_of_so_many_rows_refuses_them() -> None:
     env = mixture()
-    made = RolloutCollector(
+    made = PromptGroupCollector(
         env,
         engine_of(env),
         sampling=Sampling(max_tokens=64),

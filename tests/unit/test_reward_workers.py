@@ -23,8 +23,8 @@ from sota_grpo.loop import run
 from sota_grpo.rewards.grading import GradingPool, LocalGrader, grading_pool
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.collector import RolloutCollector
-from sota_grpo.source.source import Rollouts, RolloutSource
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.source import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks import make_scorer
 from sota_grpo.tasks.table import TableTask
@@ -33,7 +33,7 @@ from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import run_gate
 from sota_grpo.training.subject import CheckError
-from tests.l3_parts import MoodyTask, make_env, make_saying, make_subject
+from tests.l3_parts import MoodyTask, collector_of, make_env, make_saying, make_subject
 from tests.process_rigs import wait_for
 from tests.unit.graders import WEIGHTS, Unloadable, moody, tame
 
@@ -60,15 +60,15 @@ def moods(num_groups: int, **at: tuple[int, int]):
 
 def test_training_in_sync_goes_on_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
     engine = make_saying(env, moods(4, spin=(1, 2), crash=(3, 0)))
-    transforms = [("score", GroupAdvantage())]
-    source = RolloutSource(
-        Rollouts(env, engine), SAMPLING, num_groups=4, synchronous=True, transforms=transforms, seed=SEED
+    sync = EngineWeightSync(lambda: [], engine)
+    collector = collector_of(
+        env, engine, SAMPLING, num_groups=4, transforms=[GroupAdvantage()], seed=SEED, weight_sync=sync
     )
     learner, batches = make_subject(tmp_path).learner, []
     done = run(
-        source,
+        iter(collector),
         learner,
-        EngineWeightSync(lambda: [], engine),
+        collector,
         SimpleNamespace(write=lambda step, batch, update, metrics: batches.append((batch, update, metrics))),
         first_step=0,
         num_steps=2,
@@ -92,8 +92,8 @@ def test_rows_from_workers_are_bit_equal_to_rows_graded_here(env: TaskEnv) -> No
         engine = make_saying(env, lambda request, index: random.Random(f"{SEED} {request.group_id} {index}").choice(
             ["say 4", "say 1234", "nan", "quit 1", f"say {request.group_id}"]
         ))  # fmt: skip
-        collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=16, seed=SEED)
-        return [row.get("next").flatten_keys(".") for row in collector.collect(8)]
+        collector = PromptGroupCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=32, seed=SEED)
+        return [row.get("next").flatten_keys(".") for row in collector.next_batch().unbind(0)]
 
     here = make_env(grader=LocalGrader(tame, WEIGHTS), kind=MoodyTask)
     for ours, theirs in zip(rows(env), rows(here), strict=True):
@@ -175,9 +175,9 @@ def test_graders_that_cannot_start_end_the_run_with_their_cause() -> None:
     with closing(GradingPool(Unloadable(), WEIGHTS, num_workers=1, timeout_s=1.0)) as pool:
         env = make_env(grader=pool, kind=MoodyTask)
         engine = make_saying(env, moods(4))
-        collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=16)
+        collector = PromptGroupCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=16)
         with pytest.raises(Exception, match="could not be constructed: ImportError: a package that is missing here"):
-            collector.collect(4)
+            collector.next_batch()
 
 
 def alive(pid: int) -> bool:
