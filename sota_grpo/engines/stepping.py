@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from types import coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -47,10 +49,15 @@ class Inbox:
     def __init__(self, engine: Engine, attend: Callable[[], object] | None = None):
         self._engine, self._attend = engine, attend
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.active_at = time.monotonic()  # when there was something to do last
 
     def post(self, action: Callable[[], object]) -> None:
         """Have ``action`` called by the thread that drives the engine; from any thread."""
         self._actions.put(action)
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
+        """Run ``coroutine`` to the first future that it waits for, and on when that is resolved; see :func:`result`."""
+        return Task(coroutine, self.post)
 
     def drain(self) -> int:
         """Do what is there, and what that posts; how many actions it was."""
@@ -58,6 +65,7 @@ class Inbox:
         with contextlib.suppress(queue.Empty):
             while True:
                 action = self._actions.get_nowait()
+                self.active_at = time.monotonic()
                 action()
                 done += 1
         return done
@@ -77,10 +85,50 @@ class Inbox:
         if self._engine.stepwise:
             timeout_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
         try:
-            self._actions.get(timeout=timeout_s)()
+            action = self._actions.get(timeout=timeout_s)
         except queue.Empty:
             return 0
+        self.active_at = time.monotonic()
+        action()
         return 1 + self.drain()
+
+
+class Task(Future[Result]):
+    """The future of a coroutine that waits for futures of other threads; it goes on where ``post`` has actions done.
+
+    Cancelled, it cancels what it waits for.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Result], post: Callable[[Callable[[], object]], None]):
+        super().__init__()
+        self._coroutine, self._post = coroutine, post
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self.cancelled():
+            return
+        try:
+            self._waits_for: Future[Any] = self._coroutine.send(None)
+        except StopIteration as ended:
+            self.set_result(ended.value)
+        except BaseException as error:  # it belongs to whoever reads the future
+            self.set_exception(error)
+        else:
+            self._waits_for.add_done_callback(lambda _: self._post(self._go_on))
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if cancelled:
+            self._waits_for.cancel()
+            self._coroutine.close()
+        return cancelled
+
+
+@coroutine
+def result(future: Future[Result]) -> Generator[Future[Result], None, Result]:
+    """What ``future`` resolves to: ``await result(engine.submit(...))`` in a coroutine of :meth:`Inbox.start`."""
+    yield future
+    return future.result()
 
 
 def completed(inbox: Inbox, begin: Iterable[Callable[[], Future[Result]]]) -> Iterator[Result]:

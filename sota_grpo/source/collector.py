@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Transform
 
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import Inbox
+from sota_grpo.engines.stepping import Inbox, result
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
@@ -26,7 +26,7 @@ from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
-from sota_grpo.source.source import GRADE, REFERENCE, SAMPLE, Graded, Prompt, Rollouts, StageClock
+from sota_grpo.source.source import GRADE, REFERENCE, SAMPLE, Prompt, Rollouts, StageClock
 from sota_grpo.source.weight_sync import EngineWeightSync, named_weights
 from sota_grpo.stopping import Interrupted
 from sota_grpo.workers.base import WorkerLate
@@ -64,8 +64,8 @@ class PromptGroupCollector(BaseCollector):
             collector.update_policy_weights_(model)
 
     Contract. Consumes: prompts of ``env.stream``, and groups as engine, grader and ``reference`` finish them.
-    Each is sampled, graded, taken to the reference and finished as its futures resolve, by the thread that drives the
-    engine: the dispatcher, or whoever waits. A callback of a future only puts something into that thread's inbox.
+    Each is sampled, graded, taken to the reference and finished by one coroutine, in the thread that drives the engine:
+    the dispatcher, or the caller that waits. A future that resolves puts the coroutine into that thread's inbox.
     Produces: batches of ``num_groups`` groups, in the order drawn. Waits for: the ``num_groups`` groups
     with the oldest admission version, unfinished ones included. Unblocked by: the last of them; ``should_stop`` (it
     raises :class:`Interrupted` and nothing has changed); a failed future (its exception is raised); nothing resolved
@@ -189,7 +189,6 @@ class PromptGroupCollector(BaseCollector):
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: BaseException | None = None
-        self._progress_at = time.monotonic()  # when something last resolved
 
     # ------------------------------------------------------------------ what a TorchRL loop calls
 
@@ -327,7 +326,7 @@ class PromptGroupCollector(BaseCollector):
     def close(self, timeout: float | None = 10.0) -> None:
         """Stop collecting; engine and environment stay open."""
         self._closed = True
-        self._post(lambda: None)
+        self._inbox.post(lambda: None)
         if self.is_running() and self._thread is not threading.current_thread():
             self._thread.join(timeout)  # type: ignore[union-attr]
 
@@ -428,7 +427,7 @@ class PromptGroupCollector(BaseCollector):
             self._unasked += groups
             return
         for group in groups:
-            self._sample(group)
+            self._run(self._live(group))
 
     def _ask_together(self) -> None:
         """Ask for what was left to do, once nothing else is sampled or graded."""
@@ -436,7 +435,7 @@ class PromptGroupCollector(BaseCollector):
         if self._unasked and not counts[SAMPLE] + counts[GRADE]:
             groups, self._unasked = self._unasked, []
             for group in groups:
-                self._sample(group)
+                self._run(self._live(group))
 
     def _wait_for_batch(self) -> None:
         """Return when the batch is ready."""
@@ -474,11 +473,11 @@ class PromptGroupCollector(BaseCollector):
                 *(self._slots.refill.num_draws, len(kept)),
             )
         for group, rows in kept:
-            self._post(partial(self._to_reference, group, rows))
+            self._inbox.post(partial(self._run, self._finish(group, rows)))
         return False
 
     def _require_progress(self, began: float) -> None:
-        silent = time.monotonic() - max(began, self._progress_at)
+        silent = time.monotonic() - max(began, self._inbox.active_at)
         if silent <= self.wait_deadline_s:
             return
         counts = self._clock.counts
@@ -488,35 +487,28 @@ class PromptGroupCollector(BaseCollector):
             f"reference, {self._buffer.num_waiting} are finished; training.log says what the workers said."
         )
 
-    def _sample(self, group: Group) -> None:
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._inbox.start(coroutine).add_done_callback(lambda task: self._fail(task.exception()))
+
+    async def _live(self, group: Group) -> None:
+        """A group's life, from its admission to the buffer."""
         seed = sample_seed(self._seed, group.group_id)
         prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
-        begin = partial(self.rollouts.begin, prompt, self.sampling, self._post, self._clock)
-        self._ask(begin, partial(self._graded, group))
+        graded = await self.rollouts.group(prompt, self.sampling, self._clock)
+        if self.refill and zero_advantage_rows(graded.rows).all():
+            with self._changed:
+                fresh = self._slots.discard(group, graded.rows)
+                self._notify_if_due()
+            self._submit(fresh)
+        else:
+            await self._finish(group, graded.rows)
 
-    def _graded(self, group: Group, graded: Graded) -> None:
-        if not self.refill or not zero_advantage_rows(graded.rows).all():
-            self._to_reference(group, graded.rows)
-            return
-        with self._changed:
-            fresh = self._slots.discard(group, graded.rows)
-            self._notify_if_due()
-        self._submit(fresh)
-
-    def _to_reference(self, group: Group, rows: RowTable) -> None:
+    async def _finish(self, group: Group, rows: RowTable) -> None:
         for transform in self.group_transforms:
             transform(rows)  # in place
-        if self._reference is None:
-            self._finish(group, rows)
-            return
-        self._clock.move(None, REFERENCE)
-        self._ask(partial(self._reference, rows), partial(self._referenced, group))
-
-    def _referenced(self, group: Group, rows: RowTable) -> None:
-        self._clock.move(REFERENCE, None)
-        self._finish(group, rows)
-
-    def _finish(self, group: Group, rows: RowTable) -> None:
+        if self._reference is not None:
+            with self._clock.stage(REFERENCE):
+                rows = await result(self._reference(rows))
         with self._changed:
             self._slots.finish(group, rows)
             self._notify_if_due()
@@ -533,26 +525,9 @@ class PromptGroupCollector(BaseCollector):
                 self._fail(failure)
                 return
 
-    def _post(self, action: Callable[[], object]) -> None:
-        self._inbox.post(partial(self._handle, action))
-
-    def _handle(self, action: Callable[[], object]) -> None:
-        self._progress_at = time.monotonic()
-        try:
-            action()
-        except BaseException as failure:  # handed to the main thread, which cannot see this one
-            self._fail(failure)
-
-    def _fail(self, failure: BaseException) -> None:
-        """The other groups go on."""
-        self._failure = self._failure or failure
-        with self._changed:
-            self._changed.notify_all()
-
-    def _ask(self, ask: Callable[[], Future[Any]], then: Callable[[Any], object]) -> None:
-        try:
-            future = ask()
-        except Exception as failure:  # the same to the caller as a future that fails
-            self._fail(failure)
-            return
-        future.add_done_callback(lambda done: self._post(lambda: then(done.result())))
+    def _fail(self, failure: BaseException | None) -> None:
+        """The first failure is raised where a batch is waited for; the other groups go on."""
+        if failure is not None:
+            self._failure = self._failure or failure
+            with self._changed:
+                self._changed.notify_all()

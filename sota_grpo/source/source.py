@@ -7,18 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import Inbox, completed
+from sota_grpo.engines.stepping import Inbox, completed, result
 from sota_grpo.envs import TaskEnv
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.collate import drawn_entries, group_table, last_turn
 from sota_grpo.rl.records import (
     Example,
-    GroupOutput,
     GroupRequest,
     Sample,
     SampledText,
@@ -28,10 +28,7 @@ from sota_grpo.rl.records import (
 )
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_scores
-from sota_grpo.workers.base import resolve
 
-Post = Callable[[Callable[[], object]], object]
-Move = Callable[[str | None, str | None], None]
 SAMPLE, GRADE, REFERENCE = "sample", "grade", "reference"
 
 logger = logging.getLogger(__name__)
@@ -93,6 +90,15 @@ class StageClock:
                     self._since[after] = now
                 self.counts[after] += 1
 
+    @contextmanager
+    def stage(self, stage: str) -> Iterator[None]:
+        """A group is in ``stage`` meanwhile."""
+        self.move(None, stage)
+        try:
+            yield
+        finally:
+            self.move(stage, None)
+
     def lap(self) -> dict[str, float]:
         """Seconds by stage since the last lap."""
         now = time.monotonic()
@@ -108,14 +114,14 @@ class StageClock:
 class Rollouts:
     """Asks an engine for a prompt's samples, makes their rows, and has them graded.
 
-    Contract. Consumes: prompts. Produces: futures of graded groups. Waits for: nothing; the engine and ``env.grader``
-    resolve what they were asked for. A group is graded while the engine still samples others. A failure of either is
-    that of the group's future; a grader that fails at a response is no failure (``Score.error``).
+    Contract. Consumes: prompts. Produces: graded groups, each by a coroutine that waits for the engine and then for
+    ``env.grader``; so a group is graded while the engine still samples others. A failure of either is that of the
+    coroutine; a grader that fails at a response is no failure (``Score.error``).
 
     Args:
         env: tokenises, and has the grader.
         engine: samples the responses.
-        attend: called now and then by whoever has the learner and waits for groups.
+        attend: called now and then while groups are waited for.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
@@ -130,41 +136,26 @@ class Rollouts:
             prompt.group_id, self.env.prompt_ids(prompt.example), prompt.num_samples, prompt.seed, known
         )
 
-    def begin(self, prompt: Prompt, sampling: Sampling, post: Post, clock: StageClock | None = None) -> Future[Graded]:
-        """Ask for one group; cancelled, the future takes along what the engine was asked for.
+    async def group(self, prompt: Prompt, sampling: Sampling, clock: StageClock | None = None) -> Graded:
+        """One group, from its request to its rewards.
 
         Args:
             prompt: of the group.
             sampling: how a response is drawn; the task may bound its length further.
-            post: has what follows a future done, on the caller's thread (:meth:`.Inbox.post`).
             clock: is told of the stages.
 
         Raises:
             ValueError: the prompt leaves no room for a response.
+            UnusableValues: the engine gave a log-prob that is not finite.
         """
-        sampled = self.engine.submit(self.request(prompt), self._limited(prompt, sampling))
-        graded: Future[Graded] = Future()
-        graded.add_done_callback(lambda graded: sampled.cancel() if graded.cancelled() else None)
-        move = (clock or StageClock()).move
-        move(None, SAMPLE)
-        sampled.add_done_callback(lambda _: post(partial(self._sampled, prompt, sampled, graded, post, move)))
-        return graded
-
-    def _limited(self, prompt: Prompt, sampling: Sampling) -> Sampling:
-        """With the token limit of the prompt's task, where that is lower."""
+        clock = clock or StageClock()
         limit = getattr(self.env.task, "max_tokens", lambda _: sampling.max_tokens)(prompt.example)
-        return replace(sampling, max_tokens=min(limit, sampling.max_tokens))
-
-    def _sampled(
-        self, prompt: Prompt, sampled: Future[GroupOutput], graded: Future[Graded], post: Post, move: Move
-    ) -> None:
-        """The rows are made here and not at the beginning: a group in flight is a few numbers."""
-        move(SAMPLE, GRADE)
-        try:
-            output = sampled.result()
+        sampling = replace(sampling, max_tokens=min(limit, sampling.max_tokens))
+        with clock.stage(SAMPLE):
+            output = await result(self.engine.submit(self.request(prompt), sampling))
+        with clock.stage(GRADE):  # the rows are made here and not at the beginning: a group in flight is a few numbers
             samples, prompt_ids = output.samples, output.prompt_ids or self.env.prompt_ids(prompt.example)
-            drawn = drawn_entries(prompt.group_id, prompt.example, prompt_ids)
-            rows = group_table(drawn, samples, self.env.tokenizer)
+            rows = group_table(drawn_entries(prompt.group_id, prompt.example, prompt_ids), samples, self.env.tokenizer)
             if not bool(rows.flat(keys.LOG_PROBS).isfinite().all()):
                 # the loss leaves out tokens whose log-prob is not known, which an engine of ours has to know
                 raise UnusableValues(
@@ -173,24 +164,10 @@ class Rollouts:
                 )
             texts = zip(rows.get(keys.RESPONSE_TEXT), samples)
             said = [SampledText(text, last_turn(one).int().numpy().tobytes(), one.record) for text, one in texts]
-            scores = self.env.grader.scores([(text, prompt.example) for text in said])
-            group = partial(Graded, prompt, samples, rows)
-            scores.add_done_callback(lambda _: post(partial(self._graded, group, scores, graded, move)))
-        except BaseException as error:  # it belongs to whoever reads the future
-            move(GRADE, None)
-            if graded.set_running_or_notify_cancel():
-                graded.set_exception(error)
-
-    def _graded(
-        self, group: Callable[[list[Score]], Graded], scores: Future[list[Score]], graded: Future[Graded], move: Move
-    ) -> None:
-        move(GRADE, None)
-        if graded.set_running_or_notify_cancel():
-            resolve(graded, lambda: self._written(group([*map(rewarded, scores.result())])))
-
-    def _written(self, group: Graded) -> Graded:
-        write_scores(group.rows, group.scores, self.env.task.term_weights)
-        return group
+            scores = await result(self.env.grader.scores([(text, prompt.example) for text in said]))
+        scores = [*map(rewarded, scores)]
+        write_scores(rows, scores, self.env.task.term_weights)
+        return Graded(prompt, samples, rows, scores)
 
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
         """Each group as soon as it is graded, driving the engine; nothing is asked for before the first is.
@@ -198,4 +175,7 @@ class Rollouts:
         What is left when the iterator is dropped is cancelled.
         """
         inbox = Inbox(self.engine, self.attend)
-        return completed(inbox, [partial(self.begin, prompt, sampling, inbox.post) for prompt in prompts])
+        return completed(inbox, (partial(self._begin, inbox, prompt, sampling) for prompt in prompts))
+
+    def _begin(self, inbox: Inbox, prompt: Prompt, sampling: Sampling) -> Future[Graded]:
+        return inbox.start(self.group(prompt, sampling))
