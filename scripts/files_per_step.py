@@ -1,9 +1,10 @@
-"""How many files of the package one step passes through, from its prompts to its log, synchronous or with workers.
+"""How many files and named functions one step passes through, from its prompts to its log, synchronous or with workers.
 
 ``python scripts/files_per_step.py`` builds a run on questions in GSM8K's form with the embedded policy and the embedded
-engine, takes one step to warm up, and lists the files whose functions the next one calls, in this process;
-``--workers`` counts an asynchronous run on Ray instead, over two steps, with every process of it: the driver, the
-learner, the engine, the graders. ``--files`` prints the names. OPTION=VALUE are options of the run.
+engine, takes one step to warm up, and counts what the next one calls, in the driver and its graders; ``--workers``
+counts an asynchronous run on Ray instead, over two steps, with its learner and engine too. TorchRL's collector, replay
+buffer and weight sync are named where they are called. ``--files`` and ``--functions`` print the names. OPTION=VALUE are
+options of the run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WITH_WORKERS = ("mode=async", "train.total_dialog_turns=32")
 
 
 class Tracer:
-    """Notes the files whose functions this process calls while the file ``on`` is in ``folder``.
+    """Notes the functions that this process calls, of the package and of TorchRL's parts of a loop, while the file ``on`` is in ``folder``.
 
     Args:
         folder: shared by all processes of the run.
@@ -50,10 +51,13 @@ class Tracer:
         sys.setprofile(self._note)
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
-        name = frame.f_code.co_filename
-        if event != "call" or name in self._noted or not name.startswith(f"{PACKAGE}/"):
+        code = frame.f_code
+        file = code.co_filename
+        ours = file.startswith(f"{PACKAGE}/")
+        if event != "call" or not (ours or "/torchrl/" in file):
             return
-        if frame.f_code.co_name == "<module>":  # an import
+        name = f"{file}:{code.co_qualname}"
+        if name in self._noted or "<" in code.co_name:  # an import, a lambda or a comprehension is no named function
             return
         if time.monotonic() - self._looked > LOOKS_S:
             self._looked, self._is_on = time.monotonic(), self._on.exists()
@@ -64,7 +68,7 @@ class Tracer:
 
 
 def count(folder: Path, overrides: list[str], *, workers: bool) -> list[str]:
-    """Train, and give the files that were called from the second step to its log, or to that of the third."""
+    """Train, and give ``file:function`` of what was called from the second step to its log, or to that of the third."""
     from sota_grpo.assembly.compose import compose
     from sota_grpo.run.app import Run
     from sota_grpo.training.runs import open_run
@@ -90,14 +94,14 @@ def count(folder: Path, overrides: list[str], *, workers: bool) -> list[str]:
     place = open_run(folder / "run", asdict(config), None, num_steps=4 if workers else 2)
     with place, closing(Traced(config, place)) as run:
         run.train()
-    processes = folder.glob("*.txt") if workers else [folder / f"{os.getpid()}.txt"]
-    return sorted({name for names in processes for name in names.read_text().split("\n") if name})
+    return sorted({name for names in folder.glob("*.txt") for name in names.read_text().split("\n") if name})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", action="store_true", help="an asynchronous run, with all its processes")
-    parser.add_argument("--files", action="store_true", help="print the names")
+    parser.add_argument("--files", action="store_true", help="print the names of the files")
+    parser.add_argument("--functions", action="store_true", help="print the names of the functions")
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -109,9 +113,19 @@ def main() -> None:
         os.environ[FOLDER] = name
         os.environ["PYTHONPATH"] = os.pathsep.join([name, str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
         Tracer(folder).install()
-        files = count(folder, options.overrides, workers=options.workers)
-    short = [str(Path(file).relative_to(PACKAGE)) for file in files]
-    print(*(short if options.files else ()), f"{len(short)} files", sep="\n")
+        names = count(folder, options.overrides, workers=options.workers)
+    own = [name.removeprefix(f"{PACKAGE}/") for name in names if name.startswith(f"{PACKAGE}/")]
+    files = sorted({name.partition(":")[0] for name in own})
+    parts = ("/collectors/", "/replay_buffers/", "/weight_update/")
+    theirs = sorted(
+        {
+            name.rpartition(":")[2]
+            for name in names
+            if any(f"/torchrl{part}" in name or f"/data{part}" in name for part in parts)
+        }
+    )
+    shown = own if options.functions else files if options.files else ()
+    print(*shown, f"{len(files)} files, {len(own)} functions", f"of TorchRL: {', '.join(theirs)}", sep="\n")
 
 
 if __name__ == "__main__":

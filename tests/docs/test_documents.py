@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import subprocess
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import DOCUMENTS, Block, Command, blocks, commands
+from tests.docs.markdown import DOCUMENTS, ROOT, Block, Command, blocks, commands
 from tests.docs.rules import (
     ELSEWHERE,
     is_of_the_shell,
@@ -116,3 +117,10 @@ def test_what_needs_gpus_or_workers_fits_as_it_is_written(command: Command, work
 )
 def test_python_blocks_run(block: Block, workshop: Workshop) -> None:
     workshop.run_python(block).require(f"{block.document.name}:{block.line}")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_run_and_are_short(path: Path, workshop: Workshop) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 60
+    workshop.run_python(Block(path, "python", text, 0)).require(path.name)

@@ -18,5 +18,7 @@ def test_a_step_passes_through_few_files(options: list[str], fork_server: ForkSe
     done = fork_server.run(command, cwd=tmp_path)
     done.require(command)
     files = [line for line in done.stdout.splitlines() if line.endswith(".py")]
-    assert {"training/learner.py", "source/source.py", "engines/transformers_engine.py"} <= set(files)  # it counts
+    assert {"training/learner.py", "source/collector.py", "engines/transformers_engine.py"} <= set(files)  # it counts
     assert len(files) <= MOST, files
+    of_torchrl = done.stdout.rpartition("of TorchRL: ")[2]
+    assert all(name in of_torchrl for name in ("ReplayBuffer.sample", "ReplayBuffer.add"))

@@ -58,18 +58,18 @@ def test_every_group_is_trained_once_and_places_are_busy_for_as_long_as_groups_t
     run = simulation(num_workers=3, groups_per_worker=2, num_groups=5, max_policy_age=2, num_steps=6)
     asked: list[GroupRequest] = []
     trained: list[int] = []
-    submit, take = run.workers.submit, run.source.next_batch
+    submit, take = run.workers.submit, run.collector.next_batch
 
     def noted(request: GroupRequest, sampling):
         asked.append(request)
         return submit(request, sampling)
 
-    def taken(version: int):
-        batch = take(version)
+    def taken():
+        batch = take()
         trained.extend([int(row[keys.GROUP_ID]) for row in batch][::2])
         return batch
 
-    run.workers.submit, run.source.next_batch = noted, taken  # type: ignore[method-assign]
+    run.workers.submit, run.collector.next_batch = noted, taken  # type: ignore[method-assign]
     run.run()
     while run.workers.in_flight:
         run.clock.run_next()

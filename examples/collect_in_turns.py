@@ -1,0 +1,36 @@
+"""A TorchRL loop over the trainer's collector: it samples and the loss learns, in turns."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sota_grpo.engines.transformers_engine import TransformersEngine
+from sota_grpo.envs import ArithmeticEnv
+from sota_grpo.policy.load import load_tokenizer, resolve_model_path
+from sota_grpo.rl.collate import pad_rows
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.records import Sampling
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.collector import PromptGroupCollector
+
+tokenizer = load_tokenizer("tiny")
+model = AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"))
+env = ArithmeticEnv(tokenizer=tokenizer, num_envs=16, repeats=4, num_train=200)
+engine = TransformersEngine(model, eos_token_ids=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id)
+collector = PromptGroupCollector(
+    env,
+    engine,
+    sampling=Sampling(max_tokens=40),
+    dialog_turns_per_batch=16,
+    total_dialog_turns=48,
+    postproc=GroupAdvantage(),
+)
+loss_fn = GRPOLoss(model, entropy_bonus=False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for rows in collector:
+    loss = loss_fn(pad_rows(rows, pad_token_id=tokenizer.pad_token_id))
+    loss.loss_objective.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    collector.update_policy_weights_(model)
+    print(f"version {collector.policy_version}, effective sample size {loss.ESS:.2f}")
+collector.shutdown()
