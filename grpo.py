@@ -1,4 +1,13 @@
-"""Train synchronously: ``python grpo.py [--config-name NAME] [key=value ...]``; ``--help`` lists every option."""
+"""Train synchronously: ``python grpo.py [--config-name NAME] [key=value ...]``; ``--help`` lists every option.
+
+What runs, put together by :func:`sota_grpo.assembly.build.build`::
+
+    collector = PromptGroupCollector(env, engine, ...)      # a TorchRL BaseCollector: samples, rewards, advantages
+    learner = Learner(policy, GRPOLoss(policy, ...), ...)   # a TorchRL LossModule; AdamW, micro-batches
+    for batch in collector:                                 # sota_grpo/loop.py
+        learner.update(batch)
+        collector.update_policy_weights_()                  # a TorchRL WeightSyncScheme pushes the weights
+"""
 
 import os
 
