@@ -145,10 +145,6 @@ class RowTable(Sequence[Row]):
 
     Columns are never written into, but replaced, so tables may share them; rows are dicts of views of them.
 
-    Args:
-        num_rows: how many.
-        columns: by key.
-
     >>> table = RowTable(2, {"group_id": Column(torch.tensor([7, 7])), "x": Column(torch.arange(3), [1, 2])})
     >>> [row["x"].tolist() for row in table.rows()], table.get("group_id").tolist()
     ([[0], [1, 2]], [7, 7])
@@ -171,7 +167,7 @@ class RowTable(Sequence[Row]):
         if isinstance(rows, TensorDictBase) and _is_dense(rows):
             return cls(len(rows), {key: Column(value) for key, value in _entries(rows)})
         found: dict[Key, tuple[list[int], list[Any]]] = {}
-        listed = plain_rows(rows)
+        listed = _plain_rows(rows)
         for index, row in enumerate(listed):
             for key, value in row.items():
                 at, values = found.setdefault(key, ([], []))
@@ -225,17 +221,12 @@ class RowTable(Sequence[Row]):
         return key in self.columns
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """The entry of all rows, ``[N, ..]``; ``default`` where none has it.
-
-        Raises:
-            ValueError: some rows lack it, or it is not of one shape and dtype.
-        """
+        """The entry of all rows, ``[N, ..]``; ``default`` where none has it; ValueError where some lack it."""
         if key not in self.columns:
             return default
         values, lengths, rows = self.columns[key]
         if rows is not None:
-            missing = f"{key} is missing in {len(self) - len(rows)} of {len(self)} rows"
-            raise ValueError(f"{missing}; stack TensorDicts lazily, so that a row may lack it.")
+            raise ValueError(_missing(key, len(self) - len(rows), len(self)))
         if lengths is None:
             return values
         if len(set(lengths)) > 1:
@@ -323,7 +314,8 @@ class RowTable(Sequence[Row]):
         >>> RowTable(1, {("next", "reward"): Column(torch.ones(1, 1))}).stack()["next", "reward"].tolist()
         [[1.0]]
         """
-        return lazy_stack([_tensordict(row) for row in self.rows()])
+        rows = ({k: v if isinstance(v, Tensor) else NonTensorData(v) for k, v in row.items()} for row in self.rows())
+        return lazy_stack([TensorDict(row, batch_size=[]) for row in rows])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain values, for a checkpoint.
@@ -393,22 +385,22 @@ def _read(num_rows: int, parts: Iterable[tuple[Any, ...]]) -> RowTable:
     return RowTable(num_rows, {key: Column(values, *others) for key, values, others in tensors})
 
 
-def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., None]:
-    """``write(table, ..)`` for rows of any form and batch shape; what it writes is written to TensorDicts in place.
+def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., Any]:
+    """``write(table, ..)`` for rows of any form and batch shape, which are returned; TensorDicts are written in place.
 
     Raises:
         ValueError: the rows are dense, where every row has every key, and it leaves some without one.
     """
 
     @wraps(write)
-    def written(rows: RowTable | TensorDictBase | Sequence[TensorDictBase], *args: Any, **by_name: Any) -> None:
+    def written(rows: RowTable | TensorDictBase | Sequence[TensorDictBase], *args: Any, **by_name: Any) -> Any:
         table = RowTable.of(rows)
         known = dict(table.columns)
         write(table, *args, **by_name)
-        if table is rows:
-            return
-        for key in (key for key, column in table.columns.items() if known.get(key) is not column):
-            _put(rows, key, table.parts(key))  # type: ignore[arg-type]
+        if table is not rows:
+            for key in (key for key, column in table.columns.items() if known.get(key) is not column):
+                _put(rows, key, table.parts(key))  # type: ignore[arg-type]
+        return rows
 
     return written
 
@@ -417,16 +409,16 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
     """Set an entry of each of the single rows; None leaves one as it is."""
     if not isinstance(rows, TensorDictBase):
         for row, value in zip(rows, values, strict=True):
-            _put_row(row, key, value)
+            _put(row, key, [value])
     elif rows.batch_size == torch.Size([]):
-        _put_row(rows, key, *values)
+        if (value := values[0]) is not None:
+            rows.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
     elif isinstance(rows, LazyStackedTensorDict) and rows.stack_dim == 0:
         ends = accumulate((part.numel() for part in rows.tensordicts), initial=0)
         for part, (start, end) in zip(rows.tensordicts, pairwise(ends)):
             _put(part, key, values[start:end])
     elif any(value is None for value in values):
-        missing = f"{key} is missing in {sum(value is None for value in values)} of {len(values)} rows"
-        raise ValueError(f"{missing}; stack TensorDicts lazily, so that a row may lack it.")
+        raise ValueError(_missing(key, sum(value is None for value in values), len(values)))
     elif isinstance(values[0], Tensor):
         rows.set(key, torch.stack(list(values)).reshape(*rows.batch_size, *values[0].shape))
     else:
@@ -434,9 +426,8 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
         rows.set(key, NonTensorStack.from_list(nested))
 
 
-def _put_row(row: TensorDictBase, key: Key, value: Any) -> None:
-    if value is not None:
-        row.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
+def _missing(key: Key, missing: int, count: int) -> str:
+    return f"{key} is missing in {missing} of {count} rows; stack TensorDicts lazily, so that a row may lack it."
 
 
 def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
@@ -449,20 +440,13 @@ def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
     return list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
 
 
-def plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
-    """The entries of each row in a dict of its own, which is cheaper to read than a TensorDict.
-
-    Args:
-        rows: a list of rows, or a TensorDict of any batch shape, whose innermost are rows.
-
-    >>> plain_rows([TensorDict({"x": {"y": torch.ones(1)}, "z": torch.zeros(1)})])
-    [{('x', 'y'): tensor([1.]), 'z': tensor([0.])}]
-    """
+def _plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
+    """The entries of each row: of a list, or of the innermost of a TensorDict of any batch shape."""
     if not isinstance(rows, TensorDictBase):
         return [dict(row if isinstance(row, dict) else _entries(row)) for row in rows]
     if rows.batch_size == torch.Size([]):
         return [dict(_entries(rows))]
-    return [found for row in row_list(rows) for found in plain_rows(row)]
+    return [found for row in row_list(rows) for found in _plain_rows(row)]
 
 
 def _is_dense(rows: TensorDictBase) -> bool:
@@ -487,8 +471,3 @@ def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple
 def _plain(rows: Any) -> TensorDictBase:
     """Return the TensorDict inside a class of tensors, which TorchRL's LLM wrappers write."""
     return rows if isinstance(rows, TensorDictBase) else rows._tensordict
-
-
-def _tensordict(row: Row) -> TensorDictBase:
-    plain = {key: value if isinstance(value, Tensor) else NonTensorData(value) for key, value in row.items()}
-    return TensorDict(plain, batch_size=[])  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.collate import prompt_groups
+from sota_grpo.rl.collate import groups_by_prompt, row_prompts
 from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, ReferenceKL
@@ -486,7 +486,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(subject.learner, "padded", lambda rows, *weights: seen.append(rows) or padded(rows, *weights))
     assert failed(subject) == []
     # several rows at once only where the split is compared, and there no more tokens than the two longest could have
-    together = [sum(group.tokens for group in prompt_groups(rows)) for rows in seen if len(rows) > 1]
+    together = [sum(group.tokens for group in groups_by_prompt(row_prompts(rows))) for rows in seen if len(rows) > 1]
     longest = max(row[keys.FULL_TOKENS].shape[-1] for row in subject.rows)
     assert 0 < max(together) <= 2 * longest
     assert sum(map(len, seen)) - len(seen) < len(subject.rows)

@@ -20,7 +20,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.rl.collate import pad_rows, row_prompts, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.table import plain_rows, row_list
+from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
 from sota_grpo.training.learner import SHARE, Learner, NonFiniteStep, Publisher
@@ -608,7 +608,7 @@ def test_learning_rate_schedules() -> None:
 
 def _gradient(learner: Learner, rows: list[TensorDict], budget: int) -> tuple[dict[str, torch.Tensor], dict]:
     """The gradient of one optimizer step, its losses and metrics; the rows are told which of their tokens were kept."""
-    plain = plain_rows(rows)
+    plain = RowTable.of(rows).rows()
     losses, metrics, _ = learner._measured(learner._run(plain, learner._passes(plain, budget)), torch.zeros(()))
     for row, shown in zip(rows, plain, strict=True):
         row.set(keys.OBJECTIVE_MASK, shown.get(keys.OBJECTIVE_MASK, torch.zeros_like(row[keys.ASSISTANT_MASK])))
@@ -657,7 +657,7 @@ def test_truncated_responses_that_are_dropped_do_not_count_among_the_entropies(t
 
 
 def _one_step(learner: Learner, rows: list[TensorDict]) -> dict[str, float | None]:
-    plain = plain_rows(rows)
+    plain = RowTable.of(rows).rows()
     return learner._step(plain, learner._passes(plain, learner.settings.micro_batch_tokens))
 
 

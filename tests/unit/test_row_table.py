@@ -12,7 +12,7 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, KeptTokens, Sample
-from sota_grpo.rl.table import Column, RowTable, in_place, plain_rows, row_list
+from sota_grpo.rl.table import Column, RowTable, _plain_rows, in_place, row_list
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.training.remote_learner import travelling
 from tests.builders import tiny_tokenizer
@@ -50,7 +50,7 @@ def random_rows() -> list[dict]:
 def same(rows, others) -> None:
     """Equal keys, dtypes, shapes, bits and texts."""
     assert len(rows) == len(others)
-    for one, other in zip(plain_rows(rows), plain_rows(others), strict=True):
+    for one, other in zip(_plain_rows(rows), _plain_rows(others), strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
             if isinstance(value, torch.Tensor):
@@ -286,7 +286,7 @@ def test_transforms_write_to_batches_of_every_form(form: str) -> None:
     ]
     batch = batches(rows)[form]
     in_place(GroupAdvantage(scale="none")._write)(batch)
-    advantages = [row[keys.ADVANTAGE] for row in plain_rows(batch)]
+    advantages = [row[keys.ADVANTAGE] for row in RowTable.of(batch)]
     assert {each.shape for each in advantages} == {(1, 1)}
     expected = [0.75, -0.25, -0.25, -0.25]
     assert [each.item() for each in advantages] == [
