@@ -105,7 +105,8 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
 
     >>> from tensordict import TensorDict
     >>> rows = TensorDict(batch_size=[2])
-    >>> write_scores(rows, [Score({"right": 1.0}, True), Score({"right": 0.0}, False, "Timeout: 5 s")], {"right": 2.0})
+    >>> scores = [Score({"right": 1.0}, True), Score({"right": 0.0}, False, "Timeout: 5 s")]
+    >>> rows = write_scores(rows, scores, {"right": 2.0})
     >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
     ([[2.0], [0.0]], [[False], [True]])
     """
