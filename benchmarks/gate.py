@@ -50,7 +50,7 @@ from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training import gate
 from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, allowed_gaps
-from sota_grpo.training.learner import Publisher, perturb, restore
+from sota_grpo.training.learner import Publisher
 from sota_grpo.training.subject import Check, Subject
 
 DTYPES = {
@@ -173,11 +173,12 @@ def temperature(subject: Subject, seed: int) -> Changed:
 
 @contextmanager
 def layer(subject: Subject, seed: int) -> Changed:
-    kept = perturb(_layer(subject, seed)[1].parameters())
+    learner, prefix = subject.learner, f"layers.{_layer(subject, seed)}."
+    learner.perturb([name for name in learner.trainable_names() if prefix not in name])
     try:
         yield replace(subject), AGREEMENT
     finally:
-        restore(kept)
+        learner.restore()
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def top_p(subject: Subject, seed: int) -> Changed:
 @contextmanager
 def stale(subject: Subject, seed: int) -> Changed:
     """The push of the gate leaves one layer as it was; afterwards the engine has the right weights again."""
-    push, prefix = subject.publisher, f"layers.{_layer(subject, seed)[0]}."
+    push, prefix = subject.publisher, f"layers.{_layer(subject, seed)}."
     old = {name: weight.clone() for name, weight in push.weights() if prefix in name}
     weights = lambda: [(name, old.get(name, weight)) for name, weight in push.weights()]  # noqa: E731
     yield (
@@ -214,11 +215,9 @@ def _policy(subject: Subject) -> Any:
     return subject.learner.policy  # type: ignore[attr-defined]
 
 
-def _layer(subject: Subject, seed: int) -> tuple[int, torch.nn.Module]:
+def _layer(subject: Subject, seed: int) -> int:
     """Another layer for every seed, spread over all."""
-    layers = base_model(_policy(subject).model).get_decoder().layers
-    index = 7 * seed % len(layers)
-    return index, layers[index]
+    return 7 * seed % len(base_model(_policy(subject).model).get_decoder().layers)
 
 
 def _without_system_turn(row: TensorDictBase, tokenizer: Any) -> TensorDictBase:

@@ -100,16 +100,6 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
         drawn: of :func:`drawn_entries`.
         samples: responses ``[R_i]``; sample ``i`` becomes the row of ``sample_id = i``.
         tokenizer: decodes the responses whose worker has not (``Sample.text``).
-
-    >>> class Letters:
-    ...     def decode(self, ids, skip_special_tokens):
-    ...         return "".join(chr(96 + i) for i in ids)
-    >>> drawn = drawn_entries(3, Example("1 + 1?", "2"), [5, 6])
-    >>> ids = [torch.tensor([1]), torch.tensor([2, 3])]
-    >>> samples = [Sample(each, -torch.ones(len(each)), torch.full((len(each),), 7), truncated=False) for each in ids]
-    >>> rows = group_table(drawn, samples, Letters()).rows()
-    >>> [(row["tokens", "full"].tolist(), row["text", "response"]) for row in rows]
-    [([5, 6, 1], 'a'), ([5, 6, 2, 3], 'bc')]
     """
     ids = drawn[keys.PROMPT_TOKENS]
     responses = [sample.token_ids for sample in samples]
@@ -175,11 +165,7 @@ def last_turn(sample: Sample) -> Tensor:
 
 
 def done_entries(truncated: Tensor) -> dict[str, Tensor]:
-    """``done``, ``terminated`` and ``truncated``, each bool ``[G, 1]``, of responses with ``truncated`` ``[G]``.
-
-    >>> {name: flags.flatten().tolist() for name, flags in done_entries(torch.tensor([True, False])).items()}
-    {'done': [True, True], 'terminated': [False, True], 'truncated': [True, False]}
-    """
+    """``done``, ``terminated`` and ``truncated``, each bool ``[G, 1]``, of responses with ``truncated`` ``[G]``."""
     flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
     return {name: each.unsqueeze(1) for name, each in flags.items()}
 
@@ -239,9 +225,6 @@ def known_log_probs(sampled: Tensor) -> Tensor:
 
     ``TransformersWrapper`` of torchrl 0.14.1 writes that 0 whatever the token's probability. :class:`GRPOLoss`, like
     TorchRL's own, and ``ReferenceKL`` leave out a token whose log-prob is NaN; if it was certain, no gradient is lost.
-
-    >>> known_log_probs(torch.tensor([0.0, -0.5, 0.0])).tolist()
-    [nan, -0.5, 0.0]
     """
     is_first = torch.arange(sampled.shape[-1], device=sampled.device) == 0
     return sampled.masked_fill(is_first & (sampled == 0), torch.nan)
@@ -348,13 +331,6 @@ def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
 
     Entries ``[N, T, ...]`` are cut, others only split. ``("tokens", "prompt")`` and ``("tokens", "response")``, padded
     to widths of their own, are left out; the full tokens and the assistant mask say the same.
-
-    >>> rows = [
-    ...     TensorDict({"tokens": {"full": torch.arange(n)}, "masks": {"all_attention_mask": torch.ones(n).bool()}})
-    ...     for n in (2, 3)
-    ... ]
-    >>> [row["tokens", "full"].tolist() for row in unpad_rows(pad_rows(rows, pad_token_id=9)).unbind(0)]
-    [[0, 1], [0, 1, 2]]
     """
     real = batch.get(keys.ATTENTION_MASK).bool()
     rows = []
@@ -387,16 +363,6 @@ def micro_batches(
 
     Raises:
         ValueError: if the budget is not positive.
-
-    >>> def row(group, prompt, response):
-    ...     completion_mask = torch.arange(prompt + response) >= prompt
-    ...     tokens = {"full": torch.zeros(prompt + response)}
-    ...     return TensorDict({"group_id": group, "tokens": tokens, "masks": {"all_assistant_mask": completion_mask}})
-    >>> rows = [row(0, 3, 2), row(1, 2, 2), row(0, 3, 1), row(1, 2, 3)]
-    >>> [[r["tokens", "full"].shape[0] for r in part] for part in micro_batches(rows, token_budget=7)]
-    [[4, 5], [5, 4]]
-    >>> [[r["tokens", "full"].shape[0] for r in p] for p in micro_batches(rows, token_budget=7, shared_prompt=False)]
-    [[5], [5], [4], [4]]
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")

@@ -102,12 +102,7 @@ def _widen(value: Tensor, shape: torch.Size) -> Tensor:
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Raise ValueError for a choice that does not exist, and for a keyword that would silently do nothing.
-
-    >>> check_keywords({"clip_value": 0.2})
-    Traceback (most recent call last):
-    ValueError: clip_value is 0.2, which has no effect in this loss: there is no value network; drop it.
-    """
+    """Raise ValueError for a choice that does not exist, and for a keyword that would silently do nothing."""
     for name, (accepted, reason) in _MEANINGLESS.items():
         if keywords.get(name, accepted[0]) not in accepted:
             raise ValueError(f"{name} is {keywords[name]!r}, which has no effect in this loss: {reason}; drop it.")
@@ -589,11 +584,7 @@ class GRPOLoss(LossModule):
 
 
 def mismatch(gap: Tensor) -> Tensor:
-    """k3 of KL(engine, trainer), float64, from the trainer's minus the engine's log-probs; finite however far apart.
-
-    >>> mismatch(torch.tensor([0.0, 1000.0])).isfinite().all().item()
-    True
-    """
+    """k3 of KL(engine, trainer), float64, from the trainer's minus the engine's log-probs; finite however far apart."""
     gap = gap.double().clamp(max=_MAX_LOG_RATIO)
     return KL_ESTIMATORS["k3"](torch.zeros_like(gap), gap)
 

@@ -57,11 +57,7 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any], rows: list[int] | None = None) -> Column:
-        """A column of the values of single rows.
-
-        >>> Column.of([torch.tensor([5]), torch.tensor([6, 7])])[:2]
-        (tensor([5, 6, 7]), [1, 2])
-        """
+        """A column of the values of single rows."""
         kinds = {(value.dtype, value.device) if isinstance(value, Tensor) else None for value in values}
         if None in kinds or len(kinds) > 1:
             return cls(list(values), None, rows)
@@ -115,11 +111,7 @@ class Column(NamedTuple):
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours together, as ``(first, last + 1)``.
-
-    >>> list(_runs([3, 4, 1]))
-    [(3, 5), (1, 2)]
-    """
+    """Neighbours together, as ``(first, last + 1)``."""
     start = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] + 1:
@@ -155,13 +147,7 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def of(cls, rows: RowTable | TensorDictBase | Sequence[Row]) -> RowTable:
-        """The table of rows that are TensorDicts, lazily stacked, dense or listed, or dicts; a table as it is.
-
-        >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}, "query": "a?"}) for n in (1, 2)]
-        >>> table = RowTable.of(lazy_stack(rows))
-        >>> table.columns["tokens", "full"].lengths, table.columns["query"].values
-        ([1, 2], ['a?', 'a?'])
-        """
+        """The table of rows that are TensorDicts, lazily stacked, dense or listed, or dicts; a table as it is."""
         if isinstance(rows, RowTable):
             return rows
         if isinstance(rows, TensorDictBase) and _is_dense(rows):
@@ -234,13 +220,7 @@ class RowTable(Sequence[Row]):
         return values.view(len(self), -1)
 
     def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:
-        """Write an entry: a tensor ``[N, ..]``; or a value per row, where None leaves the row without it.
-
-        >>> table = RowTable(2, {})
-        >>> table.set("x", [None, torch.ones(3)])
-        >>> [list(row) for row in table.rows()]
-        [[], ['x']]
-        """
+        """Write an entry: a tensor ``[N, ..]``; or a value per row, where None leaves the row without it."""
         if isinstance(values, Tensor):
             self.columns[key] = Column(values)
             return
@@ -309,20 +289,12 @@ class RowTable(Sequence[Row]):
         return rows
 
     def stack(self) -> LazyStackedTensorDict:
-        """The rows as TorchRL has them: a TensorDict each, lazily stacked.
-
-        >>> RowTable(1, {("next", "reward"): Column(torch.ones(1, 1))}).stack()["next", "reward"].tolist()
-        [[1.0]]
-        """
+        """The rows as TorchRL has them: a TensorDict each, lazily stacked."""
         rows = ({k: v if isinstance(v, Tensor) else NonTensorData(v) for k, v in row.items()} for row in self.rows())
         return lazy_stack([TensorDict(row, batch_size=[]) for row in rows])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """As tensors and plain values, for a checkpoint.
-
-        >>> RowTable(2, {"x": Column(torch.ones(3), [1, 2])}).state_dict()["columns"][0]["shapes"].tolist()
-        [[1], [2]]
-        """
+        """As tensors and plain values, for a checkpoint."""
         return {"num_rows": len(self), "columns": [self._saved(*one) for one in self.columns.items()]}
 
     def _saved(self, key: Key, column: Column) -> dict[str, Any]:
@@ -431,12 +403,7 @@ def _missing(key: Key, missing: int, count: int) -> str:
 
 
 def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
-    """The rows of a batch, one by one; those of a lazy stack are its own, so writing to them writes to it.
-
-    >>> stack = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
-    >>> [row["x"].shape[0] for row in row_list(stack)]
-    [1, 2]
-    """
+    """The rows of a batch, one by one; those of a lazy stack are its own, so writing to them writes to it."""
     return list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
 
 

@@ -53,15 +53,7 @@ def chat(system_prompt: str | None, query: str) -> list[dict[str, str]]:
 
 
 def scorer_of(task: Task) -> Scorer:
-    """``task.score`` of the task without its examples, which a grader's process has no use for.
-
-    >>> import pickle
-    >>> from sota_grpo.tasks import make_task
-    >>> task = make_task("arithmetic", num_train=4, num_heldout=4)
-    >>> score = pickle.loads(pickle.dumps(scorer_of(task)))
-    >>> score(task.gold_response(task.train[0]), task.train[0]) == task.score(task.train[0].answer, task.train[0])
-    True
-    """
+    """``task.score`` of the task without its examples, which a grader's process does not need."""
     return without_examples(task).score
 
 

@@ -76,12 +76,7 @@ class RowTransform(Transform):
 
 
 def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
-    """What a grader reads of finished rows: the response's text, and the example; siblings share one example.
-
-    >>> from tensordict import TensorDict
-    >>> graded_texts([TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"})])
-    [('4', Example(query='2+2?', answer='#### 4', extra={}))]
-    """
+    """What a grader reads of finished rows: the response's text, and the example; siblings share one example."""
     pairs: list[tuple[str, Example]] = []
     before: list[Any] = []
     for row in rows:
@@ -102,13 +97,6 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
 
     Raises:
         ValueError: the rows are dense, where every row has every key, and a term does not apply to one of them.
-
-    >>> from tensordict import TensorDict
-    >>> rows = TensorDict(batch_size=[2])
-    >>> scores = [Score({"right": 1.0}, True), Score({"right": 0.0}, False, "Timeout: 5 s")]
-    >>> rows = write_scores(rows, scores, {"right": 2.0})
-    >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
-    ([[2.0], [0.0]], [[False], [True]])
     """
     scores = [*map(rewarded, scores)]
     for name in term_weights:

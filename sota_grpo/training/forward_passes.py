@@ -101,12 +101,7 @@ class LearnerSettings:
 
 
 def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
-    """Share of the peak learning rate at optimizer step ``step`` (0-based).
-
-    >>> settings = LearnerSettings(lr=1.0, total_steps=10, optim_batch_size=8, schedule="linear", warmup_steps=2)
-    >>> [learning_rate_factor(step, settings) for step in (0, 1, 2, 6)]
-    [0.5, 1.0, 1.0, 0.5]
-    """
+    """Share of the peak learning rate at optimizer step ``step`` (0-based)."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":

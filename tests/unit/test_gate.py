@@ -29,7 +29,7 @@ from sota_grpo.rl.transforms import GroupAdvantage, ReferenceKL
 from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
 from sota_grpo.training.gate import graded_rows, pushed_weights_landed, run_gate
-from sota_grpo.training.learner import Publisher, perturb
+from sota_grpo.training.learner import Publisher
 from sota_grpo.training.sample_checks import ENOUGH, NUM_GROUPS
 from sota_grpo.training.subject import NUM_SAMPLES, CheckError, NamedReference, Subject, sampled_tokens
 from tests.l3_parts import TEMPERATURE, make_subject
@@ -119,7 +119,8 @@ def test_one_layer_of_other_weights_is_found_in_half_precision(layer: int, tmp_p
     """The policy is sure of most tokens: the mean gap is 0.01, a fifth of what SmolLM2's rounding alone makes."""
     subject = make_subject(tmp_path, max_tokens=96, **HALF["bf16 both"])
     subject.rows = subject.sample()
-    perturb(subject.learner.policy.model.model.layers[layer].parameters())
+    learner = subject.learner
+    learner.perturb([name for name in learner.trainable_names() if f"layers.{layer}." not in name])
     assert not gate.engine_and_trainer_agree(subject).passed
 
 
@@ -241,14 +242,6 @@ def test_a_reward_that_fails_at_every_dialog_and_at_no_text_is_found(subject: Su
     check = gate.responses_end_and_are_graded(subject)
     assert check.passed is False
     assert "the grader failed at every response, the first time: AttributeError: no attribute 'acc" in check.sentence
-
-
-def test_a_reward_that_applies_to_no_response_is_found(subject: Subject) -> None:
-    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
-    subject.rows = graded_rows(subject)
-    check = gate.responses_end_and_are_graded(subject)
-    assert check.passed is False
-    assert "the first time: NoReward: no term of the reward applies" in check.sentence
 
 
 def test_each_task_of_a_mixture_is_looked_at(subject: Subject) -> None:
@@ -564,30 +557,6 @@ def test_in_float32_whatever_did_not_land_is_named_of_an_engine_that_does_not_te
     assert check.sentence.endswith(f"; these did not land: {', '.join(STALE[stale])}")
 
 
-def test_every_trainable_tensor_is_moved_and_restored_bit_for_bit(tmp_path: Path) -> None:
-    learner = make_subject(tmp_path, adapter=partial(add_lora, r=2, alpha=4)).learner
-    policy = learner.policy
-    before = {name: value.clone() for name, value in policy.state_dict().items()}
-    learner.perturb()
-    moved = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {name for name, p in policy.named_parameters() if p.requires_grad}
-    learner.restore()
-    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
-
-
-def test_a_tied_head_that_stays_old_is_found(subject: Subject) -> None:
-    """The trap of a push without ``lm_head.weight``: everything but the head is new."""
-    engine = subject.rollouts.engine
-    push, head = engine.update_weights, subject.learner.policy.model.lm_head.weight.detach().clone()
-    subject.learner.policy.model.config.tie_word_embeddings = True
-
-    def push_all_but_the_embedding(weights, version):
-        push([(n, head if "lm_head" in n or "embed_tokens" in n else w) for n, w in weights], version)
-
-    engine.update_weights = push_all_but_the_embedding
-    assert failed(subject) == ["pushed weights landed"]
-
-
 def test_a_mean_of_micro_batch_means_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest mistake of the field: each micro-batch normalised by itself."""
     padded = subject.learner.padded
@@ -726,13 +695,6 @@ def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(subject: 
         run_gate(subject, "warn", [gate.every_sampled_token_is_trained])
 
 
-def test_a_reward_that_applies_to_nothing_is_told(subject: Subject) -> None:
-    subject.task = with_gold(subject.task)
-    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
-    sentence = gate.gold_answers_earn_the_full_reward(subject).sentence
-    assert "no reward applies to any of 104 texts" in sentence
-
-
 def test_a_term_that_does_not_apply_counts_nothing(subject: Subject) -> None:
     subject.rollouts.env.grader = LocalGrader(
         lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)), ["correct"]
@@ -777,11 +739,7 @@ def test_a_held_out_question_in_the_training_split_is_found(subject: Subject) ->
     check = gate.no_held_out_question_is_trained_on(subject)
     assert not check.passed
     assert check.sentence.startswith("1 held-out")
-
-
-def test_a_question_in_other_letters_is_the_same_question(subject: Subject) -> None:
-    """By the normal form of the tasks, where a sharp s is a double s."""
-    mine, theirs = (
+    mine, theirs = (  # by the normal form of the tasks, where a sharp s is a double s
         SimpleNamespace(query=query) for query in ("How many Straßen\n are  there?", "how many STRASSEN are there?")
     )
     subject.task = SimpleNamespace(train=[mine], heldout=[theirs])

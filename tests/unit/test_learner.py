@@ -270,12 +270,6 @@ def test_the_share_of_a_token_is_that_of_its_squared_derivative_in_the_whole_ste
         assert all(math.isfinite(value) for value in metrics.values() if value is not None)
 
 
-def test_update_counts_versions_and_steps(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, epochs=2, recompute=True)
-    learner.update(lazy_stack(make_rows()))
-    assert (learner.version, learner.optimizer_steps) == (1, 6)
-
-
 def mini_batches(learner: Learner, rows: list[TensorDict], epoch: int) -> list[list[TensorDict]]:
     """The rows of each optimizer step of an epoch, in order."""
     order = learner.step_planner().mini_batches(rows, row_prompts(rows), epoch, learner.version)
@@ -307,13 +301,6 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
         ]
     again = [[position[id(row)] for row in step] for step in mini_batches(learner, rows, 1)]
     assert again == orders[1]
-
-
-def test_rows_without_siblings_are_mixed_one_by_one(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path), [row.exclude(keys.GROUP_ID) for row in make_rows()]
-    mixed = [id(row) for step in mini_batches(learner, rows, 1) for row in step]
-    assert sorted(mixed) == sorted(map(id, rows))
-    assert mixed != [id(row) for row in rows]
 
 
 def silence(rows: list[TensorDict], *groups: int) -> list[TensorDict]:
@@ -405,13 +392,6 @@ def test_a_step_of_truncated_rows_alone_measures_nothing_and_goes_on(tmp_path: P
     assert 0 < mixed["ess"] < 1  # the mean over the steps that measured it
 
 
-def test_the_dry_run_keeps_truncated_rows(tmp_path: Path) -> None:
-    rows = make_rows(4, truncated=True)
-    found = [make_learner(tmp_path, drop_truncated=drop).gradient(rows, token_budget=50) for drop in (False, True)]
-    assert largest_gap(*found) == 0
-    assert max(float(grad.abs().max()) for grad in found[0].values()) > 0
-
-
 @pytest.mark.parametrize("lora_dropout", [None, 0.3])
 def test_a_resumed_learner_continues_bit_for_bit(lora_dropout: float | None, tmp_path: Path) -> None:
     options = {"schedule": "cosine", "warmup_steps": 2, "lora_dropout": lora_dropout}
@@ -450,15 +430,6 @@ def test_non_finite_step_stops_with_the_batch_and_unchanged_weights(tmp_path: Pa
     assert torch.isnan(dumped["batch"]["advantage"]).any()
 
 
-def test_a_padded_batch_brings_its_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the host makes it before the copy and need not wait for the device."""
-    learner = make_learner(tmp_path)
-    batch = learner.padded(make_rows(3))
-    expected = learner.log_probs(batch.exclude(keys.LAYOUT))
-    monkeypatch.setattr(learner.policy, "layout", None)
-    assert torch.equal(learner.log_probs(batch), expected)
-
-
 @pytest.mark.parametrize("trained", ["fp32", "bf16"])
 def test_what_half_precision_does_to_log_probs_is_half_minus_float32(trained: str, tmp_path: Path) -> None:
     rows = make_rows(4)
@@ -479,17 +450,6 @@ def test_mixed_precision_follows_fp32(precision: str, tmp_path: Path) -> None:
     norms = [sum(float(g.square().sum()) for g in found.values()) ** 0.5 for found in (exact, mixed)]
     assert dot / (norms[0] * norms[1]) > 0.99
     assert norms[1] == pytest.approx(norms[0], rel=0.1)
-
-
-def test_fp16_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, precision="fp16", optim_batch_size=12)
-    learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
-    before = weights(learner)
-    metrics = learner.update(lazy_stack(make_rows()))
-    assert largest_gap(before, weights(learner)) == 0
-    assert learner.scaler.get_scale() < 2.0**60
-    assert (metrics["grad_norm"], metrics["lr"]) == (None, None)
-    assert (metrics["skipped_steps"], metrics["loss_scale"]) == (1, 2.0**60)
 
 
 @pytest.mark.filterwarnings("error")
@@ -516,12 +476,6 @@ def test_fp16_hides_no_nan(where: str, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteStep, match="loss/objective"):
         learner.update(lazy_stack(rows))
     assert learner.scaler.get_scale() == scale
-
-
-def test_the_rate_reported_is_the_rate_used(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, warmup_steps=10, optim_batch_size=12)
-    assert [learner.update(lazy_stack(make_rows()))["lr"] for _ in range(3)] == pytest.approx([1e-4, 2e-4, 3e-4])
-    assert not {"skipped_steps", "loss_scale"} & learner.update(lazy_stack(make_rows())).keys()
 
 
 def test_a_longer_run_goes_on_under_its_own_schedule(tmp_path: Path) -> None:

@@ -92,36 +92,20 @@ def test_nothing_is_a_table_too() -> None:
 
 def test_a_state_of_rows_that_were_packed_one_by_one_is_read() -> None:
     """As checkpoints had them when each row was a TensorDict: sequences of one length beside those of several."""
-    state = {
-        "num_rows": 2,
-        "columns": [
-            {"path": ["query"], "rows": torch.tensor([0, 1]), "plain": ["a?", "b?"]},
-            {
-                "path": ["tokens", "full"],
-                "rows": torch.tensor([0, 1]),
-                "shapes": torch.tensor([[3], [1]]),
-                "values": torch.tensor([5, 6, 7, 8]),
-            },
-            {
-                "path": ["next", "reward"],
-                "rows": torch.tensor([0, 1]),
-                "shapes": torch.tensor([[1], [1]]),
-                "values": torch.tensor([1.0, 0.0]),
-            },
-            {
-                "path": ["next", "reward_terms", "brief"],
-                "rows": torch.tensor([1]),
-                "shapes": torch.tensor([[1]]),
-                "values": torch.tensor([0.5]),
-            },
-            {
-                "path": ["group_id"],
-                "rows": torch.tensor([0, 1]),
-                "shapes": torch.zeros(2, 0, dtype=torch.int64),
-                "values": torch.tensor([7, 7]),
-            },
-        ],
-    }
+    both = torch.tensor([0, 1])
+
+    def column(path: list[str], rows: torch.Tensor, shapes: list[list[int]], values: list[float]) -> dict:
+        sizes = torch.tensor(shapes, dtype=torch.int64)
+        return {"path": path, "rows": rows, "shapes": sizes, "values": torch.tensor(values)}
+
+    columns = [
+        {"path": ["query"], "rows": both, "plain": ["a?", "b?"]},
+        column(["tokens", "full"], both, [[3], [1]], [5, 6, 7, 8]),
+        column(["next", "reward"], both, [[1], [1]], [1.0, 0.0]),
+        column(["next", "reward_terms", "brief"], torch.tensor([1]), [[1]], [0.5]),
+        column(["group_id"], both, [[], []], [7, 7]),
+    ]
+    state = {"num_rows": 2, "columns": columns}
     table = RowTable.of_state(state)
     expected = [
         {

@@ -12,7 +12,7 @@ import torch
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.lora import AdapterPack, add_lora, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
-from sota_grpo.training.learner import Publisher, perturb
+from sota_grpo.training.learner import Publisher
 from tests.engine_rigs import EOS, PAD, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
@@ -95,7 +95,8 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
         named = list(model.state_dict().items())
         halves = lambda: WeightPacks((WeightPack.of(named[:5]), WeightPack.of(named[5:])))  # noqa: E731
         publisher = Publisher(halves, [engine])
-    perturb(parameter for parameter in model.parameters() if parameter.requires_grad)
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        parameter.data.neg_().add_(1.0)
     publisher.publish(1)
     assert publisher.differing() == []
     name, held = list(engine._model.named_parameters())[3]
