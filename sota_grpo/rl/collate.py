@@ -8,12 +8,7 @@ sampled by version 7 while version 8 landed::
     log_probs.full            0   0  -.4 -.1 -.9
     next.token_version       -1  -1   7   7   8      next.policy_version = 7
 
-In a dialog of two turns, whose user turn ``u`` stands between what the policy said::
-
-    tokens.full               p   p   a   a   u   u   a
-    masks.all_assistant_mask  .   .   x   x   .   .   x
-    log_probs.full            0   0  -.4 -.1  0   0  -.9
-    next.token_version       -1  -1   7   7  -1  -1   8
+In a dialog of several turns the mask is False on what the policy did not say, log-probs are 0 there and versions -1.
 
 Three rows in (``p`` prompt, ``a`` assistant, ``.`` padding) under ``token``, so that each of the six ``a`` weighs 1/6::
 

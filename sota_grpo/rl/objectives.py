@@ -249,10 +249,8 @@ class GRPOLoss(LossModule):
             :func:`sota_grpo.functional.divergences.importance_weights`.
 
     Raises:
-        TypeError: on an unknown keyword.
-        ValueError: on a choice that does not exist or has no effect here; from ``forward``, where an entropy bonus is
-            asked of an actor that gives no differentiable entropy, or the objective reads an entropy that it does not
-            give.
+        ValueError: on a choice that does not exist or has no effect here; from ``forward``, where the entropy that the
+            terms read is not given, or has no gradient.
         ObjectiveError: from ``forward``, where an objective of one's own gives another shape than ``[N, T]``, or
             nothing that can be differentiated.
         KeyError: from ``forward``, where the batch lacks a key that the chosen terms read.

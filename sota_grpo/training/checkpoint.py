@@ -280,7 +280,7 @@ def host_copy(value: Any) -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every global random generator (python, numpy, torch, CUDA where this process computes on it)."""
+    """The state of every global random generator: python, numpy, torch, CUDA where this process computes on it."""
     version, internal, gauss = random.getstate()
     name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {

@@ -4,11 +4,10 @@ Each check is one function of :class:`Subject` that returns a :class:`Check`. No
 engine weights, random state and the position in the data are afterwards what they were.
 
 **Bounds of the checks that compare log-probs.** Two systems that compute one policy in half precision differ by
-rounding, and how much that is depends on the model: its depth, its logits (a bfloat16 logit between 16 and 32 has a
-step of 1/8), how sure it is. So no bound is fitted to some model. Two invariants hold under any rounding: the mean
-ratio is 1, and gaps have no slope against the temperature (:mod:`sota_grpo.functional.divergences`). What is left is a
-size, and its measure is the rounding of this very model on these very tokens: the trainer's log-probs in half precision
-against its own in float32.
+rounding, and how much that is depends on the model: its depth, its logits, how sure it is. So no bound is fitted to
+some model. Two invariants hold under any rounding: the mean ratio is 1, and gaps have no slope against the temperature
+(:mod:`sota_grpo.functional.divergences`). What is left is a size, and its measure is the rounding of this very model on
+these very tokens: the trainer's log-probs in half precision against its own in float32.
 
 The engine rounds too, and more than the trainer, whose residual stream is float32. All in all the gaps were 1.1 to 1.9
 times the trainer's rounding; four times is allowed (``MARGIN``). Measured with vLLM on a CPU in bfloat16, on 8

@@ -155,13 +155,11 @@ class Learner(ForwardPasses):
         sums = self.ranks.sums({"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))})
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
-    def _passes(
-        self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
-    ) -> list[Pass]:
-        """This rank's passes over the rows of one optimizer step; without ``learn`` none has a backward pass."""
+    def _passes(self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False) -> list[Pass]:
+        """This rank's passes over the rows of one optimizer step."""
         order, prompts = range(len(rows)), row_prompts(rows)
-        by_rank = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
-        return [one._replace(learns=one.learns and learn) for one in by_rank[self.share]]
+        planned = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
+        return planned[self.share]
 
     @memory_for(
         "the optimizer's update",
@@ -222,19 +220,8 @@ class Learner(ForwardPasses):
         optimizer.step()
         return norm
 
-    def _accumulate(
-        self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
-    ) -> tuple[dict[str, float], dict[str, float | None]]:
-        """Gradient of the whole ``rows`` in ``.grad``; the losses, and the diagnostics (None over no trained token).
-
-        Without ``learn`` there are no backward passes and no gradient.
-        """
-        plain = RowTable.of(rows).rows()
-        passes = self._passes(plain, token_budget, keep_truncated=keep_truncated, learn=learn)
-        return self._measured(self._run(plain, passes), torch.zeros(()))[:2]
-
     def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
-        """:meth:`_accumulate` over passes of ``rows``, without a wait for the device."""
+        """What these passes sum up to, their gradient in ``.grad``, without a wait for the device."""
         threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()
@@ -418,8 +405,12 @@ class Learner(ForwardPasses):
             yield {**row, keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old}, own
 
     def _dry_run(self, rows: Sequence[Row], token_budget: int, *, learn: bool = True) -> dict[str, float | None]:
+        """The diagnostics of a step without dropout, truncated rows included; its gradient is in ``.grad``."""
+        plain = RowTable.of(rows).rows()
+        passes = self._passes(plain, token_budget, keep_truncated=True)
         with without_dropout(self.policy):
-            return self._accumulate(rows, token_budget, keep_truncated=True, learn=learn)[1]
+            totals = self._run(plain, passes if learn else [one._replace(learns=False) for one in passes])
+        return self._measured(totals, torch.zeros(()))[1]
 
     def _unclipped(self, rows: Sequence[Row]) -> list[dict[Key, Any]]:
         """Copies with advantages above 0 and all ratios near a half, so that no objective clips, caps or masks a token.

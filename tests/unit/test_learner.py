@@ -88,9 +88,9 @@ def test_gradient_depends_on_no_row_order(tmp_path: Path) -> None:
     for row in rows:  # ``gradient`` draws advantages by position: keep each row its own through the loss instead
         row.set(keys.LOSS_WEIGHT, row[keys.ASSISTANT_MASK].float())
     order = torch.randperm(len(rows)).tolist()
-    learner._accumulate(rows, 50)
+    learner._dry_run(rows, 50)
     first = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
-    learner._accumulate([rows[index] for index in order], 50)
+    learner._dry_run([rows[index] for index in order], 50)
     second = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
     scale = max(float(grad.abs().max()) for grad in first.values())
     assert largest_gap(first, second) < 1e-5 * scale
@@ -162,7 +162,7 @@ def test_a_term_of_whole_rows_depends_on_no_packing(name: str, tmp_path: Path) -
         learner = make_learner(tmp_path)
         learner.policy.scorer.shared_prompt = shared_prompt
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **OBJECTIVES[name] | {"correction_cap": 1.05})
-        learner._accumulate(rows, budget)
+        learner._dry_run(rows, budget)
         found.append({key: p.grad.clone() for key, p in learner.policy.named_parameters()})
     scale = max(float(grad.abs().max()) for grad in found[0].values())
     assert scale > 0
@@ -530,7 +530,8 @@ def test_a_token_of_unknown_log_prob_counts_for_no_weight(aggregation: str, torc
         row[keys.LOG_PROBS][-1] = math.nan
     alone = GRPOLoss(learner.policy, entropy_bonus=False, kl_to_ref_coeff=None, aggregation=torchrls)
     expected = float(alone(pad_rows(rows, pad_token_id=PAD)).loss_objective)
-    losses, _ = learner._accumulate(rows, 10**6)
+    plain = RowTable.of(rows).rows()
+    losses, *_ = learner._measured(learner._run(plain, learner._passes(plain, 10**6)), torch.zeros(()))
     assert losses["loss/objective"] == pytest.approx(expected, rel=1e-4)
     weighed = set_loss_weights(rows, aggregation)
     assert float(learner.loss(pad_rows(weighed, pad_token_id=PAD)).loss_objective) == pytest.approx(expected, rel=1e-4)

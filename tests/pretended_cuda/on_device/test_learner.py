@@ -176,7 +176,7 @@ def test_a_micro_batch_seldom_makes_the_host_wait(whose: str, tmp_path: Path) ->
     for budget in (20, 1000):
         with host_traffic() as traffic:
             if whose == "learner":
-                learner._accumulate(batch, budget)
+                learner._dry_run(batch, budget)
             else:
                 reference_log_probs(reference, batch, pad_token_id=0, token_budget=budget)
         counted[len(learner._passes(batch, budget))] = traffic
