@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,10 @@ from tests.l3_parts import TEMPERATURE, make_subject
 @pytest.fixture
 def subject(tmp_path: Path) -> Subject:
     return make_subject(tmp_path)
+
+
+def graded_by(subject: Subject, score: Callable[[str, Example], Score]) -> None:
+    subject.rollouts.env.grader = LocalGrader(score, ["correct"])
 
 
 def failed(subject: Subject) -> list[str]:
@@ -236,7 +241,7 @@ def test_a_reward_that_fails_at_every_dialog_and_at_no_text_is_found(subject: Su
             raise AttributeError("no attribute 'accounts'")
         return Score({"correct": None}, False)
 
-    subject.rollouts.env.grader = LocalGrader(broken, ["correct"])
+    graded_by(subject, broken)
     assert gate.gold_answers_earn_the_full_reward(subject).passed is None  # nothing was looked at
     subject.rows = graded_rows(subject)
     check = gate.responses_end_and_are_graded(subject)
@@ -263,7 +268,7 @@ def test_each_task_of_a_mixture_is_looked_at(subject: Subject) -> None:
 def test_a_check_over_nothing_is_not_passed(subject: Subject) -> None:
     subject.task = with_gold(subject.task, heldout=[])
     subject.transforms = []
-    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
+    graded_by(subject, lambda text, example: Score({"correct": None}, False))
     subject.rows = graded_rows(subject)
     subject.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
     assert gate.gold_answers_earn_the_full_reward(subject).passed is None
@@ -304,9 +309,7 @@ def test_every_baseline_and_scale_passes(subject: Subject) -> None:
 
 
 def test_scores_of_other_rows_are_found(subject: Subject) -> None:
-    subject.rollouts.env.grader = LocalGrader(
-        lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False), ["correct"]
-    )
+    graded_by(subject, lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False))
     subject.rows = graded_rows(subject)
     assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed
     rewards = subject.rows.get(keys.REWARD)
@@ -319,9 +322,7 @@ def test_scores_of_other_rows_are_found(subject: Subject) -> None:
 
 def test_a_reward_that_is_another_each_time_is_no_fault(subject: Subject) -> None:
     drawn = itertools.count()
-    subject.rollouts.env.grader = LocalGrader(
-        lambda text, example: Score({"correct": float(next(drawn))}, False), ["correct"]
-    )
+    graded_by(subject, lambda text, example: Score({"correct": float(next(drawn))}, False))
     subject.rows = graded_rows(subject)
     check = gate.rewards_and_advantages_belong_to_their_responses(subject)
     assert check.passed
@@ -330,7 +331,7 @@ def test_a_reward_that_is_another_each_time_is_no_fault(subject: Subject) -> Non
 
 def test_rewards_of_groups_are_graded_again_as_groups(subject: Subject) -> None:
     subject.task.score = NeedsEverySibling(NUM_SAMPLES)
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     subject.rows = graded_rows(subject)
     check = gate.rewards_and_advantages_belong_to_their_responses(subject)
     assert check.passed
@@ -340,7 +341,7 @@ def test_rewards_of_groups_are_graded_again_as_groups(subject: Subject) -> None:
 def test_a_grader_that_fails_once_leaves_its_response_uncompared(subject: Subject) -> None:
     """It fails at one response when all are graded again; and a sibling's row has not the reward that it earned."""
     subject.task.score = NeedsEverySibling(NUM_SAMPLES)
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     subject.rows = graded_rows(subject)
     subject.rows.get(keys.REWARD)[1] += 1.0
     grade, calls = subject.task.score.score_group, itertools.count()
@@ -585,7 +586,7 @@ def test_a_grader_that_refuses_the_gold_answer_is_found(subject: Subject) -> Non
 
 
 def test_a_grader_that_pays_for_nothing_is_found(subject: Subject) -> None:
-    subject.rollouts.env.grader = LocalGrader(lambda response, example: Score({"correct": 1.0}, True), ["correct"])
+    graded_by(subject, lambda response, example: Score({"correct": 1.0}, True))
     assert not gate.gold_answers_earn_the_full_reward(subject).passed
 
 
@@ -613,7 +614,7 @@ class NeedsEverySibling:
 def test_a_function_of_whole_groups_is_asked_about_a_whole_group(subject: Subject, more: int) -> None:
     subject.task = with_gold(subject.task)
     subject.task.score = NeedsEverySibling(subject.rollouts.env.repeats + more)
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed == (not more)
     assert ("failed at" in check.sentence) == bool(more)
@@ -630,7 +631,7 @@ def test_one_example_that_a_function_of_groups_cannot_grade_is_told_and_no_more(
     subject.task = with_gold(subject.task)
     subject.task.score = FailsAtOneQuestion(subject.rollouts.env.repeats)
     subject.task.score.question = subject.task.train[0].query
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed
     assert (
@@ -689,16 +690,14 @@ def test_a_check_that_finds_no_memory_ends_in_a_sentence(subject: Subject) -> No
 def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(subject: Subject) -> None:
     """MaxRL divides by a mean of rewards, of which none is below 0."""
     subject.task.score = lambda text, example: Score({"correct": -1.0}, False)
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     subject.transforms = [GroupAdvantage(scale="group_mean")]
     with pytest.raises(UserError, match=r"sampled before training cannot be trained on: .*no reward may be negative"):
         run_gate(subject, "warn", [gate.every_sampled_token_is_trained])
 
 
 def test_a_term_that_does_not_apply_counts_nothing(subject: Subject) -> None:
-    subject.rollouts.env.grader = LocalGrader(
-        lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)), ["correct"]
-    )
+    graded_by(subject, lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)))
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed
     assert "104 of 104 gold answers earn the full reward of 1" in check.sentence
@@ -712,7 +711,7 @@ def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject
         texts.append(response)
         raise OSError("no judge")
 
-    subject.rollouts.env.grader = LocalGrader(broken, ["correct"])
+    graded_by(subject, broken)
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert not check.passed
     assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")

@@ -169,12 +169,6 @@ def test_an_incomplete_group_is_refused_by_id() -> None:
         GroupAdvantage(group_size=4)(rows)
 
 
-def test_rows_that_have_an_advantage_keep_it() -> None:
-    rows = lazy_stack(random_rows(generator(), 4), 0)
-    before = rows["advantage"].clone()
-    assert torch.equal(GroupAdvantage()(rows[1:])["advantage"], before[1:])
-
-
 # ----------------------------------------------------------------------------------------------- reference
 
 
