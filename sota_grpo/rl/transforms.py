@@ -172,7 +172,7 @@ class ReferenceKL(RowTransform):
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
     def _write(self, rows: RowTable) -> None:
-        sizes = {"token_budget": self.token_budget, "shared_prompt": self.shared_prompt}
+        sizes: dict[str, Any] = {"token_budget": self.token_budget, "shared_prompt": self.shared_prompt}
         log_probs = reference_log_probs(self.reference, rows, pad_token_id=self.pad_token_id, **sizes)
         write_reference(rows, log_probs, in_reward_coeff=self.in_reward_coeff)
 
