@@ -119,7 +119,10 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     rows = _siblings(drawn, len(samples))
     rows.columns |= {key: Column(values, lengths) for key, values in per_token.items()}
     rows.columns[keys.RESPONSE_TOKENS] = Column(torch.cat(responses), list(map(len, responses)))
-    rows.set(keys.POLICY_VERSION, _oldest(versions, produced, lengths))
+    none, ends = torch.iinfo(versions.dtype).max, list(accumulate(lengths, initial=0))
+    known = torch.where(produced, versions, none).numpy()
+    oldest = (known[start:end].min(initial=none) for start, end in pairwise(ends))
+    rows.set(keys.POLICY_VERSION, torch.tensor([-1 if version == none else version for version in oldest]))
     for name, flags in done_entries(torch.tensor([sample.truncated for sample in samples])).items():
         rows.set(("next", name), flags)
     texts = [response_text(tokenizer, last_turn(one)) if one.text is None else one.text for one in samples]
@@ -137,18 +140,6 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
     sampled = ("tokens", "masks", "log_probs", "text", "next")
     drawn = {key: value for key, value in entries.items() if key == keys.PROMPT_TOKENS or key[0] not in sampled}
     return row_list(group_table(drawn, samples, tokenizer).stack())
-
-
-def _oldest(versions: Tensor, produced: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The version of each row's oldest token; -1 without any.
-
-    >>> _oldest(torch.tensor([-1, 8, 7, -1]), torch.tensor([False, True, True, False]), [3, 1]).tolist()
-    [7, -1]
-    """
-    none = torch.iinfo(versions.dtype).max
-    ends, values = list(accumulate(lengths, initial=0)), torch.where(produced, versions, none).numpy()
-    oldest = [values[start:end].min(initial=none) for start, end in pairwise(ends)]
-    return torch.tensor([-1 if version == none else version for version in oldest])
 
 
 def last_turn(sample: Sample) -> Tensor:

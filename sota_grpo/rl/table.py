@@ -295,18 +295,19 @@ class RowTable(Sequence[Row]):
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain values, for a checkpoint."""
-        return {"num_rows": len(self), "columns": [self._saved(*one) for one in self.columns.items()]}
-
-    def _saved(self, key: Key, column: Column) -> dict[str, Any]:
-        rows = torch.tensor(list(column.places(len(self))), dtype=torch.int64)
-        saved = {"path": [key] if isinstance(key, str) else list(key), "rows": rows}
-        if isinstance(column.values, list):
-            return saved | {"plain": column.values}
-        if column.lengths is None:
-            shapes = torch.tensor([column.values.shape[1:]], dtype=torch.int64).expand(len(rows), -1).contiguous()
-        else:
-            shapes = torch.tensor(column.lengths).unsqueeze(1)
-        return saved | {"shapes": shapes, "values": column.values.flatten()}
+        columns = []
+        for key, (values, lengths, rows) in self.columns.items():
+            places = torch.tensor(rows if rows is not None else range(len(self)), dtype=torch.int64)
+            saved: dict[str, Any] = {"path": [key] if isinstance(key, str) else list(key), "rows": places}
+            if isinstance(values, list):
+                saved["plain"] = values
+            elif lengths is None:
+                shape = torch.tensor([values.shape[1:]], dtype=torch.int64)
+                saved |= {"shapes": shape.expand(len(places), -1).contiguous(), "values": values.flatten()}
+            else:
+                saved |= {"shapes": torch.tensor(lengths).unsqueeze(1), "values": values.flatten()}
+            columns.append(saved)
+        return {"num_rows": len(self), "columns": columns}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RowTable:

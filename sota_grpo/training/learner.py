@@ -189,8 +189,11 @@ class Learner(ForwardPasses):
             self.optimizer_steps += 1
         if self.settings.entropy_target is not None:
             metrics["entropy_coef"] = self.loss.entropy_coeff
-            if (entropy := metrics["entropy"]) is not None and not skipped:
-                self._adapt_entropy_coef(entropy, self.settings.entropy_target)
+            if (entropy := metrics["entropy"]) is not None and not skipped:  # it decides on that of the next step
+                bounds = {"delta": self.settings.entropy_coef_delta, "largest": self.settings.entropy_coef_max}
+                target = self.settings.entropy_target
+                self.entropy_coef, applied = adapted_entropy_coef(self.entropy_coef, entropy, target=target, **bounds)
+                self._apply_entropy_coef(applied)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # their memory is an engine's until the next step
         metrics |= {**losses, "grad_norm": None if skipped else norm, "lr": None if skipped else rate}
@@ -278,12 +281,6 @@ class Learner(ForwardPasses):
         for (index, mask), values in zip(trained.items(), kept[mine].split(sizes)):
             rows[index][keys.OBJECTIVE_MASK] = torch.zeros_like(mask).masked_scatter(mask, values)
         return {"entropy_threshold": every[kept].min().item() if kept.any() else math.nan}
-
-    def _adapt_entropy_coef(self, entropy: float, target: float) -> None:
-        """Let the entropy of a step decide on the coefficient of the next."""
-        bounds = {"delta": self.settings.entropy_coef_delta, "largest": self.settings.entropy_coef_max}
-        self.entropy_coef, applied = adapted_entropy_coef(self.entropy_coef, entropy, target=target, **bounds)
-        self._apply_entropy_coef(applied)
 
     def _apply_entropy_coef(self, applied: float) -> None:
         """What the next step's loss multiplies the entropy by; the head computes no gradient for a bonus of 0."""
