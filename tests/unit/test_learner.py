@@ -430,6 +430,15 @@ def test_non_finite_step_stops_with_the_batch_and_unchanged_weights(tmp_path: Pa
     assert torch.isnan(dumped["batch"]["advantage"]).any()
 
 
+def test_a_padded_batch_brings_its_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the host makes it before the copy and need not wait for the device."""
+    learner = make_learner(tmp_path)
+    batch = learner.padded(make_rows(3))
+    expected = learner.log_probs(batch.exclude(keys.LAYOUT))
+    monkeypatch.setattr(learner.policy, "layout", None)
+    assert torch.equal(learner.log_probs(batch), expected)
+
+
 @pytest.mark.parametrize("trained", ["fp32", "bf16"])
 def test_what_half_precision_does_to_log_probs_is_half_minus_float32(trained: str, tmp_path: Path) -> None:
     rows = make_rows(4)
