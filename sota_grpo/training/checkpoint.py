@@ -119,8 +119,6 @@ class CheckpointStore:
             CheckpointError: the file system refused (disk full, no permission); what was there before is untouched,
                 unless only the sync of the new name failed.
         """
-        if step < 0:
-            raise ValueError(f"step is {step}, but a checkpoint's step counts from 0")
         _require_loadable(state, "state")
         path = self.directory / f"checkpoint_{step:06d}.pt"
         inode = None

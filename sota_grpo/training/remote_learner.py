@@ -130,8 +130,7 @@ class LearnerWorker:
     @_on_thread
     def export_hf(self, folder: str) -> None:
         """:func:`sota_grpo.policy.load.save_hf`, written by rank 0."""
-        if self.tokenizer is None:
-            raise ValueError("this learner was built without a tokenizer, which an export needs")
+        assert self.tokenizer is not None
         save_hf(self.learner.policy.model, self.tokenizer, folder, self._thread.progress)
 
     @_on_thread
