@@ -51,7 +51,6 @@ from sota_grpo.rl.table import RowTable
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training import gate
 from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, allowed_gaps
-from sota_grpo.training.learner import perturb, restore
 from sota_grpo.training.subject import Check, Subject
 
 DTYPES = {
@@ -174,11 +173,12 @@ def temperature(subject: Subject, seed: int) -> Changed:
 
 @contextmanager
 def layer(subject: Subject, seed: int) -> Changed:
-    kept = perturb(_layer(subject, seed)[1].parameters())
+    learner, prefix = subject.learner, f"layers.{_layer(subject, seed)}."
+    learner.perturb([name for name in learner.trainable_names() if prefix not in name])
     try:
         yield replace(subject), AGREEMENT
     finally:
-        restore(kept)
+        learner.restore()
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def top_p(subject: Subject, seed: int) -> Changed:
 @contextmanager
 def stale(subject: Subject, seed: int) -> Changed:
     """The push of the gate leaves one layer as it was; afterwards the engine has the right weights again."""
-    push, prefix = subject.weight_sync, f"layers.{_layer(subject, seed)[0]}."
+    push, prefix = subject.weight_sync, f"layers.{_layer(subject, seed)}."
     old = {name: weight.clone() for name, weight in push.policy_weights() if prefix in name}
     weights = lambda: [(name, old.get(name, weight)) for name, weight in push.policy_weights()]  # noqa: E731
     yield (
@@ -215,11 +215,9 @@ def _policy(subject: Subject) -> Any:
     return subject.learner.policy  # type: ignore[attr-defined]
 
 
-def _layer(subject: Subject, seed: int) -> tuple[int, torch.nn.Module]:
+def _layer(subject: Subject, seed: int) -> int:
     """Another layer for every seed, spread over all."""
-    layers = base_model(_policy(subject).model).get_decoder().layers
-    index = 7 * seed % len(layers)
-    return index, layers[index]
+    return 7 * seed % len(base_model(_policy(subject).model).get_decoder().layers)
 
 
 def _without_system_turn(row: TensorDictBase, tokenizer: Any) -> TensorDictBase:

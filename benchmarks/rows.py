@@ -25,7 +25,7 @@ from sota_grpo import keys
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.table import Key, RowTable
-from sota_grpo.training.forward_passes import LearnerSettings, Planner, Share, as_weights
+from sota_grpo.training.forward_passes import LearnerSettings, Planner, Share
 from sota_grpo.training.remote_learner import travelling
 
 
@@ -64,7 +64,8 @@ def padded(share: Share) -> None:
     for step in share.steps:
         for one in step:
             batch = pad_rows([rows[place] for place in one.rows], pad_token_id=0)
-            batch.set(keys.LOSS_WEIGHT, as_weights(one.weights, batch.get(keys.ASSISTANT_MASK)))
+            weights = torch.tensor(one.weights).unsqueeze(-1)
+            batch.set(keys.LOSS_WEIGHT, torch.where(batch.get(keys.ASSISTANT_MASK), weights, 0.0))
 
 
 def table_of(first: str) -> dict[str, list[float]]:

@@ -2,9 +2,9 @@
 
 ``python scripts/files_per_step.py`` builds a run on questions in GSM8K's form with the embedded policy and the embedded
 engine, takes one step to warm up, and counts what the next one calls, in the driver and its graders; ``--workers``
-counts an asynchronous run on Ray instead, over two steps, with its learner and engine too. TorchRL's collector, replay
-buffer and weight sync are named where they are called. ``--files`` and ``--functions`` print the names. OPTION=VALUE are
-options of the run.
+counts an asynchronous run on Ray instead, over two steps, with its learner and engine too. What is called of TorchRL's
+collectors, replay buffers and weight sync is named. ``--files`` and ``--functions`` print names. OPTION=VALUE are options
+of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WITH_WORKERS = ("mode=async", "train.total_dialog_turns=32")
 
 
 class Tracer:
-    """Notes the functions that this process calls, of the package and of TorchRL's parts of a loop, while the file ``on`` is in ``folder``.
+    """Notes the functions that this process calls, of the package and TorchRL, while the file ``on`` is in ``folder``.
 
     Args:
         folder: shared by all processes of the run.

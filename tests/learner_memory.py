@@ -26,7 +26,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.quantization import quantize
-from sota_grpo.rl.collate import micro_batches, prompt_groups
+from sota_grpo.rl.collate import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.gate import compared_budgets
@@ -124,7 +124,7 @@ def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:
     """What the learner makes of the rows, counted."""
     found = []
     for part in micro_batches(rows, token_budget=budget, shared_prompt=True):
-        groups = prompt_groups(part)
+        groups = groups_by_prompt(row_prompts(part))
         longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in part)
         tokens = sum(group.tokens for group in groups)
         found.append(MicroBatch(tokens, sum(sum(group.responses) for group in groups), len(part) * longest))

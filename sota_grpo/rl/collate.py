@@ -8,12 +8,7 @@ sampled by version 7 while version 8 landed::
     log_probs.full            0   0  -.4 -.1 -.9
     next.token_version       -1  -1   7   7   8      next.policy_version = 7
 
-In a dialog of two turns, whose user turn ``u`` stands between what the policy said::
-
-    tokens.full               p   p   a   a   u   u   a
-    masks.all_assistant_mask  .   .   x   x   .   .   x
-    log_probs.full            0   0  -.4 -.1  0   0  -.9
-    next.token_version       -1  -1   7   7  -1  -1   8
+In a dialog of several turns the mask is False on what the policy did not say, log-probs are 0 there and versions -1.
 
 Three rows in (``p`` prompt, ``a`` assistant, ``.`` padding) under ``token``, so that each of the six ``a`` weighs 1/6::
 
@@ -22,12 +17,7 @@ Three rows in (``p`` prompt, ``a`` assistant, ``.`` padding) under ``token``, so
     row 2   p p a            loss_weight   0   0  1/6
 
 If rows 0 and 2 are siblings, ``micro_batches(rows, token_budget=8)`` is ``[[row 0, row 2], [row 1]]``: 5 packed
-tokens, the prompt once, and 4. ``pad_rows`` of the three gives ``[3, 4]`` tensors; the padding has
-``all_attention_mask`` False and weight 0::
-
-    p p a a   0   0  1/6 1/6
-    p a a a   0  1/6 1/6 1/6
-    p p a .   0   0  1/6  0
+tokens, the prompt once, and 4. ``pad_rows`` of the three gives ``[3, 4]`` tensors, with weight 0 in the padding.
 
 The weights are set once for a whole optimizer step and travel with their rows, so however the rows are ordered, split
 or padded afterwards, the sums over the micro-batches are the same (docs/design.md, "One carrier").
@@ -37,9 +27,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,9 +40,7 @@ from sota_grpo import keys
 from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, fill, row_weights
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rl.records import Example, Sample
-from sota_grpo.rl.table import Column, Key, Row, RowTable, in_place, plain_rows, row_list
-
-Rows = TypeVar("Rows", Sequence[TensorDictBase], TensorDictBase)
+from sota_grpo.rl.table import Column, Key, Row, RowTable, in_place, row_list
 
 # Keys of one value per token and what stands in their padding; the tokens themselves are padded with pad_token_id.
 _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
@@ -72,13 +59,7 @@ _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys
 
 
 def drawn_entries(group_id: int, example: Example, prompt_ids: Sequence[int]) -> dict[Key, Any]:
-    """What a drawn prompt writes to each of its rows.
-
-    Args:
-        group_id: unique per draw.
-        example: the problem; its raw texts travel with the rows.
-        prompt_ids: the templated prompt ``[P]``.
-    """
+    """What a prompt ``[P]`` of this problem, drawn as ``group_id``, writes to each of its rows."""
     return {
         keys.QUERY: example.query,
         keys.ANSWER: example.answer,
@@ -113,89 +94,56 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     Args:
         drawn: of :func:`drawn_entries`.
         samples: responses ``[R_i]``; sample ``i`` becomes the row of ``sample_id = i``.
-        tokenizer: decodes the responses (:func:`sota_grpo.policy.end_tokens.response_text`), unless their worker has
-            (``Sample.text``).
-
-    >>> class Letters:
-    ...     def decode(self, ids, skip_special_tokens):
-    ...         return "".join(chr(96 + i) for i in ids)
-    >>> drawn = drawn_entries(3, Example("1 + 1?", "2"), [5, 6])
-    >>> ids = [torch.tensor([1]), torch.tensor([2, 3])]
-    >>> samples = [Sample(each, -torch.ones(len(each)), torch.full((len(each),), 7), truncated=False) for each in ids]
-    >>> rows = group_table(drawn, samples, Letters()).rows()
-    >>> [(row["tokens", "full"].tolist(), row["text", "response"]) for row in rows]
-    [([5, 6, 1], 'a'), ([5, 6, 2, 3], 'bc')]
+        tokenizer: decodes the responses whose worker has not (``Sample.text``).
     """
     ids = drawn[keys.PROMPT_TOKENS]
     responses = [sample.token_ids for sample in samples]
     lengths = [len(ids) + len(response) for response in responses]
-    produced, log_probs, versions = _sampled(len(ids), samples)
+
+    def behind_prompt(prompt: Tensor, of_responses: Iterable[Tensor]) -> Tensor:
+        return torch.cat([piece for own in of_responses for piece in (prompt, own)])
+
+    off = torch.zeros_like(ids, dtype=torch.bool)
+    masks = ((s.token_ids, s.assistant_mask) for s in samples)
+    produced = behind_prompt(off, (torch.ones_like(i, dtype=torch.bool) if m is None else m for i, m in masks))
+    log_probs = behind_prompt(off.float(), (sample.log_probs.float() for sample in samples))
+    versions = behind_prompt(off.long(), (sample.versions.long() for sample in samples))
+    versions = torch.where(produced, versions, -1)
     per_token = {
-        keys.FULL_TOKENS: _behind(ids, responses),
+        keys.FULL_TOKENS: behind_prompt(ids, responses),
         keys.ATTENTION_MASK: torch.ones_like(produced),
         keys.ASSISTANT_MASK: produced,
-        keys.LOG_PROBS: log_probs,
+        keys.LOG_PROBS: torch.where(produced, log_probs, 0.0),
         keys.TOKEN_VERSION: versions,
     }
     rows = _siblings(drawn, len(samples))
     rows.columns |= {key: Column(values, lengths) for key, values in per_token.items()}
     rows.columns[keys.RESPONSE_TOKENS] = Column(torch.cat(responses), list(map(len, responses)))
-    rows.set(keys.POLICY_VERSION, _oldest(versions, produced, lengths))
+    none, ends = torch.iinfo(versions.dtype).max, list(accumulate(lengths, initial=0))
+    known = torch.where(produced, versions, none).numpy()
+    oldest = (known[start:end].min(initial=none) for start, end in pairwise(ends))
+    rows.set(keys.POLICY_VERSION, torch.tensor([-1 if version == none else version for version in oldest]))
     for name, flags in done_entries(torch.tensor([sample.truncated for sample in samples])).items():
         rows.set(("next", name), flags)
-    decode = partial(response_text, tokenizer)
-    rows.set(keys.RESPONSE_TEXT, [decode(last_turn(one)) if one.text is None else one.text for one in samples])
+    texts = [response_text(tokenizer, last_turn(one)) if one.text is None else one.text for one in samples]
+    rows.set(keys.RESPONSE_TEXT, texts)
     rows.set(keys.DIALOG, [None if one.record is None else json.dumps(one.record) for one in samples])
     if any(sample.kept is not None for sample in samples):
-        off = torch.zeros(len(ids), dtype=torch.int32)
         rows.set(keys.KEPT_IDS, [one.kept and one.kept.ids for one in samples])
-        rows.set(keys.KEPT_COUNTS, [one.kept and torch.cat([off, one.kept.counts]) for one in samples])
+        rows.set(keys.KEPT_COUNTS, [one.kept and torch.cat([off.int(), one.kept.counts]) for one in samples])
     return rows
 
 
 def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
     """:func:`group_table` as TorchRL has rows, of a row of :func:`prompt_rows`: a TensorDict per sample."""
-    (entries,) = plain_rows([prompt])
+    (entries,) = RowTable.of([prompt]).rows()
     sampled = ("tokens", "masks", "log_probs", "text", "next")
     drawn = {key: value for key, value in entries.items() if key == keys.PROMPT_TOKENS or key[0] not in sampled}
     return row_list(group_table(drawn, samples, tokenizer).stack())
 
 
-def _oldest(versions: Tensor, produced: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The version of each row's oldest token; -1 without any.
-
-    >>> _oldest(torch.tensor([-1, 8, 7, -1]), torch.tensor([False, True, True, False]), [3, 1]).tolist()
-    [7, -1]
-    """
-    none = torch.iinfo(versions.dtype).max
-    ends, values = list(accumulate(lengths, initial=0)), torch.where(produced, versions, none).numpy()
-    oldest = [values[start:end].min(initial=none) for start, end in pairwise(ends)]
-    return torch.tensor([-1 if version == none else version for version in oldest])
-
-
-def _behind(head: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """``head`` before every part, one after the other: ``[sum(P + R_i)]``."""
-    return torch.cat([piece for part in parts for piece in (head, part)])
-
-
-def _sampled(num_prompt_tokens: int, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Assistant mask, log-probs and versions of all rows, one after the other, prompts included."""
-    off = torch.zeros(num_prompt_tokens, dtype=torch.bool)
-    masks = [sample.assistant_mask for sample in samples]
-    whole = [torch.ones_like(s.token_ids, dtype=torch.bool) if m is None else m for s, m in zip(samples, masks)]
-    produced = _behind(off, whole)
-    log_probs = _behind(off.float(), [sample.log_probs.float() for sample in samples])
-    versions = _behind(off.long(), [sample.versions.long() for sample in samples])
-    return produced, torch.where(produced, log_probs, 0.0), torch.where(produced, versions, -1)
-
-
 def last_turn(sample: Sample) -> Tensor:
-    """The ids of the policy's last turn, which is what a grader reads; in a dialog of one turn, all of them.
-
-    >>> ids, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([True, False, True, True])
-    >>> last_turn(Sample(ids, torch.zeros(4), torch.zeros(4), truncated=False, assistant_mask=mask)).tolist()
-    [7, 8]
-    """
+    """The ids of the policy's last turn, which is what a grader reads."""
     if sample.assistant_mask is None:
         return sample.token_ids
     others = (~sample.assistant_mask).nonzero()
@@ -203,14 +151,7 @@ def last_turn(sample: Sample) -> Tensor:
 
 
 def done_entries(truncated: Tensor) -> dict[str, Tensor]:
-    """``done``, ``terminated`` and ``truncated`` of finished responses, each bool ``[G, 1]``.
-
-    Args:
-        truncated: bool ``[G]``.
-
-    >>> {name: flags.flatten().tolist() for name, flags in done_entries(torch.tensor([True, False])).items()}
-    {'done': [True, True], 'terminated': [False, True], 'truncated': [True, False]}
-    """
+    """``done``, ``terminated`` and ``truncated``, each bool ``[G, 1]``, of responses with ``truncated`` ``[G]``."""
     flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
     return {name: each.unsqueeze(1) for name, each in flags.items()}
 
@@ -270,33 +211,27 @@ def known_log_probs(sampled: Tensor) -> Tensor:
 
     ``TransformersWrapper`` of torchrl 0.14.1 writes that 0 whatever the token's probability. :class:`GRPOLoss`, like
     TorchRL's own, and ``ReferenceKL`` leave out a token whose log-prob is NaN; if it was certain, no gradient is lost.
-
-    >>> known_log_probs(torch.tensor([0.0, -0.5, 0.0])).tolist()
-    [nan, -0.5, 0.0]
     """
     is_first = torch.arange(sampled.shape[-1], device=sampled.device) == 0
     return sampled.masked_fill(is_first & (sampled == 0), torch.nan)
 
 
+@in_place
 def set_loss_weights(
-    rows: Rows,
+    rows: RowTable,
     aggregation: Aggregation,
     *,
     max_response_tokens: int | None = None,
     drop_truncated: bool = False,
-) -> Rows:
+) -> None:
     """Write ``loss_weight`` to the rows of one whole optimizer step, before any split; 0 off the assistant mask.
 
     Args:
-        rows: the rows of the step, ragged; a dense batch is written to as a whole.
+        rows: the rows of the step, ragged or dense, which are returned.
         aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
         drop_truncated: responses that the engine stopped for length weigh 0 and count as rows without a trainable
             token: neither under ``token`` nor under ``sequence``, but under ``constant``, whose divisor no response
-            changes (Yu et al. 2025, arXiv:2503.14476, section 3.4, overlong filtering). If all are truncated, all
-            weigh 0.
-
-    Returns:
-        The rows given.
+            changes (Yu et al. 2025, arXiv:2503.14476, section 3.4, overlong filtering).
 
     Raises:
         ValueError: on an unknown aggregation, or ``constant`` without ``max_response_tokens``.
@@ -310,8 +245,13 @@ def set_loss_weights(
     >>> [round(1 / row["loss_weight"].max().item()) for row in set_loss_weights(rows, "sequence")]
     [6, 9, 3]
     """
-    _weigh(rows, aggregation, max_response_tokens, drop_truncated)
-    return rows
+    lengths = torch.stack([known_tokens(row).sum() for row in rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS)])
+    lengths = torch.where(graded_rows(rows), lengths, 0)
+    if drop_truncated:
+        lengths = torch.where(rows.get(keys.TRUNCATED).flatten(), 0, lengths)
+    weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
+    masks = rows.parts(keys.ASSISTANT_MASK)
+    rows.set(keys.LOSS_WEIGHT, [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)])
 
 
 def graded_rows(rows: RowTable) -> Tensor:
@@ -324,17 +264,6 @@ def known_tokens(row: Row) -> Tensor:
     """Which tokens the policy sampled under a log-prob that is known, bool ``[T]``: the others are not trained on."""
     mask, log_probs = row[keys.ASSISTANT_MASK], row.get(keys.LOG_PROBS, None)
     return mask if log_probs is None else mask & log_probs.isfinite()
-
-
-@in_place
-def _weigh(rows: RowTable, aggregation: Aggregation, max_response_tokens: int | None, drop_truncated: bool) -> None:
-    lengths = torch.stack([known_tokens(row).sum() for row in rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS)])
-    lengths = torch.where(graded_rows(rows), lengths, 0)
-    if drop_truncated:
-        lengths = torch.where(rows.get(keys.TRUNCATED).flatten(), 0, lengths)
-    weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
-    masks = rows.parts(keys.ASSISTANT_MASK)
-    rows.set(keys.LOSS_WEIGHT, [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)])
 
 
 def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *, pad_token_id: int) -> TensorDict:
@@ -358,12 +287,17 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
     if not listed:
         raise ValueError("pad_rows got no rows; a batch needs at least one.")
     padded = TensorDict(batch_size=[len(listed)])
-    for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN):
-        if values := _collect(listed, key):
-            padded.set(key, _padded(values, padding))
-    for key in _PER_ROW:
-        if values := _collect(listed, key):
-            padded.set(key, torch.stack(values))
+    for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN, *dict.fromkeys(_PER_ROW).items()):
+        values = [row.get(key, None) for row in listed]
+        missing = [index for index, value in enumerate(values) if value is None]
+        if len(missing) == len(values):
+            continue
+        if missing:
+            raise ValueError(
+                f"{key} is missing in {len(missing)} of {len(values)} rows (the first is row {missing[0]}); "
+                "write it to all rows of a batch or to none."
+            )
+        padded.set(key, torch.stack(values) if padding is None else _padded(values, padding))
     return padded
 
 
@@ -383,13 +317,6 @@ def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
 
     Entries ``[N, T, ...]`` are cut, others only split. ``("tokens", "prompt")`` and ``("tokens", "response")``, padded
     to widths of their own, are left out; the full tokens and the assistant mask say the same.
-
-    >>> rows = [
-    ...     TensorDict({"tokens": {"full": torch.arange(n)}, "masks": {"all_attention_mask": torch.ones(n).bool()}})
-    ...     for n in (2, 3)
-    ... ]
-    >>> [row["tokens", "full"].tolist() for row in unpad_rows(pad_rows(rows, pad_token_id=9)).unbind(0)]
-    [[0, 1], [0, 1, 2]]
     """
     real = batch.get(keys.ATTENTION_MASK).bool()
     rows = []
@@ -410,11 +337,9 @@ def micro_batches(
 ) -> list[list[TensorDictBase]]:
     """Split rows into micro-batches of at most ``token_budget`` packed tokens, the heaviest first.
 
-    A prompt counts once for the siblings of a micro-batch (:func:`prompt_groups`), which stay together as far as the
-    budget allows, and every response counts whole; see :func:`~sota_grpo.functional.micro_batches.fill` for the packing
-    and for how many slots :func:`pad_rows` may add. The first is the heaviest, so memory that does not suffice shows in
-    the first step and not an hour later. A row above the budget is a micro-batch of its own. The split is a function of
-    the rows alone.
+    A prompt counts once for the siblings of a micro-batch, which stay together as far as the budget allows; see
+    :func:`~sota_grpo.functional.micro_batches.fill`. The first is the heaviest, so memory that does not suffice shows
+    in the first step and not an hour later. A row above the budget is a micro-batch of its own.
 
     Args:
         rows: ragged rows.
@@ -422,21 +347,8 @@ def micro_batches(
         shared_prompt: False for a model that computes padded rows, each with its prompt: then the budget is one of
             padded tokens, ``n * max T_i`` for n rows.
 
-    Returns:
-        The same rows, grouped; empty for no rows.
-
     Raises:
         ValueError: if the budget is not positive.
-
-    >>> def row(group, prompt, response):
-    ...     completion_mask = torch.arange(prompt + response) >= prompt
-    ...     tokens = {"full": torch.zeros(prompt + response)}
-    ...     return TensorDict({"group_id": group, "tokens": tokens, "masks": {"all_assistant_mask": completion_mask}})
-    >>> rows = [row(0, 3, 2), row(1, 2, 2), row(0, 3, 1), row(1, 2, 3)]
-    >>> [[r["tokens", "full"].shape[0] for r in part] for part in micro_batches(rows, token_budget=7)]
-    [[4, 5], [5, 4]]
-    >>> [[r["tokens", "full"].shape[0] for r in p] for p in micro_batches(rows, token_budget=7, shared_prompt=False)]
-    [[5], [5], [4], [4]]
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
@@ -458,30 +370,11 @@ def filled(
     return [[index for piece in batch for index in piece.rows] for batch in batches]
 
 
-def prompt_groups(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[PromptGroup]:
-    """The rows by prompt, in the order of their first: what stands before the first assistant token is equal.
-
-    Tokens decide, as they do where the prompt is computed; ids do not. A row without an assistant token is a prompt
-    that nothing follows.
-
-    >>> def row(*tokens):
-    ...     completion_mask = {"all_assistant_mask": torch.tensor([False, False, True])}
-    ...     return TensorDict({"tokens": {"full": torch.tensor(tokens)}, "masks": completion_mask})
-    >>> [group.rows for group in prompt_groups([row(5, 6, 7), row(5, 4, 8), row(5, 6, 9)])]
-    [(0, 2), (1,)]
-    """
-    prompts = row_prompts(row_list(rows))
-    return groups_by_prompt(prompts, range(len(prompts)))
-
-
 class Prompt(NamedTuple):
     """What stands before a row's first assistant token.
 
-    Args:
-        text: its tokens' bytes.
-        length: how many they are.
-        response: tokens after them.
-        sampled: how many of these the policy sampled and are trained on (:func:`known_tokens`).
+    ``response`` tokens follow it, of which the policy sampled ``sampled`` that are trained on (:func:`known_tokens`).
+    A row without an assistant token is a prompt that nothing follows.
     """
 
     text: bytes
@@ -495,13 +388,7 @@ class Prompt(NamedTuple):
 
 
 def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
-    """The prompt of each row; see :func:`prompt_groups`.
-
-    >>> mask = torch.tensor([False, True])
-    >>> row = TensorDict({"tokens": {"full": torch.tensor([5, 6])}, "masks": {"all_assistant_mask": mask}})
-    >>> row_prompts([row])[0][1:]
-    (1, 1, 1)
-    """
+    """The prompt of each row."""
     names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
     listed: Sequence[Row] = rows.rows(*names, keys.LOG_PROBS) if isinstance(rows, RowTable) else rows  # type: ignore[assignment]
     found = []
@@ -513,31 +400,17 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
     return found
 
 
-def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int]) -> list[PromptGroup]:
-    """Those of the rows that are ``chosen`` by prompt, in the order of their first.
+def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:
+    """The rows, or those that are ``chosen``, by prompt, in the order of their first. Tokens decide; ids do not.
 
     >>> prompts = [Prompt(b"a", 1, 2), Prompt(b"b", 1, 3), Prompt(b"a", 1, 4)]
     >>> [(group.rows, group.responses) for group in groups_by_prompt(prompts, [2, 1, 0])]
     [((2, 0), (4, 2)), ((1,), (3,))]
     """
     members_of: dict[bytes, list[int]] = {}
-    for index in chosen:
+    for index in range(len(prompts)) if chosen is None else chosen:
         members_of.setdefault(prompts[index].text, []).append(index)
     return [
         PromptGroup(tuple(members), prompts[members[0]].length, tuple(prompts[index].response for index in members))
         for members in members_of.values()
     ]
-
-
-def _collect(rows: Iterable[TensorDictBase] | Iterable[Row], key: Key) -> list[Tensor]:
-    """The key's value of every row, or nothing if no row has it."""
-    values = [row.get(key, None) for row in rows]
-    missing = [index for index, value in enumerate(values) if value is None]
-    if len(missing) == len(values):
-        return []
-    if missing:
-        raise ValueError(
-            f"{key} is missing in {len(missing)} of {len(values)} rows (the first is row {missing[0]}); "
-            "write it to all rows of a batch or to none."
-        )
-    return [value for value in values if value is not None]

@@ -29,11 +29,7 @@ class ObjectiveError(UserError, ValueError):
 
 
 def in_file(objective: str) -> tuple[Path, str] | None:
-    """File and function of an objective of one's own; None of a declared one.
-
-    >>> in_file("mine/sapo.py:sapo"), in_file("clipped")
-    ((PosixPath('mine/sapo.py'), 'sapo'), None)
-    """
+    """File and function of an objective of one's own; None of a declared one."""
     file, mark, function = objective.rpartition(_MARK)
     return (Path(file + mark[:-1]).expanduser(), function) if mark else None
 
@@ -43,10 +39,6 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
 
     Raises:
         ObjectiveError: there is none, or its function reads what no surrogate is given.
-
-    >>> own = surrogate(lambda log_prob, advantage: -advantage * log_prob)
-    >>> own.reads("log_ratio"), surrogate("cispo").reads("clip_high")
-    (False, True)
     """
     if callable(objective):
         return _own(objective, getattr(objective, "__name__", "objective"))

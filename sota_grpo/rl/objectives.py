@@ -56,8 +56,7 @@ _WRITTEN_BY: dict[Any, str] = {  # what TorchRL's wrappers and environments leav
 class LossTokens:
     """One batch as the surrogates read it: all ``[N, T]``, the advantage possibly ``[N, 1]``; 0 off the mask.
 
-    ``mask`` marks the tokens that take part, ``kept`` those that the surrogate keeps (None: all). Only ``log_prob`` and
-    ``entropy`` carry a gradient.
+    ``kept`` marks the tokens that the surrogate keeps (None: all). ``log_prob`` and ``entropy`` carry a gradient.
     """
 
     log_prob: Tensor
@@ -95,7 +94,7 @@ def _dotted(key: NestedKey) -> str:
 
 
 def _widen(value: Tensor, shape: torch.Size) -> Tensor:
-    """``[N, T]`` (or ``[N, 1]``), a trailing 1 dropped, half precision widened to float32."""
+    """``[N, T]`` or ``[N, 1]``, in float32 at least."""
     value = value.squeeze(-1) if value.dim() == len(shape) + 1 else value
     if value.shape != shape and value.shape != (shape[0], 1):
         raise ValueError(f"a per-token entry is {list(value.shape)}, but the log-probs are {list(shape)}.")
@@ -103,15 +102,7 @@ def _widen(value: Tensor, shape: torch.Size) -> Tensor:
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Refuse a choice that does not exist, and a keyword that would silently do nothing.
-
-    Raises:
-        ValueError: naming the keyword, its value, and what to do.
-
-    >>> check_keywords({"clip_value": 0.2})
-    Traceback (most recent call last):
-    ValueError: clip_value is 0.2, which has no effect in this loss: there is no value network; drop it.
-    """
+    """Raise ValueError for a choice that does not exist, and for a keyword that would silently do nothing."""
     for name, (accepted, reason) in _MEANINGLESS.items():
         if keywords.get(name, accepted[0]) not in accepted:
             raise ValueError(f"{name} is {keywords[name]!r}, which has no effect in this loss: {reason}; drop it.")
@@ -206,18 +197,6 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
     return means | {"ESS": sums["ratio"].square() / sums["ratio_squared"] / sums["tokens"]}
 
 
-def _as_policy(actor: nn.Module, *, entropy_grad: bool) -> nn.Module:
-    """A transformers model as the policy that computes its log-probs; where there is a bonus, with its gradient."""
-    if hasattr(actor, "get_output_embeddings"):
-        from sota_grpo.policy.causal import CausalPolicy  # brings transformers
-
-        actor = CausalPolicy(actor)
-    scorer: Any = getattr(actor, "scorer", None)
-    if entropy_grad and getattr(scorer, "with_entropy", False):
-        scorer.entropy_grad = True
-    return actor
-
-
 class GRPOLoss(LossModule):
     """Group-relative policy optimisation over sampled tokens, every named variant a choice of terms.
 
@@ -270,10 +249,8 @@ class GRPOLoss(LossModule):
             :func:`sota_grpo.functional.divergences.importance_weights`.
 
     Raises:
-        TypeError: on an unknown keyword.
-        ValueError: on a choice that does not exist or has no effect here; from ``forward``, where an entropy bonus is
-            asked of an actor that gives no differentiable entropy, or the objective reads an entropy that it does not
-            give.
+        ValueError: on a choice that does not exist or has no effect here; from ``forward``, where the entropy that the
+            terms read is not given, or has no gradient.
         ObjectiveError: from ``forward``, where an objective of one's own gives another shape than ``[N, T]``, or
             nothing that can be differentiated.
         KeyError: from ``forward``, where the batch lacks a key that the chosen terms read.
@@ -340,7 +317,14 @@ class GRPOLoss(LossModule):
         arguments = dict(locals())
         super().__init__()
         check_keywords(arguments)
-        self.actor_network = _as_policy(actor_network, entropy_grad=entropy_bonus and entropy_coeff > 0)
+        if hasattr(actor_network, "get_output_embeddings"):
+            from sota_grpo.policy.causal import CausalPolicy  # brings transformers
+
+            actor_network = CausalPolicy(actor_network)
+        scorer: Any = getattr(actor_network, "scorer", None)
+        if entropy_bonus and entropy_coeff > 0 and getattr(scorer, "with_entropy", False):
+            scorer.entropy_grad = True
+        self.actor_network = actor_network
         pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
         self.clip_epsilon_low, self.clip_epsilon_high = (float(width) for width in pair)
         self.kl_mask_threshold, self.max_response_tokens = kl_mask_threshold, max_response_tokens
@@ -377,19 +361,28 @@ class GRPOLoss(LossModule):
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         """Losses and diagnostics of one (micro-)batch; see the class."""
         batch = tensordict if self.batch_device is None else tensordict.to(self.batch_device)
-        tokens = self._read(batch)
-        if self.off_policy_threshold is None:
-            value, clipped = self._surrogate(tokens)
-            sums = self._sums(tokens, clipped)
-        else:
+        tokens, stale = self._read(batch), None
+        used = tokens
+        if self.off_policy_threshold is not None:
             read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
             stale = off_policy_tokens(*read, threshold=self.off_policy_threshold)
             # a ratio of 1 and no gradient: what is left out must not overflow
-            value, clipped = self._surrogate(replace(tokens, log_prob=torch.where(stale, tokens.old, tokens.log_prob)))
-            value, sums = value.masked_fill(stale, 0.0), self._sums(tokens, clipped)
-            sums["off_policy_fraction"] = _total(stale, tokens.mask)
-        if self.correction:
-            value = value * self._correction(tokens, sums)
+            used = replace(tokens, log_prob=torch.where(stale, tokens.old, tokens.log_prob))
+        value, clipped = self._surrogate(used)
+        sums = self._sums(tokens, clipped)
+        if stale is not None:
+            value, sums["off_policy_fraction"] = value.masked_fill(stale, 0.0), _total(stale, tokens.mask)
+        if self.correction is not None:
+            if tokens.proximal is None:
+                raise KeyError(
+                    f"correction is {self.correction!r} but the batch has no {self.tensor_keys.proximal_log_prob}; "
+                    "recompute the log-probs before the first epoch, or set correction=None."
+                )
+            gap, cap, floor = tokens.proximal - tokens.behaviour, self.correction_cap, self.correction_floor
+            raw = raw_weights(gap, tokens.mask, level=self.correction)
+            sums["correction_fraction"] = _total((raw > cap) | (raw < floor), tokens.mask)
+            how: dict[str, Any] = {"level": self.correction, "mode": self.correction_mode, "cap": cap, "floor": floor}
+            value = value * importance_weights(gap, tokens.mask, **how)
         losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
         if self.kl_to_ref_coeff:
             ref = self._reference("kl_to_ref_coeff", tokens)
@@ -399,7 +392,13 @@ class GRPOLoss(LossModule):
         if self.kl_to_inference_coeff:
             losses["loss_kl_to_inference"] = self.kl_to_inference_coeff * divergence(tokens.log_prob, tokens.behaviour)
         if self.entropy_coeff:
-            losses["loss_entropy"] = -self.entropy_coeff * self._entropy(tokens)
+            if tokens.entropy is None or (tokens.log_prob.requires_grad and not tokens.entropy.requires_grad):
+                output = "none" if tokens.entropy is None else "one without a gradient"
+                raise ValueError(
+                    f"entropy_coeff is {self.entropy_coeff} but actor_network gives {output} under 'entropy'; "
+                    "make it differentiable, or pass entropy_bonus=False."
+                )
+            losses["loss_entropy"] = -self.entropy_coeff * tokens.entropy
         reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
         loss = torch.stack([value.sum() for value in reduced.values()]).sum()
         if tokens.log_prob.requires_grad and not loss.requires_grad:
@@ -426,8 +425,13 @@ class GRPOLoss(LossModule):
         log_ratio = tokens.log_prob - tokens.old
         if self.ratio == "sequence":
             log_ratio = sequence_log_ratio(tokens.log_prob, tokens.old, tokens.mask)
+        advantage = tokens.advantage
+        if self.distill_coeff:
+            weights = {"distill_coeff": self.distill_coeff, "advantage_coeff": self.advantage_coeff}
+            teacher = self._reference("distill_coeff", tokens)
+            advantage = distilled_advantages(advantage, tokens.log_prob, teacher, **weights)
         terms = {
-            **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": self._advantage(tokens)},
+            **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": advantage},
             **{"mask": tokens.mask, "clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high},
             **{"dual_clip": self.dual_clip, **self.surrogate_options},
         }
@@ -445,14 +449,6 @@ class GRPOLoss(LossModule):
             )
         return (value, clipped) if tokens.kept is None else (value.where(tokens.kept, 0.0), clipped & tokens.kept)
 
-    def _advantage(self, tokens: LossTokens) -> Tensor:
-        """By what the surrogate weighs each token."""
-        if not self.distill_coeff:
-            return tokens.advantage
-        teacher = self._reference("distill_coeff", tokens)
-        weights = {"distill_coeff": self.distill_coeff, "advantage_coeff": self.advantage_coeff}
-        return distilled_advantages(tokens.advantage, tokens.log_prob, teacher, **weights)
-
     def _reference(self, name: str, tokens: LossTokens) -> Tensor:
         """The reference's log-probs, for the term whose coefficient is called ``name``."""
         if tokens.ref is None:
@@ -462,25 +458,11 @@ class GRPOLoss(LossModule):
             )
         return tokens.ref
 
-    def _correction(self, tokens: LossTokens, sums: dict[str, Tensor]) -> Tensor:
-        """The weight of each token from the proximal to the behaviour policy; counts those outside of its bounds."""
-        if self.correction is None or tokens.proximal is None:
-            raise KeyError(
-                f"correction is {self.correction!r} but the batch has no {self.tensor_keys.proximal_log_prob}; "
-                "recompute the log-probs before the first epoch, or set correction=None."
-            )
-        gap, cap, floor = tokens.proximal - tokens.behaviour, self.correction_cap, self.correction_floor
-        raw = raw_weights(gap, tokens.mask, level=self.correction)
-        sums["correction_fraction"] = _total((raw > cap) | (raw < floor), tokens.mask)
-        bounds = {"cap": cap, "floor": floor}
-        return importance_weights(gap, tokens.mask, level=self.correction, mode=self.correction_mode, **bounds)
-
     def _read(self, batch: TensorDictBase) -> LossTokens:
-        """Run the actor on the batch and read what the loss needs, selecting 0 wherever the mask is False.
+        """Run the actor on the batch and read what the loss needs, 0 wherever the mask is False.
 
         A module that writes log-probs itself is given the right-padded batch. A TorchRL wrapper is given ragged rows,
-        which it pads on the left, and we with it, or, with ``pad_output=True``, the padded batch. Where the batch has
-        no loss weights they are derived from the mask; tokens of weight 0 leave it.
+        which it pads on the left, and we with it, or, with ``pad_output=True``, the padded batch.
         """
         if batch.batch_dims > 1:
             raise ValueError(f"the batch has the shape {list(batch.batch_size)}; give one of rows, batch.reshape(-1).")
@@ -569,15 +551,6 @@ class GRPOLoss(LossModule):
         }
         return {name: None if value is None else value.detach() for name, value in stored.items()}
 
-    def _entropy(self, tokens: LossTokens) -> Tensor:
-        if tokens.entropy is None or (tokens.log_prob.requires_grad and not tokens.entropy.requires_grad):
-            output = "none" if tokens.entropy is None else "one without a gradient"
-            raise ValueError(
-                f"entropy_coeff is {self.entropy_coeff} but actor_network gives {output} under 'entropy'; "
-                "make it differentiable, or pass entropy_bonus=False."
-            )
-        return tokens.entropy
-
     def _reduce(self, per_token: Tensor, tokens: LossTokens) -> Tensor:
         if self.aggregation == "none":
             return torch.where(tokens.mask, per_token, 0.0).unsqueeze(-1)
@@ -609,11 +582,7 @@ class GRPOLoss(LossModule):
 
 
 def mismatch(gap: Tensor) -> Tensor:
-    """k3 of KL(engine, trainer), float64, from the trainer's minus the engine's log-probs; finite however far apart.
-
-    >>> mismatch(torch.tensor([0.0, 1000.0])).isfinite().all().item()
-    True
-    """
+    """k3 of KL(engine, trainer), float64, from the trainer's minus the engine's log-probs; finite however far apart."""
     gap = gap.double().clamp(max=_MAX_LOG_RATIO)
     return KL_ESTIMATORS["k3"](torch.zeros_like(gap), gap)
 

@@ -33,11 +33,7 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
 def task_of_example(extra: Mapping[str, Any]) -> str | None:
-    """The task of a mixture that an example belongs to, by its ``extra``; None outside of mixtures.
-
-    >>> task_of_example({TASK: "maths", "level": 3})
-    'maths'
-    """
+    """The task of a mixture that an example belongs to, by its ``extra``; None outside of mixtures."""
     return extra.get(TASK)
 
 
@@ -90,11 +86,7 @@ def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]
 
 
 def rewarded(score: Score) -> Score:
-    """The score; an error where no term applies, since a reward of 0 would be a verdict.
-
-    >>> rewarded(Score({"right": None}, False)).error
-    'NoReward: no term of the reward applies to the response (its functions returned None)'
-    """
+    """The score; an error where no term applies, since a reward of 0 would be a verdict."""
     reason = "NoReward: no term of the reward applies to the response (its functions returned None)"
     return replace(score, error=score.error or reason) if {*score.terms.values()} == {None} else score
 
@@ -146,11 +138,7 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary; greedy is a choice of its own.
-
-        >>> Sampling(max_tokens=8, top_p=0.9).is_truncated, Sampling(max_tokens=8).is_truncated
-        (True, False)
-        """
+        """Whether tokens are drawn from a part of the vocabulary; greedy is a choice of its own."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -178,9 +166,8 @@ MOST_KEPT = 1024
 class KeptTokens(NamedTuple):
     """The sets that the tokens of a response were drawn from, where sampling was truncated.
 
-    Args:
-        ids: int32 ``[K]``, set after set; each has the token that was drawn.
-        counts: int32 ``[R]``, tokens of each set; 0 for a token that the policy did not draw.
+    ``ids`` int32 ``[K]``, set after set, each with the token that was drawn; ``counts`` int32 ``[R]``, tokens of each
+    set, 0 for a token that the policy did not draw.
     """
 
     ids: torch.Tensor
@@ -254,12 +241,9 @@ def sample_seed(*numbers: int) -> int:
 
 
 class GradientGap(NamedTuple):
-    """Two gradients of the same rows.
+    """Two gradients of the same rows: the norm of the first, and of their difference over it.
 
-    Args:
-        norm: of the first.
-        relative: the norm of their difference over it.
-        single: both were computed in float32.
+    ``single``: both were computed in float32.
     """
 
     norm: float

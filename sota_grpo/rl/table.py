@@ -57,11 +57,7 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any], rows: list[int] | None = None) -> Column:
-        """A column of the values of single rows.
-
-        >>> Column.of([torch.tensor([5]), torch.tensor([6, 7])])[:2]
-        (tensor([5, 6, 7]), [1, 2])
-        """
+        """A column of the values of single rows."""
         kinds = {(value.dtype, value.device) if isinstance(value, Tensor) else None for value in values}
         if None in kinds or len(kinds) > 1:
             return cls(list(values), None, rows)
@@ -115,11 +111,7 @@ class Column(NamedTuple):
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours together, as ``(first, last + 1)``.
-
-    >>> list(_runs([3, 4, 1]))
-    [(3, 5), (1, 2)]
-    """
+    """Neighbours together, as ``(first, last + 1)``."""
     start = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] + 1:
@@ -145,10 +137,6 @@ class RowTable(Sequence[Row]):
 
     Columns are never written into, but replaced, so tables may share them; rows are dicts of views of them.
 
-    Args:
-        num_rows: how many.
-        columns: by key.
-
     >>> table = RowTable(2, {"group_id": Column(torch.tensor([7, 7])), "x": Column(torch.arange(3), [1, 2])})
     >>> [row["x"].tolist() for row in table.rows()], table.get("group_id").tolist()
     ([[0], [1, 2]], [7, 7])
@@ -159,19 +147,13 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def of(cls, rows: RowTable | TensorDictBase | Sequence[Row]) -> RowTable:
-        """The table of rows that are TensorDicts, lazily stacked, dense or listed, or dicts; a table as it is.
-
-        >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}, "query": "a?"}) for n in (1, 2)]
-        >>> table = RowTable.of(lazy_stack(rows))
-        >>> table.columns["tokens", "full"].lengths, table.columns["query"].values
-        ([1, 2], ['a?', 'a?'])
-        """
+        """The table of rows that are TensorDicts, lazily stacked, dense or listed, or dicts; a table as it is."""
         if isinstance(rows, RowTable):
             return rows
         if isinstance(rows, TensorDictBase) and _is_dense(rows):
             return cls(len(rows), {key: Column(value) for key, value in _entries(rows)})
         found: dict[Key, tuple[list[int], list[Any]]] = {}
-        listed = plain_rows(rows)
+        listed = _plain_rows(rows)
         for index, row in enumerate(listed):
             for key, value in row.items():
                 at, values = found.setdefault(key, ([], []))
@@ -225,17 +207,12 @@ class RowTable(Sequence[Row]):
         return key in self.columns
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """The entry of all rows, ``[N, ..]``; ``default`` where none has it.
-
-        Raises:
-            ValueError: some rows lack it, or it is not of one shape and dtype.
-        """
+        """The entry of all rows, ``[N, ..]``; ``default`` where none has it; ValueError where some lack it."""
         if key not in self.columns:
             return default
         values, lengths, rows = self.columns[key]
         if rows is not None:
-            missing = f"{key} is missing in {len(self) - len(rows)} of {len(self)} rows"
-            raise ValueError(f"{missing}; stack TensorDicts lazily, so that a row may lack it.")
+            raise ValueError(_missing(key, len(self) - len(rows), len(self)))
         if lengths is None:
             return values
         if len(set(lengths)) > 1:
@@ -243,13 +220,7 @@ class RowTable(Sequence[Row]):
         return values.view(len(self), -1)
 
     def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:
-        """Write an entry: a tensor ``[N, ..]``; or a value per row, where None leaves the row without it.
-
-        >>> table = RowTable(2, {})
-        >>> table.set("x", [None, torch.ones(3)])
-        >>> [list(row) for row in table.rows()]
-        [[], ['x']]
-        """
+        """Write an entry: a tensor ``[N, ..]``; or a value per row, where None leaves the row without it."""
         if isinstance(values, Tensor):
             self.columns[key] = Column(values)
             return
@@ -318,31 +289,25 @@ class RowTable(Sequence[Row]):
         return rows
 
     def stack(self) -> LazyStackedTensorDict:
-        """The rows as TorchRL has them: a TensorDict each, lazily stacked.
-
-        >>> RowTable(1, {("next", "reward"): Column(torch.ones(1, 1))}).stack()["next", "reward"].tolist()
-        [[1.0]]
-        """
-        return lazy_stack([_tensordict(row) for row in self.rows()])
+        """The rows as TorchRL has them: a TensorDict each, lazily stacked."""
+        rows = ({k: v if isinstance(v, Tensor) else NonTensorData(v) for k, v in row.items()} for row in self.rows())
+        return lazy_stack([TensorDict(row, batch_size=[]) for row in rows])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """As tensors and plain values, for a checkpoint.
-
-        >>> RowTable(2, {"x": Column(torch.ones(3), [1, 2])}).state_dict()["columns"][0]["shapes"].tolist()
-        [[1], [2]]
-        """
-        return {"num_rows": len(self), "columns": [self._saved(*one) for one in self.columns.items()]}
-
-    def _saved(self, key: Key, column: Column) -> dict[str, Any]:
-        rows = torch.tensor(list(column.places(len(self))), dtype=torch.int64)
-        saved = {"path": [key] if isinstance(key, str) else list(key), "rows": rows}
-        if isinstance(column.values, list):
-            return saved | {"plain": column.values}
-        if column.lengths is None:
-            shapes = torch.tensor([column.values.shape[1:]], dtype=torch.int64).expand(len(rows), -1).contiguous()
-        else:
-            shapes = torch.tensor(column.lengths).unsqueeze(1)
-        return saved | {"shapes": shapes, "values": column.values.flatten()}
+        """As tensors and plain values, for a checkpoint."""
+        columns = []
+        for key, (values, lengths, rows) in self.columns.items():
+            places = torch.tensor(rows if rows is not None else range(len(self)), dtype=torch.int64)
+            saved: dict[str, Any] = {"path": [key] if isinstance(key, str) else list(key), "rows": places}
+            if isinstance(values, list):
+                saved["plain"] = values
+            elif lengths is None:
+                shape = torch.tensor([values.shape[1:]], dtype=torch.int64)
+                saved |= {"shapes": shape.expand(len(places), -1).contiguous(), "values": values.flatten()}
+            else:
+                saved |= {"shapes": torch.tensor(lengths).unsqueeze(1), "values": values.flatten()}
+            columns.append(saved)
+        return {"num_rows": len(self), "columns": columns}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RowTable:
@@ -393,22 +358,22 @@ def _read(num_rows: int, parts: Iterable[tuple[Any, ...]]) -> RowTable:
     return RowTable(num_rows, {key: Column(values, *others) for key, values, others in tensors})
 
 
-def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., None]:
-    """``write(table, ..)`` for rows of any form and batch shape; what it writes is written to TensorDicts in place.
+def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., Any]:
+    """``write(table, ..)`` for rows of any form and batch shape, which are returned; TensorDicts are written in place.
 
     Raises:
         ValueError: the rows are dense, where every row has every key, and it leaves some without one.
     """
 
     @wraps(write)
-    def written(rows: RowTable | TensorDictBase | Sequence[TensorDictBase], *args: Any, **by_name: Any) -> None:
+    def written(rows: RowTable | TensorDictBase | Sequence[TensorDictBase], *args: Any, **by_name: Any) -> Any:
         table = RowTable.of(rows)
         known = dict(table.columns)
         write(table, *args, **by_name)
-        if table is rows:
-            return
-        for key in (key for key, column in table.columns.items() if known.get(key) is not column):
-            _put(rows, key, table.parts(key))  # type: ignore[arg-type]
+        if table is not rows:
+            for key in (key for key, column in table.columns.items() if known.get(key) is not column):
+                _put(rows, key, table.parts(key))  # type: ignore[arg-type]
+        return rows
 
     return written
 
@@ -417,16 +382,16 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
     """Set an entry of each of the single rows; None leaves one as it is."""
     if not isinstance(rows, TensorDictBase):
         for row, value in zip(rows, values, strict=True):
-            _put_row(row, key, value)
+            _put(row, key, [value])
     elif rows.batch_size == torch.Size([]):
-        _put_row(rows, key, *values)
+        if (value := values[0]) is not None:
+            rows.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
     elif isinstance(rows, LazyStackedTensorDict) and rows.stack_dim == 0:
         ends = accumulate((part.numel() for part in rows.tensordicts), initial=0)
         for part, (start, end) in zip(rows.tensordicts, pairwise(ends)):
             _put(part, key, values[start:end])
     elif any(value is None for value in values):
-        missing = f"{key} is missing in {sum(value is None for value in values)} of {len(values)} rows"
-        raise ValueError(f"{missing}; stack TensorDicts lazily, so that a row may lack it.")
+        raise ValueError(_missing(key, sum(value is None for value in values), len(values)))
     elif isinstance(values[0], Tensor):
         rows.set(key, torch.stack(list(values)).reshape(*rows.batch_size, *values[0].shape))
     else:
@@ -434,35 +399,22 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
         rows.set(key, NonTensorStack.from_list(nested))
 
 
-def _put_row(row: TensorDictBase, key: Key, value: Any) -> None:
-    if value is not None:
-        row.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
+def _missing(key: Key, missing: int, count: int) -> str:
+    return f"{key} is missing in {missing} of {count} rows; stack TensorDicts lazily, so that a row may lack it."
 
 
 def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
-    """The rows of a batch, one by one; those of a lazy stack are its own, so writing to them writes to it.
-
-    >>> stack = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
-    >>> [row["x"].shape[0] for row in row_list(stack)]
-    [1, 2]
-    """
+    """The rows of a batch, one by one; those of a lazy stack are its own, so writing to them writes to it."""
     return list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
 
 
-def plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
-    """The entries of each row in a dict of its own, which is cheaper to read than a TensorDict.
-
-    Args:
-        rows: a list of rows, or a TensorDict of any batch shape, whose innermost are rows.
-
-    >>> plain_rows([TensorDict({"x": {"y": torch.ones(1)}, "z": torch.zeros(1)})])
-    [{('x', 'y'): tensor([1.]), 'z': tensor([0.])}]
-    """
+def _plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
+    """The entries of each row: of a list, or of the innermost of a TensorDict of any batch shape."""
     if not isinstance(rows, TensorDictBase):
         return [dict(row if isinstance(row, dict) else _entries(row)) for row in rows]
     if rows.batch_size == torch.Size([]):
         return [dict(_entries(rows))]
-    return [found for row in row_list(rows) for found in plain_rows(row)]
+    return [found for row in row_list(rows) for found in _plain_rows(row)]
 
 
 def _is_dense(rows: TensorDictBase) -> bool:
@@ -487,8 +439,3 @@ def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple
 def _plain(rows: Any) -> TensorDictBase:
     """Return the TensorDict inside a class of tensors, which TorchRL's LLM wrappers write."""
     return rows if isinstance(rows, TensorDictBase) else rows._tensordict
-
-
-def _tensordict(row: Row) -> TensorDictBase:
-    plain = {key: value if isinstance(value, Tensor) else NonTensorData(value) for key, value in row.items()}
-    return TensorDict(plain, batch_size=[])  # type: ignore[arg-type]

@@ -19,13 +19,11 @@ class Task(Protocol):
     its arguments and the task's settings, never its examples) and the task is picklable, so that grading can move to a
     worker process (:func:`scorer_of`). ``gold_response`` is a response that must earn the full reward, or None where
     the task knows none. ``read_row`` makes an example of a row (of the task's data, or of ``sota-grpo score``), whose
-    question may be missing where the score does not read it; ``place`` names the row in the ``DatasetError`` that it
-    raises on a row that it cannot read.
+    question may be missing where the score does not read it; ``place`` names the row in its ``DatasetError``.
 
-    A task whose benchmark has accuracies beside the success has a method ``counts(score, example)``, too: by name, hits
-    and trials of the response (:meth:`sota_grpo.tasks.ifeval.IFEvalTask.counts`). One whose responses may not all be as
-    long has ``max_tokens(example)``, most tokens of a response, and one whose groups are not all as large
-    ``group_size(example)``, None where it is the run's (:class:`sota_grpo.tasks.mixture.MixtureTask`).
+    Optional: ``counts(score, example)``, hits and trials of the benchmark's own accuracies by name
+    (:class:`~sota_grpo.tasks.ifeval.IFEvalTask`); ``max_tokens(example)`` and ``group_size(example)``, None where they
+    are the run's (:class:`~sota_grpo.tasks.mixture.MixtureTask`).
     """
 
     name: str
@@ -53,15 +51,7 @@ def chat(system_prompt: str | None, query: str) -> list[dict[str, str]]:
 
 
 def scorer_of(task: Task) -> Scorer:
-    """``task.score`` of the task without its examples, which a grader's process has no use for.
-
-    >>> import pickle
-    >>> from sota_grpo.tasks import make_task
-    >>> task = make_task("arithmetic", num_train=4, num_heldout=4)
-    >>> score = pickle.loads(pickle.dumps(scorer_of(task)))
-    >>> score(task.gold_response(task.train[0]), task.train[0]) == task.score(task.train[0].answer, task.train[0])
-    True
-    """
+    """``task.score`` of the task without its examples, which a grader's process does not need."""
     return without_examples(task).score
 
 

@@ -56,9 +56,7 @@ class RowTransform(Transform):
         raise NotImplementedError
 
     def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
-        if not _first(tensordict).has(self.written_key):
-            in_place(self._write)(tensordict)
-        return tensordict
+        return tensordict if _first(tensordict).has(self.written_key) else in_place(self._write)(tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(next_tensordict)  # by ``ReplayBuffer.append_transform(.., invert=True)``, where rows arrive
@@ -78,14 +76,7 @@ class RowTransform(Transform):
 
 
 def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
-    """What a grader reads of finished rows: the response's text, and the example that it answers.
-
-    Siblings that share their texts, as those of :func:`sota_grpo.rl.collate.group_table` do, share their example too.
-
-    >>> from tensordict import TensorDict
-    >>> graded_texts([TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"})])
-    [('4', Example(query='2+2?', answer='#### 4', extra={}))]
-    """
+    """What a grader reads of finished rows: the response's text, and the example; siblings share one example."""
     pairs: list[tuple[str, Example]] = []
     before: list[Any] = []
     for row in rows:
@@ -104,34 +95,21 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
     A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row. A response to
     which none applies has no reward, as one whose grader failed: 0 would be a verdict.
 
-    Args:
-        rows: a batch of ``N`` rows; TensorDicts may be lazily stacked or dense.
-        scores: one per row, each with the terms that ``term_weights`` names.
-
     Raises:
         ValueError: the rows are dense, where every row has every key, and a term does not apply to one of them.
-
-    >>> from tensordict import TensorDict
-    >>> rows = TensorDict(batch_size=[2])
-    >>> write_scores(rows, [Score({"right": 1.0}, True), Score({"right": 0.0}, False, "Timeout: 5 s")], {"right": 2.0})
-    >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
-    ([[2.0], [0.0]], [[False], [True]])
     """
     scores = [*map(rewarded, scores)]
     for name in term_weights:
-        values = [score.terms[name] for score in scores]
-        applying = [row for row, value in enumerate(values) if value is not None]
-        if applying:
-            column = torch.tensor([values[row] for row in applying], dtype=torch.float32).unsqueeze(-1)
-            rows.columns[*keys.REWARD_TERMS, name] = Column(column, None, applying if None in values else None)
+        values = (score.terms[name] for score in scores)
+        terms = [None if value is None else torch.tensor([value], dtype=torch.float32) for value in values]
+        rows.set((*keys.REWARD_TERMS, name), terms)
     rewards = [[total_reward(score.terms, term_weights)] for score in scores]
     rows.set(keys.REWARD, torch.tensor(rewards, dtype=torch.float32))
     rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
     rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
     rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
     errors = [{} if score.error is None else {"error": score.error} for score in scores]
-    infos = [_INFO.encode({**score.info, **error}) for score, error in zip(scores, errors)]
-    rows.set(keys.REWARD_INFO, infos)
+    rows.set(keys.REWARD_INFO, [_INFO.encode({**score.info, **error}) for score, error in zip(scores, errors)])
 
 
 def _text(value: Any) -> str:
@@ -194,8 +172,8 @@ class ReferenceKL(RowTransform):
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
     def _write(self, rows: RowTable) -> None:
-        sizes = {"pad_token_id": self.pad_token_id, "token_budget": self.token_budget}
-        log_probs = reference_log_probs(self.reference, rows, shared_prompt=self.shared_prompt, **sizes)
+        sizes: dict[str, Any] = {"token_budget": self.token_budget, "shared_prompt": self.shared_prompt}
+        log_probs = reference_log_probs(self.reference, rows, pad_token_id=self.pad_token_id, **sizes)
         write_reference(rows, log_probs, in_reward_coeff=self.in_reward_coeff)
 
 
@@ -208,10 +186,7 @@ def reference_log_probs(
     token_budget: int,
     shared_prompt: bool = True,
 ) -> list[Tensor]:
-    """The reference's log-probs of every ragged row, f32 ``[T_i]``, 0 off the assistant mask, on the row's device.
-
-    The arguments are those of :class:`ReferenceKL`.
-    """
+    """The log-probs of each row, f32 ``[T_i]``, 0 off the assistant mask; arguments as in :class:`ReferenceKL`."""
     own_log_probs: dict[int, Tensor] = {}
     rows = list(rows)
     micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
@@ -229,11 +204,7 @@ def reference_log_probs(
 
 @in_place
 def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
-    """Write the reference's log-probs, one ``[T_i]`` per row, and what follows from them: see :class:`ReferenceKL`.
-
-    Raises:
-        UnusableValues: a log-prob is not finite.
-    """
+    """Write the reference's log-probs, one ``[T_i]`` per row, and what follows from them: see :class:`ReferenceKL`."""
     column = Column.of(log_probs)
     if not bool(column.values.isfinite().all()):
         raise UnusableValues(
@@ -291,11 +262,7 @@ class OverlongPenalty(RowTransform):
 
 
 def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple[Tensor, Tensor]:
-    """Reward terms ``[N, K]``, NaN where one does not apply, and their weights ``[K]``, in the order of their names.
-
-    Raises:
-        ValueError: there are neither weights nor rows that have them.
-    """
+    """Reward terms ``[N, K]``, NaN where one does not apply, and their weights ``[K]``, in the order of their names."""
     names = sorted(rows.names(keys.REWARD_TERMS))
     if weights is None and not rows.names(keys.TERM_WEIGHTS):
         raise ValueError("decouple_terms needs the weights of the terms: give term_weights, the rows have none.")
@@ -331,7 +298,7 @@ class GroupAdvantage(RowTransform):
     and are written when the last has come to this process.
 
     Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its own
-    scale (``group_std``, ``group_mean``). A response whose grader failed (``("next", "reward_error")``) has no reward:
+    scale. A response whose grader failed (``("next", "reward_error")``) has no reward:
     it is in no baseline and no scale, and its advantage is 0.
 
     With ``decouple_terms`` the reward is :func:`sota_grpo.functional.advantages.decoupled_rewards` of the entries under
@@ -383,9 +350,14 @@ class GroupAdvantage(RowTransform):
         return self.out_keys[0]
 
     def _write(self, rows: RowTable) -> None:
-        reward = self._read(rows).get(self.in_keys[0]).reshape(-1)
-        group_ids = self._group_ids(rows).to(reward.device)
-        kept = self._compared(rows, group_ids)
+        group_ids = self._group_ids(rows)
+        reward = rows.get(self.in_keys[0]).reshape(-1)
+        group_ids = group_ids.to(reward.device)
+        kept = graded_rows(rows).to(reward.device)
+        if not kept.all() and self.baseline in ("leave_one_out", "best_of_others"):
+            _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
+            left = torch.zeros_like(counts).index_add(0, index, kept.to(counts.dtype))
+            kept = kept & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused below
         ids = group_ids[kept]
         if self.decouple_terms:
             terms, weights = _weighed_terms(rows, self.term_weights)
@@ -404,26 +376,18 @@ class GroupAdvantage(RowTransform):
         advantage[kept] = values
         rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))
 
-    def _compared(self, rows: RowTable, group_ids: Tensor) -> Tensor:
-        """Which rows take part, bool ``[N]``: not those whose grader failed, nor one whose siblings' all failed."""
-        kept = graded_rows(rows).to(group_ids.device)
-        if not kept.all() and self.baseline in ("leave_one_out", "best_of_others"):
-            _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
-            left = torch.zeros_like(counts).index_add(0, index, kept.to(counts.dtype))
-            kept = kept & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused there
-        return kept
-
-    def _read(self, rows: RowTable) -> RowTable:
+    def _names(self, rows: RowTable) -> list[Any]:
+        """The name of each row's group, once the rows have all that is read."""
         for key in self.in_keys:
             if not rows.has(key):
                 raise KeyError(
                     f"the rows have no {key}; give in_keys=(reward, what siblings have alike), as in the rows."
                 )
-        return rows
+        return _values(rows, self.in_keys[1])
 
     def _group_ids(self, rows: RowTable) -> Tensor:
         """The group of each row, numbered in the order of their first, int64 ``[N]``."""
-        names = _values(rows, self.in_keys[1])
+        names = self._names(rows)
         members: dict[Any, list[int]] = {}
         for row, name in enumerate(names):
             members.setdefault(name, []).append(row)
@@ -440,13 +404,13 @@ class GroupAdvantage(RowTransform):
                     f"the responses of group {name} answer several questions ({first!r:.60}, {second!r:.60}); their "
                     "baseline would be wrong, so give the groups of each environment names of their own."
                 )
-        numbers = {name: number for number, name in enumerate(members)}
+        numbers = dict(zip(members, range(len(members))))
         return torch.tensor([numbers[name] for name in names])
 
     def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
         compares = self.group_size is None and {self.baseline, self.scale}.intersection(GROUP_TERMS)
         if compares and not isinstance(tensordict, RowTable) and not _first(tensordict).has(self.written_key):
-            names = _values(self._read(RowTable.of(tensordict)), self.in_keys[1])
+            names = self._names(RowTable.of(tensordict))
             if names and len(set(names)) == len(names):
                 raise ValueError(
                     f"none of the {len(names)} responses has a sibling in this batch, so each advantage would be 0; "
@@ -461,7 +425,7 @@ class GroupAdvantage(RowTransform):
         if not tensordict.batch_dims:
             raise ValueError("a group is written at once; give its rows to the buffer's extend instead of add.")
         rows, whole = tensordict.reshape(-1), []
-        for name, row in zip(_values(self._read(RowTable.of(rows)), self.in_keys[1]), rows.unbind(0)):
+        for name, row in zip(self._names(RowTable.of(rows)), rows.unbind(0)):
             siblings = self._waiting.setdefault(name, [])
             siblings.append(row)
             if len(siblings) == self.group_size:

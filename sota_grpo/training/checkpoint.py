@@ -2,8 +2,8 @@
 
 A checkpoint is a ``torch.save`` archive followed by a 40-byte footer: 8 bytes of magic and the SHA-256 of everything
 before it. (torch's own reader does not compare the archive's CRCs, so a flipped bit would load as a wrong number.)
-The file is written under a temporary name in the same directory, synced, renamed, and the directory synced, so that a
-name ``checkpoint_*.pt`` never stands for a half-written file. Plain ``torch.load(path)`` reads it too.
+It is written under a temporary name, synced and renamed, so that a name ``checkpoint_*.pt`` never stands for a
+half-written file. Plain ``torch.load(path)`` reads it too.
 
 Of a learner in processes of its own each rank writes its tensors itself, to a file of the safetensors format in a
 folder beside it (:mod:`sota_grpo.training.shards`). The folder has a name that was never used before; the ``.pt`` is
@@ -24,7 +24,7 @@ import re
 import secrets
 import shutil
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,8 +37,7 @@ from torch.utils._pytree import tree_map_only
 from sota_grpo.errors import RunFailed
 from sota_grpo.files import atomic_file, drop_leftovers, sync
 from sota_grpo.policy.tensor_files import StoredTensor, TensorFileError, stored_tensors
-from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
-from sota_grpo.training.shards import Shards, filled
+from sota_grpo.training.shards import Shards, filled, on_host
 from sota_grpo.untrusted import NO_TENSORS, open_file
 
 _MAGIC = b"SGRPOck1"
@@ -69,9 +68,6 @@ class CheckpointStore:
         directory: where the files live; created when missing.
         keep: number of newest checkpoints kept, at least 1.
 
-    Raises:
-        ValueError: ``keep`` is below 1.
-
     >>> import tempfile
     >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
     >>> [store.save(step, {"step": step}).name for step in (1, 2, 3)][-1]
@@ -96,17 +92,16 @@ class CheckpointStore:
         return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def folder(self, step: int) -> Path:
-        """Where ranks may write their parts of a checkpoint that :meth:`save` is given next; never used before.
+        """Where ranks may write their parts of the checkpoint that is saved next; never used before.
 
-        What killed writers left is removed first: no one may be at work. A run that is killed in every save would fill
-        the disk otherwise.
+        What killed writers left is removed first: a run that is killed in every save would fill the disk otherwise.
         """
-        self._drop_unnamed({path.stem for _, path in self.paths()})
+        self._drop_folders(None)
         return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
 
     @property
     def num_bytes(self) -> int:
-        """That all checkpoints take on the disk."""
+        """Bytes of all checkpoints on the disk."""
         files = [path for _, path in self.paths()]
         files += [file for folder in self._folders() for file in folder.iterdir()]
         return sum(file.stat().st_size for file in files)
@@ -121,12 +116,9 @@ class CheckpointStore:
 
         Raises:
             TypeError: a value that ``torch.load(weights_only=True)`` would refuse to read; the message gives its path.
-            ValueError: ``step`` is negative.
             CheckpointError: the file system refused (disk full, no permission); what was there before is untouched,
                 unless only the sync of the new name failed.
         """
-        if step < 0:
-            raise ValueError(f"step is {step}, but a checkpoint's step counts from 0")
         _require_loadable(state, "state")
         path = self.directory / f"checkpoint_{step:06d}.pt"
         inode = None
@@ -176,12 +168,8 @@ class CheckpointStore:
         What ranks have written is checked as well and not read: its tensors are
         :class:`~sota_grpo.policy.tensor_files.StoredTensor`.
 
-        Args:
-            path: of the file.
-            parts: names that it has to hold.
-
         Raises:
-            CheckpointError: the file is missing, unreadable, truncated, altered, or no checkpoint.
+            CheckpointError: the file is missing, unreadable, altered, no checkpoint, or has not all ``parts``.
         """
         try:
             with open_file(path, levels=2) as file:
@@ -202,13 +190,14 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {path} is no checkpoint of this program ({what})") from None
 
     def _folders(self) -> list[Path]:
-        if not self.directory.is_dir():
-            return []
-        return [path for path in self.directory.iterdir() if _FOLDER.fullmatch(path.name) and not path.is_symlink()]
+        folders = self.directory.iterdir() if self.directory.is_dir() else ()
+        return [path for path in folders if _FOLDER.fullmatch(path.name) and not path.is_symlink()]
 
-    def _drop_unnamed(self, kept: Collection[str]) -> None:
+    def _drop_folders(self, own: Path | None) -> None:
+        """Delete folders that no checkpoint names, and others of the step of ``own``."""
+        kept = {path.stem for _, path in self.paths()}
         for folder in self._folders():
-            if folder.stem not in kept:
+            if folder.stem not in kept or (own is not None and folder.stem == own.stem and folder != own):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _prune(self, step: int, shards: Shards | None) -> None:
@@ -219,11 +208,7 @@ class CheckpointStore:
                 path.unlink()
         for _, path in self.paths()[self.keep :]:
             path.unlink()
-        kept = {path.stem for _, path in self.paths()}
-        own = f"checkpoint_{step:06d}"
-        for folder in self._folders():
-            if folder.stem not in kept or (folder.stem == own and (shards is None or folder != shards.folder)):
-                shutil.rmtree(folder, ignore_errors=True)
+        self._drop_folders(self.directory / f"checkpoint_{step:06d}" if shards is None else shards.folder)
         drop_leftovers(self.directory)
 
     def _write_failure(self, step: int, error: OSError | RunFailed) -> str:
@@ -249,21 +234,10 @@ def _is_file(path: Path, inode: int | None) -> bool:
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
     """Saves to a store from a thread, so that training goes on meanwhile; a context that ends when all is written.
 
-    Contract. Consumes: states that nobody changes any more (:func:`host_copy`). Produces: checkpoints, one at a time,
+    Contract. Consumes: states that do not change any more (:func:`host_copy`). Produces: checkpoints, one at a time,
     in order. Waits for: the one before, in :meth:`save` and at the end of the context. What keeps a checkpoint from
     being written is raised by the next :meth:`save` or :meth:`check`, or at the end, where nothing else is being
-    raised. Killed in between it leaves the one before, as :class:`CheckpointStore` itself does; an interpreter that
-    ends in good order writes to the end.
-
-    Args:
-        store: where they go.
-
-    >>> import tempfile
-    >>> store = CheckpointStore(tempfile.mkdtemp())
-    >>> with BackgroundSaves(store) as saves:
-    ...     saves.save(1, {"step": 1})
-    >>> store.latest()
-    (1, {'step': 1})
+    raised. Killed in between it leaves the one before; an interpreter that ends in good order writes to the end.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -272,14 +246,7 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
         self.saving: Future[Path] | None = None  # the one that nobody has waited for yet
 
     def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
-        """Begin to write; waits for the checkpoint before.
-
-        Args:
-            step, state, shards: as :meth:`CheckpointStore.save` takes them.
-
-        Raises:
-            CheckpointError: that one could not be written.
-        """
+        """Begin :meth:`CheckpointStore.save`, after :meth:`wait`."""
         self.wait()
         self.saving = self._writer.submit(self.store.save, step, state, shards)
 
@@ -289,11 +256,7 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
             self.wait()
 
     def wait(self) -> None:
-        """Return when what was saved is on the disk.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Return when what was saved is on the disk; raise CheckpointError where it could not be written."""
         if self.saving is not None:
             failure, self.saving = self.saving.exception(), None
             if failure is not None:
@@ -309,35 +272,13 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
 
 
 def host_copy(value: Any) -> Any:
-    """A nested state whose tensors are copies on the CPU, so that what it was taken from may change.
+    """A nested state whose tensors are copies on the CPU, so that what it was taken from may change."""
 
-    >>> weight = torch.ones(2)
-    >>> copied = host_copy({"model": [weight], "step": 3})
-    >>> weight.zero_()
-    tensor([0., 0.])
-    >>> copied
-    {'model': [tensor([1., 1.])], 'step': 3}
-    """
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        copy_to_host(as_bytes(copy), as_bytes(tensor.detach()))
-        return copy
-
-    return tree_map_only(torch.Tensor, copied, value)
+    return tree_map_only(torch.Tensor, on_host, value)
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every global random generator (python, numpy, torch, CUDA where this process computes on it).
-
-    All values are tensors and primitives, so the result can be saved by :class:`CheckpointStore`.
-
-    >>> state = rng_state()
-    >>> first = (random.random(), float(np.random.rand()), torch.rand(()).item())
-    >>> set_rng_state(state)
-    >>> first == (random.random(), float(np.random.rand()), torch.rand(()).item())
-    True
-    """
+    """The state of every global random generator: python, numpy, torch, CUDA where this process computes on it."""
     version, internal, gauss = random.getstate()
     name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -379,14 +320,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 class _HashingWriter:
-    """A file that hashes what is written through it and remembers the operating system's error.
-
-    torch's archive writer replaces an exception from ``write`` by its own RuntimeError, so the cause is kept here.
-    """
+    """A file that hashes what is written through it and keeps the system's error, which torch's writer replaces."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._hash = hashlib.sha256()
+        self._file, self.hash = file, hashlib.sha256()
+        self.flush = file.flush
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -395,14 +333,8 @@ class _HashingWriter:
         except OSError as error:
             self.error = error
             raise
-        self._hash.update(data)
+        self.hash.update(data)
         return written
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
@@ -412,7 +344,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             torch.save(state, cast(IO[bytes], writer))
         except RuntimeError as error:
             raise writer.error or error from error
-        file.write(_MAGIC + writer.digest())
+        file.write(_MAGIC + writer.hash.digest())
 
 
 def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:

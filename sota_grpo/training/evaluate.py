@@ -30,11 +30,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, problem_means: Sequence[float]) -> Accuracy:
-        """Accuracy from the mean success of each problem: ``stderr = std(problem means, ddof=1) / sqrt(problems)``.
-
-        >>> Accuracy.of([1.0, 0.0, 1.0, 1.0])
-        Accuracy(mean=0.75, stderr=0.25, num_problems=4)
-        """
+        """Accuracy from the mean success of each problem: ``stderr = std(problem means, ddof=1) / sqrt(problems)``."""
         return cls.of_counts([(mean, 1.0) for mean in problem_means])
 
     @classmethod
@@ -42,20 +38,13 @@ class Accuracy:
         """Hits over trials of all problems together, the problems being the independent units (clusters).
 
         Problem ``i`` of ``n`` has ``y_i`` hits in ``m_i`` trials, and ``R = sum(y) / sum(m)``. Hits of one problem
-        depend on each other and ``m_i`` differs, so ``sqrt(R (1 - R) / sum(m))`` would be wrong. With
-        ``M = sum(m) / n``, ``R - r = mean(y - r m) / M`` exactly, ``r`` the true ratio; the numerator is a mean of
-        independent terms, and ``M`` varies less than it by a factor of order ``1 / sqrt(n)`` relative to its own mean,
-        which is neglected (ratio estimator, first order). With ``R`` for ``r`` the terms ``y_i - R m_i`` sum to 0, and
-        the variance of their mean is ``sum((y_i - R m_i)^2) / (n (n - 1))``, therefore
+        depend on each other, so ``sqrt(R (1 - R) / sum(m))`` would be wrong. By the ratio estimator, to first order,
 
             stderr = sqrt(n / (n - 1) * sum(e_i^2)),    e_i = (y_i - R m_i) / sum(m).
 
         Where every ``m_i`` is the same, that is ``std(y / m, ddof=1) / sqrt(n)``.
 
         Source: Cochran, Sampling Techniques, 3rd ed., sections 2.11 and 9A.1. One problem has a standard error of 0.
-
-        >>> Accuracy.of_counts([(2, 2), (0, 1), (1, 1)]).mean
-        0.75
         """
         ratio, terms = _linearised(counts)
         return cls(ratio, _stderr(terms), len(terms))
@@ -66,9 +55,6 @@ class Accuracy:
 
         The ``e_i`` of :meth:`of_counts` are subtracted problem by problem before they are squared, so what both find
         easy or hard cancels. With one trial each it is ``std(y' - y, ddof=1) / sqrt(n)``.
-
-        Raises:
-            ValueError: not the same problems.
 
         >>> Accuracy.of_gain([(0, 1), (1, 1), (0, 1), (0, 1)], [(1, 1), (1, 1), (0, 1), (0, 1)])
         Accuracy(mean=0.25, stderr=0.25, num_problems=4)
@@ -90,10 +76,7 @@ def _stderr(terms: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response: the text that was graded, its score, its length in tokens, whether it was cut for length.
-
-    ``asked_again``: it follows a user turn that said something about a response before it.
-    """
+    """A graded response; ``asked_again``: it follows a user turn that said something about a response before it."""
 
     text: str
     score: Score
@@ -151,8 +134,7 @@ class Evaluator:
     """Measures the engine's policy on held-out problems.
 
     The random streams derive from ``(seed, problem, sample)`` only, so that two evaluations differ by the policy alone.
-    A problem is graded by the environment's grader while the engine still generates others; a response at which it
-    fails is not right, and the log says how many there were.
+    A response at which the grader fails is not right, and the log says how many there were.
 
     Args:
         rollouts: of the task's environment and the engine that holds the policy to measure.
@@ -161,8 +143,6 @@ class Evaluator:
         avg_at_k: samples per problem at temperature 1; 0 measures the greedy answer only.
         seed: seed of the run.
         success_above: the reward above which a response is right, where nothing else says which is; else None.
-
-    Attributes:
         by_reward: in the last evaluation nothing but ``success_above`` said which responses are right.
     """
 
@@ -251,13 +231,9 @@ class Evaluator:
         temperature: float,
         on_graded: Callable[[int, Sequence[Response]], object] = lambda problem, responses: None,
     ) -> list[list[Response]]:
-        """``num_samples`` graded responses to each problem, in the order of the problems.
+        """``num_samples`` graded responses to each problem, in the order of the problems; temperature 0 is greedy.
 
-        Args:
-            num_samples: per problem.
-            temperature: 0 is greedy.
-            on_graded: called in this thread with the index of a problem and its responses, once they are graded; in
-                the order in which that happens.
+        ``on_graded`` is called in this thread with the index of a problem and its responses, once they are graded.
         """
         prompts = [
             Prompt(index, example, num_samples, sample_seed(self.seed, index, 1))
@@ -266,13 +242,8 @@ class Evaluator:
         sampling = Sampling(max_tokens=self.max_tokens, temperature=temperature)
         graded: dict[int, list[Response]] = {}
         for group in self.rollouts.stream(prompts, sampling):
-            index = group.prompt.group_id
-            graded[index] = [
-                Response(text, score, _length(sample), sample.truncated, _asked_again(sample))
-                for text, sample, score in zip(
-                    group.rows.get(keys.RESPONSE_TEXT), group.samples, group.scores, strict=True
-                )
-            ]
+            index, texts = group.prompt.group_id, group.rows.get(keys.RESPONSE_TEXT)
+            graded[index] = [_response(*one) for one in zip(texts, group.samples, group.scores, strict=True)]
             on_graded(index, graded[index])
         problems = [graded[index] for index in range(len(prompts))]
         scores = [response.score for responses in problems for response in responses]
@@ -285,12 +256,8 @@ class Evaluator:
         return problems
 
 
-def _asked_again(sample: Sample) -> bool:
-    replies = (sample.record or {}).get("replies", ())
-    return any(turn["role"] == "user" for turns in replies for turn in turns)
-
-
-def _length(sample: Sample) -> int:
-    """Tokens that the policy wrote."""
-    mask = sample.assistant_mask
-    return len(sample.token_ids) if mask is None else int(mask.sum())
+def _response(text: str, sample: Sample, score: Score) -> Response:
+    mask, replies = sample.assistant_mask, (sample.record or {}).get("replies", ())
+    asked_again = any(turn["role"] == "user" for turns in replies for turn in turns)
+    num_tokens = len(sample.token_ids) if mask is None else int(mask.sum())
+    return Response(text, score, num_tokens, sample.truncated, asked_again)

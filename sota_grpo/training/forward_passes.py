@@ -35,7 +35,7 @@ from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
 from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
-from sota_grpo.rl.collate import Prompt, filled, groups_by_prompt, known_tokens, pad_rows, row_prompts
+from sota_grpo.rl.collate import Prompt, filled, groups_by_prompt, pad_rows, row_prompts
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.text import first_line
@@ -47,22 +47,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """How rows become optimizer steps.
+    """How rows become optimizer steps; most are options of the config (``optimizer``, ``train``).
 
     Args:
-        optimizer: its name (:mod:`sota_grpo.policy.optimizers`).
-        lr, weight_decay, beta1, beta2, eps: AdamW.
-        momentum: Muon's, of the gradients of matrices.
+        lr, weight_decay, beta1, beta2, eps: AdamW; ``momentum`` is Muon's, of the gradients of matrices.
         clip_grad_norm: largest gradient norm; 0 leaves the gradient as it is.
         schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
         optim_batch_size: rows per optimizer step.
         optim_groups: prompts per optimizer step, in its place where groups differ in size; None: rows are counted.
-        epochs: passes over a batch.
         micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
         forward_tokens: those of a pass that scores rows without a gradient; None: ``micro_batch_tokens``.
-        aggregation: ``token``, ``sequence`` or ``constant`` (DESIGN 4.3).
-        max_response_tokens: the constant of ``constant``.
-        drop_truncated: truncated rows take no part in the loss.
         top_entropy_quantile: share of the tokens of an optimizer step, those of highest entropy, that the surrogate
             keeps; below 1 a forward pass before each optimizer step measures them.
         entropy_target, entropy_coef_delta, entropy_coef_max: of
@@ -99,7 +93,6 @@ class LearnerSettings:
 
     @property
     def scoring_tokens(self) -> int:
-        """Packed tokens of a pass without a gradient."""
         return self.forward_tokens or self.micro_batch_tokens
 
     @property
@@ -108,28 +101,19 @@ class LearnerSettings:
 
 
 def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
-    """Share of the peak learning rate at optimizer step ``step`` (0-based).
-
-    >>> settings = LearnerSettings(lr=1.0, total_steps=10, optim_batch_size=8, schedule="linear", warmup_steps=2)
-    >>> [learning_rate_factor(step, settings) for step in (0, 1, 2, 6)]
-    [0.5, 1.0, 1.0, 0.5]
-    """
+    """Share of the peak learning rate at optimizer step ``step`` (0-based)."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return 1.0
-    done = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
-    done = min(1.0, done)
+    done = min(1.0, (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps))
     return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 class Pass(NamedTuple):
-    """One micro-batch of an optimizer step.
+    """One micro-batch of an optimizer step: the positions of its rows, and the weight of a trained token of each.
 
-    Args:
-        rows: places of the rows that go through the policy, in the list that was planned.
-        weights: of a trained token of each; all 0 where the rows only keep this rank in step with the others.
-        learns: whether a backward pass follows.
+    Where all weights are 0 the rows only keep this rank in step with the others; ``learns``: a backward pass follows.
     """
 
     rows: list[int]
@@ -142,10 +126,10 @@ class Share(NamedTuple):
 
     Args:
         rows: those that this rank reads, in the order of the whole.
-        steps: the passes of each optimizer step; their rows are places in ``rows``.
-        scoring: micro-batches of ``rows`` whose log-probs are asked for before the first step, each with False where it
-            only keeps this rank in step; empty where none are.
-        places: where each of ``rows`` stands in the whole.
+        steps: the passes of each optimizer step; their rows are positions in ``rows``.
+        scoring: micro-batches of ``rows`` whose log-probs are computed before the first step, each with False where it
+            only keeps this rank in step.
+        places: the position of each of ``rows`` in the whole.
         lengths: tokens of every row of the whole.
     """
 
@@ -161,11 +145,10 @@ class Planner:
     """Plans training steps; equal planners plan equal rows alike.
 
     Args:
-        settings: those of the learner.
-        seed: order of the groups in the second and later epochs.
+        settings, seed: those of the learner.
         num_ranks: at least 1.
         shared_prompt: whether a prompt is computed once for its siblings of a micro-batch.
-        advantage_only: rows without an advantage have no gradient (:func:`split_zero_advantage`).
+        advantage_only: rows without an advantage have no gradient.
         drops_out: adapters have dropout, so the first step's rows are scored without it.
         shape: what a row costs.
     """
@@ -184,19 +167,12 @@ class Planner:
         prompts = row_prompts(table)
         rows = table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)
         lengths = [prompt.tokens for prompt in prompts]
-        batches = [
-            batch for epoch in range(settings.epochs) for batch in self.mini_batches(rows, prompts, epoch, version)
-        ]
-        scored: Sequence[int] = ()
-        if settings.recompute:
-            scored = range(len(rows))
-        elif self.drops_out:
-            scored = batches[0]
-        budget = settings.micro_batch_tokens
+        batches = [b for epoch in range(settings.epochs) for b in self.mini_batches(rows, prompts, epoch, version)]
         scoring: list[list[tuple[list[int], bool]]] = [[] for _ in range(self.num_ranks)]
-        if scored:
+        if settings.recompute or self.drops_out:
+            scored = range(len(rows)) if settings.recompute else batches[0]
             scoring = self.micro_batches(scored, prompts, settings.scoring_tokens)
-        steps = [self.passes(rows, batch, prompts, budget) for batch in batches]
+        steps = [self.passes(rows, batch, prompts, settings.micro_batch_tokens) for batch in batches]
         return [_share(table, lengths, [step[rank] for step in steps], scoring[rank]) for rank in range(self.num_ranks)]
 
     def mini_batches(
@@ -231,7 +207,12 @@ class Planner:
         *,
         keep_truncated: bool = False,
     ) -> list[list[Pass]]:
-        """Each rank's passes over the rows ``batch`` of an optimizer step: those that learn come first."""
+        """Each rank's passes over the rows ``batch`` of an optimizer step: those that learn come first.
+
+        Where the loss of a token is a multiple of its advantage, groups whose advantages are all exactly 0 (all right,
+        all wrong) have no gradient and are only measured; a row of weight 0 is neither. At least one row learns, since
+        a gradient of zeros is a gradient: an optimizer with momentum moves.
+        """
         settings = self.settings
         chosen = [rows[index] for index in batch]
         counts = torch.tensor([prompts[index].sampled for index in batch])
@@ -243,8 +224,13 @@ class Planner:
         moving = [True] * len(batch)
         if self.advantage_only:
             moving = torch.stack([row[keys.ADVANTAGE] for row in chosen]).flatten(1).any(1).tolist()
-        live, still = split_zero_advantage(batch, weights, moving, prompts)
         weight = dict(zip(batch, weights))
+        weighted = [(index, moves) for index, moves in zip(batch, moving, strict=True) if weight[index]]
+        moved = {prompts[index].text for index, moves in weighted if moves}
+        live = [index for index, _ in weighted if prompts[index].text in moved]
+        still = [index for index, _ in weighted if prompts[index].text not in moved]
+        if not live:
+            live, still = still[:1] or list(batch[:1]), still[1:]
         by_rank: list[list[Pass]] = [[] for _ in range(self.num_ranks)]
         for indices, learns in ((live, True), (still, False)):
             for passes, micros in zip(by_rank, self.micro_batches(indices, prompts, token_budget)):
@@ -265,14 +251,15 @@ class Planner:
         groups = groups_by_prompt(prompts, chosen)
         if not self.shared_prompt:
             groups = [group.subset([member]) for group in groups for member in range(len(group.rows))]
-        shares = rank_shares(groups, self.num_ranks, self._cost)
+
+        def cost(group: PromptGroup) -> int:
+            return step_flops(self.shape, shared_load(group.prompt, group.responses))
+
+        shares = rank_shares(groups, self.num_ranks, cost)
         parts = [fitting([index for piece in share for index in piece.rows]) for share in shares]
         most = max(map(len, parts))
         again = [min(chosen, key=lambda index: prompts[index].tokens)] if most else []
         return [[(micro, True) for micro in own] + [(again, False)] * (most - len(own)) for own in parts]
-
-    def _cost(self, group: PromptGroup) -> int:
-        return step_flops(self.shape, shared_load(group.prompt, group.responses))
 
 
 def _share(rows: RowTable, lengths: list[int], steps: list[list[Pass]], scoring: list[tuple[list[int], bool]]) -> Share:
@@ -285,61 +272,14 @@ def _share(rows: RowTable, lengths: list[int], steps: list[list[Pass]], scoring:
     return Share(rows.take(places), own, scored, places, lengths)
 
 
-def split_zero_advantage(
-    batch: Sequence[int], weights: Sequence[float], moving: Sequence[bool], prompts: Sequence[Prompt]
-) -> tuple[list[int], list[int]]:
-    """Weighted rows that have a gradient, and those that are only measured; a row of weight 0 is neither.
-
-    Where the loss of a token is a multiple of its advantage, groups whose advantages are all exactly 0 (all right, all
-    wrong) have no gradient. At least one row is among the first, since a gradient of zeros is a gradient: an optimizer
-    with momentum moves.
-
-    Args:
-        batch: places of the rows.
-        weights: of each of them.
-        moving: whether each has an advantage, or a term of the loss that is no multiple of it.
-        prompts: of all rows.
-
-    >>> prompts = [Prompt(text, 1, 1) for text in (b"a", b"a", b"b", b"c")]
-    >>> split_zero_advantage([0, 1, 2, 3], [1.0, 1.0, 1.0, 0.0], [False, True, False, True], prompts)
-    ([0, 1], [2])
-    """
-    weighted = [(index, moves) for index, weight, moves in zip(batch, weights, moving, strict=True) if weight]
-    moved = {prompts[index].text for index, moves in weighted if moves}
-    live = [index for index, _ in weighted if prompts[index].text in moved]
-    still = [index for index, _ in weighted if prompts[index].text not in moved]
-    return (live, still) if live else (still[:1] or list(batch[:1]), still[1:])
-
-
-def as_weights(values: Sequence[float], mask: Tensor) -> Tensor:
-    """The weight of every slot ``[N, T]``, from that of each row: 0 off the mask.
-
-    >>> as_weights([0.5], torch.tensor([[False, True]])).tolist()
-    [[0.0, 0.5]]
-    """
-    return torch.where(mask, torch.tensor(values, dtype=torch.float32).unsqueeze(-1), 0.0)
-
-
 def dropouts(module: nn.Module) -> list[nn.Dropout]:
-    """The dropouts that drop.
-
-    >>> len(dropouts(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.1))))
-    1
-    """
+    """The dropouts that drop."""
     return [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
 
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Every dropout of ``module`` is the identity inside.
-
-    >>> module = nn.Dropout(0.5)
-    >>> with without_dropout(module):
-    ...     module.p
-    0.0
-    >>> module.p
-    0.5
-    """
+    """Every dropout of ``module`` is the identity inside."""
     rates = [(child, child.p) for child in dropouts(module)]
     for child, _ in rates:
         child.p = 0.0
@@ -365,11 +305,11 @@ class ForwardPasses:
     def within_memory(self, compute: Callable[[], Result]) -> Result:
         """``compute()``; where the device lacks memory for the first time, once more in micro-batches of half the size.
 
-        They stay so for the rest of the run. Gradients are dropped; ``compute`` must not have updated anything yet.
-        Several ranks, which would have to agree on it, end at once.
+        They stay so for the rest of the run; several ranks, which would have to agree on it, end at once. Gradients are
+        dropped; ``compute`` must not have updated anything yet.
 
         Raises:
-            RunFailed: memory is lacking again.
+            RunFailed: memory is lacking again, or there are several ranks.
         """
         tokens, half = self.settings.micro_batch_tokens, self.half
         try:
@@ -389,7 +329,6 @@ class ForwardPasses:
 
     @property
     def half(self) -> int:
-        """Tokens of a micro-batch of half the size."""
         return max(1, self.settings.micro_batch_tokens // 2)
 
     def halve(self) -> None:
@@ -420,14 +359,15 @@ class ForwardPasses:
         return self.planner().micro_batches(chosen, row_prompts(rows), token_budget)[self.share]
 
     def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
-        """Right-padded ``[N, T]`` batch on the learner's device, with its layout where the policy packs rows.
+        """Right-padded ``[N, T]`` batch on the learner's device; ``weights`` are those of a trained token of each row.
 
-        ``weights`` are those of a trained token of each row. The layout is computed before the copy, and all goes in
-        one, so that the host need not wait for the device.
+        Its layout, where the policy packs rows, is computed before the copy, and all goes in one, so that the host need
+        not wait for the device.
         """
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         if weights is not None:
-            batch.set(keys.LOSS_WEIGHT, as_weights(weights, batch.get(keys.ASSISTANT_MASK)))
+            by_row = torch.tensor(weights, dtype=torch.float32).unsqueeze(-1)
+            batch.set(keys.LOSS_WEIGHT, torch.where(batch.get(keys.ASSISTANT_MASK), by_row, 0.0))
         tokens, attention_mask, assistant_mask = (batch.get(key) for key in self.policy.in_keys)
         layout = self.policy.layout(tokens, attention_mask, assistant_mask, kept_of(batch))
         if self.device.type == "cuda":
@@ -443,7 +383,6 @@ class ForwardPasses:
 
     @torch.no_grad()
     def _policy_outputs(self, batch: TensorDictBase) -> TensorDictBase:
-        """What the policy writes to a padded batch without dropout."""
         training = self.policy.training
         self.policy.eval()
         with self.autocast():
@@ -452,7 +391,7 @@ class ForwardPasses:
         return outputs
 
     def scored(self, rows: Sequence[AnyRow]) -> Iterator[tuple[AnyRow, Tensor]]:
-        """Each row with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them, in the order given."""
+        """Each row with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them."""
         return zip(rows, self._by_row(rows, self.log_probs))
 
     def measured(self, rows: Sequence[Row]) -> Tensor:
@@ -465,10 +404,9 @@ class ForwardPasses:
         return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
 
     def measured_with_rounding(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None]:
-        """:meth:`measured`, and what half precision alone does to its log-probs, ``[sum T_i]``: half minus float32.
+        """:meth:`measured`, and what half precision changes in its log-probs, ``[sum T_i]``: half minus float32.
 
-        The other of the two precisions costs one forward pass. Half is bf16 where training is in float32. None where
-        parameters are in half precision: nothing else is known of them.
+        Half is bf16 where training is in float32. None where parameters are in half precision.
         """
         measured, trained = self.measured(rows), self.settings.precision
         if not self.single:
@@ -503,8 +441,7 @@ class ForwardPasses:
     ) -> list[Tensor]:
         """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row.
 
-        Args:
-            weight: the loss weight of each trained token; None: the batches have none.
+        ``weight`` is the loss weight of each trained token; None: the batches have none.
         """
         rows, places = list(rows), range(len(rows))
         micros = self._cut(rows, places, self.settings.scoring_tokens)
@@ -541,11 +478,6 @@ class ForwardPasses:
             parts[places[index]].copy_(value)
         summed = self.ranks.sum(flat).cpu().split(list(lengths))
         return [summed[place] for place in places]
-
-    def log_prob_gaps(self, rows: Sequence[Row]) -> Tensor:
-        """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""
-        gaps = [(own - row[keys.LOG_PROBS])[known_tokens(row)] for row, own in self.scored(rows)]
-        return torch.cat(gaps)
 
     def planner(self, *, seed: int = 0, advantage_only: bool = False) -> Planner:
         """Who cuts rows into this policy's micro-batches and shares them out over its ranks."""

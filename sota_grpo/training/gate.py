@@ -4,11 +4,10 @@ Each check is one function of :class:`Subject` that returns a :class:`Check`. No
 engine weights, random state and the position in the data are afterwards what they were.
 
 **Bounds of the checks that compare log-probs.** Two systems that compute one policy in half precision differ by
-rounding, and how much that is depends on the model: its depth, its logits (a bfloat16 logit between 16 and 32 has a
-step of 1/8), how sure it is. So no bound is fitted to some model. Two invariants hold under any rounding: the mean
-ratio is 1, and gaps have no slope against the temperature (:mod:`sota_grpo.functional.divergences`). What is left is a
-size, and its measure is the rounding of this very model on these very tokens: the trainer's log-probs in half precision
-against its own in float32.
+rounding, and how much that is depends on the model: its depth, its logits, how sure it is. So no bound is fitted to
+some model. Two invariants hold under any rounding: the mean ratio is 1, and gaps have no slope against the temperature
+(:mod:`sota_grpo.functional.divergences`). What is left is a size, and its measure is the rounding of this very model on
+these very tokens: the trainer's log-probs in half precision against its own in float32.
 
 The engine rounds too, and more than the trainer, whose residual stream is float32. All in all the gaps were 1.1 to 1.9
 times the trainer's rounding; four times is allowed (``MARGIN``). Measured with vLLM on a CPU in bfloat16, on 8
@@ -27,11 +26,10 @@ slope, all others                               0.009       -           -       
 the same, random weights (0.02 to 0.05)         0.010       -           -               -             0.091
 =============================================  =======  =========  ==============  ===============  =========
 
-One layer: 1 % of its weights have another sign. SmolLM2-135M-Instruct has 30 layers and was asked to follow made-up
-instructions (10 seeds, ``python -m benchmarks.gate``); the embedded policy has 4 and is sure of most tokens (4 seeds);
-random weights (2 seeds each) have 4, 8, 12 and 30 layers, widths of 256 to 576 and vocabularies of 8k to 152k. Their
-rounding was 0.03 nats, 0.001, and 0.03, 0.06, 0.05 and 0.12: a bound for all of them would be one for none. A top-p of
-0.9 hardly touches a sharp policy: on the embedded one it moves the mean square by 19 times, and nothing else.
+One layer: 1 % of its weights have another sign. SmolLM2-135M-Instruct has 30 layers (10 seeds, ``python -m
+benchmarks.gate``); the embedded policy has 4 and is sure of most tokens (4 seeds); random weights (2 seeds each) have 4
+to 30 layers, widths of 256 to 576 and vocabularies of 8k to 152k. Their rounding was 0.03 nats, 0.001, and 0.03 to
+0.12: a bound for all of them would be one for none.
 """
 
 from __future__ import annotations
@@ -85,12 +83,9 @@ logger = logging.getLogger(__name__)
 
 
 class Allowed(NamedTuple):
-    """Bounds that follow from rounding.
+    """Bounds that follow from rounding, and ``why``: of the mean of ``|gap|``, nats, and of the mean of its square.
 
-    Args:
-        gap: of the mean of |gap|, nats.
-        square: of the mean of gap squared; the effective sample size may be as much below 1, the mismatch KL half.
-        why: where they come from, for the sentence.
+    The effective sample size may be ``square`` below 1, the mismatch KL half of it.
     """
 
     gap: float
@@ -128,10 +123,9 @@ def the_reference_is_the_policy_at_its_start(subject: Subject) -> Check:
 
 
 def the_objective_raises_better_responses(subject: Subject) -> Check:
-    """Where the policy is the sampling one, a step makes each token of a better response likelier, of a worse one less.
+    """A step makes each sampled token of a better response likelier, of a worse one less, by the derivative.
 
-    By the derivative of the objective with respect to the log-prob of every sampled token, under advantages of 1 and
-    -1, row by row. A surrogate of one's own without the minus sign, or without a gradient, would train all the same.
+    A surrogate of one's own without the minus sign, or without a gradient, would train all the same.
     """
     rows = subject.rows[:NUM_COMPARED].without(keys.ADVANTAGE)
     signs = torch.tensor([1.0, -1.0]).repeat(len(rows))[: len(rows)]
@@ -162,9 +156,8 @@ def engine_and_trainer_have_one_temperature(subject: Subject) -> Check:
 def engine_and_trainer_agree(subject: Subject) -> Check:
     """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and a high quantile of it.
 
-    In float32 the quantile is the largest gap. In half precision some token of thousands is far off by rounding alone:
-    as many of the largest gaps are left out as half of the responses are, so that a mistake at one token of every
-    response is still found, however long they are.
+    In float32 the quantile is the largest gap. In half precision as many of the largest gaps are left out as half of
+    the responses are, so that a mistake at one token of every response is still found, however long they are.
     """
     gaps, allowed = subject.gaps.abs(), allowed_gaps(subject)
     left_out, far = (0, SINGLE_FAR) if subject.exact else (len(subject.rows) // 2, FAR)
@@ -214,10 +207,7 @@ def first_ratio_is_one(subject: Subject) -> Check:
 
 
 def prompts_are_computed_once(subject: Subject) -> Check:
-    """Where the policy's family is known to pack its rows, it does: padded ones cost several times as much.
-
-    Why it does not is in the log: something here is older or newer than what was tested.
-    """
+    """Where the policy's family is known to pack its rows, it does: padded ones cost several times as much."""
     packed = bool(subject.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, each with its prompt"
     if subject.packs and not packed:
@@ -228,12 +218,10 @@ def prompts_are_computed_once(subject: Subject) -> Check:
 def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
     """The gradient over micro-batches of several rows equals the sum over micro-batches of one row each.
 
-    Of two prompts' rows, under advantages and log-probs that no clip cuts
-    (:meth:`sota_grpo.training.learner.Learner.gradient_gap`). In float32 the two differ by 1e-6, whatever the model. In
-    half precision (CUDA, or parameters that are) each is as far from float32's as rounding takes it: 0.024, 0.049,
-    0.046 and 0.103 of its norm for random models of 4, 8, 12 and 30 layers and 0.028 for SmolLM2's 30, and the two are
-    0.018, 0.069, 0.011, 0.062 and 0.041 apart on a CPU in bfloat16. So 0.2 is allowed there: a row of four that is lost
-    or counted twice makes about half of the norm; a single lost token is seen in float32 only.
+    Of two prompts' rows, under advantages and log-probs that no clip cuts. In float32 the two differ by 1e-6, whatever
+    the model; in half precision they were 0.011 to 0.069 of the norm apart, by models of 4 to 30 layers. So 0.2 is
+    allowed there: a row of four that is lost or counted twice makes about half of the norm; a single lost token is seen
+    in float32 only.
     """
     rows = subject.rows[:NUM_COMPARED]
     longest = max(rows.lengths(keys.FULL_TOKENS))
@@ -251,11 +239,7 @@ def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
 
 
 def compared_budgets(micro_batch_tokens: int, longest: int) -> tuple[int, int]:
-    """Tokens of a micro-batch, of several rows and of one; at least twice the longest, else each is alone in both.
-
-    >>> compared_budgets(1000, longest=300), compared_budgets(1000, longest=900)
-    ((1000, 1), (1800, 1))
-    """
+    """Tokens of a micro-batch, of several rows and of one; at least twice the longest, else each is alone in both."""
     return max(micro_batch_tokens, 2 * longest), 1
 
 
@@ -336,10 +320,7 @@ def _left_out(subject: Subject, rows: RowTable, allowed: float) -> list[str]:
 
 
 def the_reference_reads_the_policys_tokens(subject: Subject) -> Check:
-    """Every token of the policy has the same id in the reference, which may have more, and reads the longest sample.
-
-    Made where ``subject.reference`` is there, before any sample goes to it.
-    """
+    """Every token of the policy has the same id in the reference, which reads the longest sample."""
     other = subject.reference
     assert other is not None
     own = subject.rollouts.env.tokenizer.get_vocab()
@@ -382,7 +363,7 @@ CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not
 
 
 def checks_of(subject: Subject) -> list[Callable[[Subject], Check]]:
-    """Those that are made of it: a reference's only where there is one that they are about."""
+    """Return the checks that apply: a reference's only where there is one that they are about."""
     left_out = {check for check, about in OF_A_REFERENCE.items() if getattr(subject, about) is None}
     return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]
 
@@ -394,11 +375,9 @@ def run_gate(
     *,
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> list[Check]:
-    """Make every check; ``warn`` logs those that fail, ``strict`` raises at the first: the next may wait as long.
+    """Make these checks, or every one; ``warn`` logs those that fail, ``strict`` raises at the first.
 
-    Args:
-        checks: None: :func:`checks_of` the subject.
-        on_check: told of each outcome as it comes.
+    ``on_check`` receives each outcome as it comes.
 
     Raises:
         CheckError: a check failed and ``mode`` is ``strict``.
@@ -434,15 +413,7 @@ def run_gate(
 
 
 def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
-    """Replace the run's ``gate.json`` by the outcome of these checks; atomic.
-
-    Args:
-        run_dir: exists already.
-        mode: ``check.mode``; with ``off`` there are no checks, and the file says so.
-
-    Raises:
-        RunFailed: the file cannot be written.
-    """
+    """Replace the run's ``gate.json`` by the outcome of these checks; RunFailed where it cannot be written."""
     path = run_dir / GATE_FILE
     try:
         write_json(path, {"mode": mode, "checks": [asdict(check) for check in checks]})

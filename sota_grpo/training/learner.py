@@ -34,8 +34,7 @@ from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import known_tokens, pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
 from sota_grpo.rl.records import GradientGap
-from sota_grpo.rl.table import Key, Row, RowTable, plain_rows
-from sota_grpo.training.changed_weights import Changed, perturb, restore
+from sota_grpo.rl.table import Key, Row, RowTable
 from sota_grpo.training.forward_passes import (
     ForwardPasses,
     LearnerSettings,
@@ -56,6 +55,7 @@ METRIC_NAMES = {
     "reverse_kl": "distill/reverse_kl",
 }
 SHARE = "gradient_share/max_token"
+PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
 
 
 class NonFiniteStep(UserError):
@@ -71,8 +71,6 @@ class Learner(ForwardPasses):
     Args:
         policy: gives log-probs of padded rows; its trainable parameters are optimised.
         loss: the objective around the same policy.
-        settings: see :class:`LearnerSettings`.
-        pad_token_id: fills the padding.
         dump_dir: where a batch that gave a non-finite step is written.
         seed: order of the groups in the second and later epochs.
         ranks: the processes that train this policy together, each of which holds a part of it (see
@@ -91,16 +89,13 @@ class Learner(ForwardPasses):
         ranks: Ranks | None = None,
     ):
         super().__init__(policy, settings, pad_token_id, ranks)
-        self.loss = loss
-        self.dump_dir = dump_dir
-        self.seed = seed
-        self.version = 0
-        self.optimizer_steps = 0
+        self.loss, self.dump_dir, self.seed = loss, dump_dir, seed
+        self.version = self.optimizer_steps = 0
         # the scorer's names: they are those of checkpoints
         self.trainable = {name: p for name, p in policy.scorer.named_parameters() if p.requires_grad}
         self.parameters = list(self.trainable.values())
         self.drops_out = bool(dropouts(policy))
-        self.changed: list[Changed] = []
+        self.changed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # with positions and values before
         #: Called before a parameter or what the optimizer keeps of one changes: somebody may be copying them.
         self.before_change: Callable[[], object] = lambda: None
         self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings.rates)
@@ -127,13 +122,14 @@ class Learner(ForwardPasses):
     def update_share(self, share: Share) -> dict[str, float | None]:
         """:meth:`update`, given this rank's share of it."""
         began = time.perf_counter()
-        rows, clean = plain_rows(share.rows), None
-        own = self.within_memory(lambda: self._own(rows, self.fitting_scores(rows, share.scoring), self.log_probs))
-        if self.settings.recompute:
-            for row, values in zip(rows, self._whole(own, share.places, share.lengths), strict=True):
-                row[keys.PROXIMAL_LOG_PROBS] = values
-        elif share.scoring:  # the loss's own forward has dropout, the engine none
-            clean = self._mismatch(rows, own)
+        rows, clean = share.rows.rows(), None
+        if share.scoring:
+            own = self.within_memory(lambda: self._own(rows, self.fitting_scores(rows, share.scoring), self.log_probs))
+            if self.settings.recompute:
+                for row, values in zip(rows, self._whole(own, share.places, share.lengths), strict=True):
+                    row[keys.PROXIMAL_LOG_PROBS] = values
+            else:  # the loss's own forward has dropout, the engine none
+                clean = self._mismatch(rows, own)
         steps = [self._step(rows, passes) for passes in share.steps]
         self.version += 1
         metrics = reduce_updates(steps)
@@ -152,18 +148,15 @@ class Learner(ForwardPasses):
         """Mean KL of the log-probs that the ranks measured to the engine's; None over no token."""
         masks = {index: known_tokens(rows[index]) for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
-        flat = torch.cat(gaps) if gaps else torch.zeros(0)
-        terms = {"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))}
-        sums = self.ranks.sums(terms)
+        flat = torch.cat([torch.zeros(0), *gaps])
+        sums = self.ranks.sums({"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))})
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
-    def _passes(
-        self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
-    ) -> list[Pass]:
-        """This rank's passes over the rows of one optimizer step; without ``learn`` none has a backward pass."""
+    def _passes(self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False) -> list[Pass]:
+        """This rank's passes over the rows of one optimizer step."""
         order, prompts = range(len(rows)), row_prompts(rows)
-        by_rank = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
-        return [one._replace(learns=one.learns and learn) for one in by_rank[self.share]]
+        planned = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
+        return planned[self.share]
 
     @memory_for(
         "the optimizer's update",
@@ -174,11 +167,12 @@ class Learner(ForwardPasses):
         totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes)))
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         if self.skips_by_itself:
-            losses, metrics, norm = self._measured(totals, self._stepped(totals.losses))
+            gradient_norm = self._stepped(totals.losses)
         else:
             self.scaler.unscale_(self.optimizer)
-            clipped = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)
-            losses, metrics, norm = self._measured(totals, replicated(clipped))
+            limit = self.settings.clip_grad_norm or math.inf
+            gradient_norm = replicated(nn.utils.clip_grad_norm_(self.parameters, limit))
+        losses, metrics, norm = self._measured(totals, gradient_norm)
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
         if not all(math.isfinite(value) for value in judged.values()):
@@ -190,7 +184,13 @@ class Learner(ForwardPasses):
                 self.scaler.step(self.optimizer)
             self.schedule.step()
             self.optimizer_steps += 1
-        self._adapt_entropy_coef(metrics, skipped=skipped)
+        if self.settings.entropy_target is not None:
+            metrics["entropy_coef"] = self.loss.entropy_coeff
+            if (entropy := metrics["entropy"]) is not None and not skipped:  # it decides on that of the next step
+                bounds = {"delta": self.settings.entropy_coef_delta, "largest": self.settings.entropy_coef_max}
+                target = self.settings.entropy_target
+                self.entropy_coef, applied = adapted_entropy_coef(self.entropy_coef, entropy, target=target, **bounds)
+                self._apply_entropy_coef(applied)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # their memory is an engine's until the next step
         metrics |= {**losses, "grad_norm": None if skipped else norm, "lr": None if skipped else rate}
@@ -220,21 +220,9 @@ class Learner(ForwardPasses):
         optimizer.step()
         return norm
 
-    def _accumulate(
-        self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
-    ) -> tuple[dict[str, float], dict[str, float | None]]:
-        """Gradient of the whole ``rows`` in ``.grad``; the losses, and the diagnostics (None over no trained token).
-
-        Without ``learn`` there are no backward passes and no gradient.
-        """
-        plain = plain_rows(rows)
-        passes = self._passes(plain, token_budget, keep_truncated=keep_truncated, learn=learn)
-        losses, metrics, _ = self._measured(self._run(plain, passes), torch.zeros(()))
-        return losses, metrics
-
     def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
-        """:meth:`_accumulate` over passes of ``rows``, without a wait for the device."""
-        threshold = self._keep_top_entropy(rows, passes)
+        """What these passes sum up to, their gradient in ``.grad``, without a wait for the device."""
+        threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -278,37 +266,18 @@ class Learner(ForwardPasses):
 
         The entropies are the policy's before the step and without dropout, of all ranks, however the step is split.
         """
-        if self.settings.top_entropy_quantile >= 1:
-            return {}
         micros = [(one.rows, any(one.weights)) for one in passes]
         entropy = self._own(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
         weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights) if weight}
         trained = {index: rows[index][keys.ASSISTANT_MASK] for index in weights}
         own = torch.cat([torch.zeros(0), *(entropy[index][mask] for index, mask in trained.items())])
         every, mine = self.ranks.joined(own)
-        kept = top_entropy_tokens(
-            every, torch.ones_like(every, dtype=torch.bool), share=self.settings.top_entropy_quantile
-        )
+        whole = torch.ones_like(every, dtype=torch.bool)
+        kept = top_entropy_tokens(every, whole, share=self.settings.top_entropy_quantile)
         sizes = [int(mask.sum()) for mask in trained.values()]
         for (index, mask), values in zip(trained.items(), kept[mine].split(sizes)):
             rows[index][keys.OBJECTIVE_MASK] = torch.zeros_like(mask).masked_scatter(mask, values)
         return {"entropy_threshold": every[kept].min().item() if kept.any() else math.nan}
-
-    def _adapt_entropy_coef(self, metrics: dict[str, float | None], *, skipped: bool) -> None:
-        """Note the coefficient that a step applied, and let its entropy decide on that of the next."""
-        settings = self.settings
-        if settings.entropy_target is None:
-            return
-        metrics["entropy_coef"], entropy = self.loss.entropy_coeff, metrics["entropy"]
-        if entropy is not None and not skipped:
-            bounds = {"delta": settings.entropy_coef_delta, "largest": settings.entropy_coef_max}
-            adapted = adapted_entropy_coef(self.entropy_coef, entropy, target=settings.entropy_target, **bounds)
-            self.entropy_coef, applied = adapted
-            self._apply_entropy_coef(applied)
-
-    @property
-    def _entropy_coefs(self) -> list[float]:
-        return [self.entropy_coef, self.loss.entropy_coeff]
 
     def _apply_entropy_coef(self, applied: float) -> None:
         """What the next step's loss multiplies the entropy by; the head computes no gradient for a bonus of 0."""
@@ -316,7 +285,7 @@ class Learner(ForwardPasses):
         self.policy.scorer.entropy_grad = applied > 0
 
     def give_back(self) -> None:
-        """Return to the device what this process holds there in reserve only, for who takes turns on it."""
+        """Release cached CUDA memory, so that a colocated engine can use it."""
         torch.cuda.empty_cache()
 
     def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, torch.Tensor]:
@@ -367,18 +336,34 @@ class Learner(ForwardPasses):
         own = torch.stack(list(parts)).norm() if parts else torch.zeros(())
         return float(own if self.ranks.size == 1 else self.ranks.total(own.double().square()).sqrt())
 
+    @torch.no_grad()
     def perturb(self, but: Collection[str] = ()) -> None:
-        """Change every trainable tensor ``but`` these, by name, in place and each time alike, until :meth:`restore`."""
+        """Change every trainable tensor ``but`` these, by name, in place and each time alike, until :meth:`restore`.
+
+        :data:`PROBE_SHARE` of the elements, at least one, change their sign (zeros become 1). Noise on all elements
+        would need a copy of the whole model to restore; this keeps 3 to 5 % of its bytes. Of a sharded tensor each rank
+        changes its own part.
+        """
         self.before_change()
-        self.changed = perturb(parameter for name, parameter in self.trainable.items() if name not in but)
+        for name, parameter in self.trainable.items():
+            tensor, generator = local(parameter.data), torch.Generator().manual_seed(0)
+            if name in but or not tensor.numel():
+                continue
+            count = max(1, round(PROBE_SHARE * tensor.numel()))
+            places = torch.randint(tensor.numel(), (count,), generator=generator).to(tensor.device)
+            values = tensor.take(places)
+            self.changed.append((tensor, places, values))
+            tensor.put_(places, torch.where(values == 0, 1.0, -values))
 
     def trainable_names(self) -> list[str]:
         """The names of the trainable tensors."""
         return list(self.trainable)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Take back each bit of :meth:`perturb`."""
-        restore(self.changed)
+        for tensor, places, values in self.changed:
+            tensor.put_(places, values)
         self.changed = []
 
     def diagnose(self, rows: Sequence[Row]) -> dict[str, float | None]:
@@ -388,7 +373,7 @@ class Learner(ForwardPasses):
         since all may be; adapter dropout is off.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        changed = plain_rows(rows)
+        changed = RowTable.of(rows).rows()
         for row in changed:
             row[keys.ADVANTAGE] = torch.randn((1, 1), generator=generator)
         if self.settings.recompute:
@@ -398,36 +383,36 @@ class Learner(ForwardPasses):
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
     def coefficients(self, rows: Sequence[Row]) -> torch.Tensor:
-        """:meth:`GRPOLoss.coefficients` of every token, flat ``[sum T_i]``, as if this policy had sampled the rows.
-
-        Their advantages are used as they are; a teacher agrees with them.
-        """
+        """:meth:`GRPOLoss.coefficients` of every token, flat ``[sum T_i]``, as if this policy had sampled the rows."""
         sampled = []
         for row, own in self._with_ratio(rows):
-            teacher = {keys.REF_LOG_PROBS: own + row[keys.ADVANTAGE].flatten()} if self.loss.distill_coeff else {}
-            sampled.append(row | teacher)
+            if self.loss.distill_coeff:  # a teacher that agrees with the advantage
+                row[keys.REF_LOG_PROBS] = own + row[keys.ADVANTAGE].flatten()
+            sampled.append(row)
         with without_dropout(self.policy), self.autocast():
             return torch.cat(self._by_row(sampled, self.loss.coefficients, weight=1.0))
 
     def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], torch.Tensor]]:
         """Copies of the rows whose tokens all have this log-ratio, each with the policy's log-probs ``[T_i]``."""
-        for row, own in self.scored(plain_rows(rows)):
+        for row, own in self.scored(RowTable.of(rows).rows()):
             old = torch.where(row[keys.ASSISTANT_MASK], own - log_ratio, 0.0)
             yield {**row, keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old}, own
 
     def _dry_run(self, rows: Sequence[Row], token_budget: int, *, learn: bool = True) -> dict[str, float | None]:
+        """The diagnostics of a step without dropout, truncated rows included; its gradient is in ``.grad``."""
+        plain = RowTable.of(rows).rows()
+        passes = self._passes(plain, token_budget, keep_truncated=True)
         with without_dropout(self.policy):
-            return self._accumulate(rows, token_budget, keep_truncated=True, learn=learn)[1]
+            totals = self._run(plain, passes if learn else [one._replace(learns=False) for one in passes])
+        return self._measured(totals, torch.zeros(()))[1]
 
     def _unclipped(self, rows: Sequence[Row]) -> list[dict[Key, Any]]:
         """Copies with advantages above 0 and all ratios near a half, so that no objective clips, caps or masks a token.
 
         One whose weight is a function of a whole row's ratio (VESPO) is given ratios of 1: 0.5^100 would weigh nothing.
-
-        In half precision rounding moves a token's ratio by several per cent and a sequence's (GSPO) by less, yet clips
-        are as narrow as 3e-4. Which tokens are clipped, and so the gradient, would depend on how rows are packed:
-        0.4 % of the tokens made 0.23 of its norm. A positive advantage is clipped from above alone, so a half is far
-        from every clip; the correction's weight, from one stored log-prob to its equal, is exactly 1.
+        In half precision rounding moves a token's ratio by several per cent, yet clips are as narrow as 3e-4, so which
+        tokens are clipped, and the gradient, would depend on how rows are packed: 0.4 % of the tokens made 0.23 of its
+        norm. A positive advantage is clipped from above alone, so a half is far from every clip.
         """
         generator = torch.Generator().manual_seed(self.seed)
         log_ratio = 0.0 if self.loss.surrogate.weighs_rows else -math.log(2)
@@ -460,12 +445,13 @@ class Learner(ForwardPasses):
         Args:
             kept: what of each tensor, as this rank holds it, is to stand in the state.
         """
+        adapts = self.settings.entropy_target is not None
         return {
             "model": {name: kept(parameter.detach()) for name, parameter in self.trainable.items()},
             "optimizer": optimizer_state(self.optimizer, kept),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
-            **({} if self.settings.entropy_target is None else {"entropy_coef": self._entropy_coefs}),
+            **({"entropy_coef": [self.entropy_coef, self.loss.entropy_coeff]} if adapts else {}),
             **({"halved_to": self.settings.micro_batch_tokens} if self.halved else {}),
             "version": self.version,
             "optimizer_steps": self.optimizer_steps,

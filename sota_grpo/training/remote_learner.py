@@ -7,9 +7,9 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
@@ -36,6 +36,18 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
+def _on_thread(
+    method: Callable[Concatenate[LearnerWorker, P], Result],
+) -> Callable[Concatenate[LearnerWorker, P], Future[Result]]:
+    """The method, run on the worker's thread: collectives must not overlap, and a CUDA device belongs to a thread."""
+
+    @wraps(method)
+    def submit(worker: LearnerWorker, *args: P.args, **by_name: P.kwargs) -> Future[Result]:
+        return worker._thread.submit(lambda: method(worker, *args, **by_name))
+
+    return submit
+
+
 class LearnerWorker:
     """A :class:`sota_grpo.training.learner.Learner` as a worker (see :class:`sota_grpo.workers.base.WorkerSpec`).
 
@@ -43,9 +55,6 @@ class LearnerWorker:
     gathered (states, weights) is rank 0's answer and None on the others. Waits for: the other ranks, in every
     collective. When one of them dies this one waits for it until it is killed, or until the deadline of the process
     group.
-
-    Everything that computes runs on one thread, on which the learner is built too: collectives must not overlap, and
-    the choice of a CUDA device belongs to a thread.
 
     Args:
         make_learner: joins the other ranks and builds this rank's learner
@@ -61,43 +70,31 @@ class LearnerWorker:
         self._writer = ShardWriter(self.learner.ranks)
         self.learner.before_change = self._writer.wait_copied
 
-    def update(self, share: Share) -> Future[dict[str, float | None]]:
-        """:meth:`Learner.update_share`.
+    @_on_thread
+    def update(self, share: Share) -> dict[str, float | None]:
+        """:meth:`Learner.update_share`, with a random stream (of adapters' dropout) of this step and this share."""
+        learner = self.learner
+        torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.share))
+        return learner.update_share(share)
 
-        The random stream, which adapters' dropout reads, is this step's and this share's.
-        """
-
-        def update() -> dict[str, float | None]:
-            learner = self.learner
-            torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.share))
-            return learner.update_share(share)
-
-        return self._thread.submit(update)
-
-    def state_dict(self) -> Future[StatePack | None]:
+    @_on_thread
+    def state_dict(self) -> StatePack | None:
         """:meth:`Learner.state_dict`."""
 
         def whole(tensor: torch.Tensor) -> torch.Tensor | None:
             self._thread.progress()
             return gathered(tensor)
 
-        def state_dict() -> StatePack | None:
-            state = self.learner.state_dict(whole)
-            return StatePack.of(state) if self.learner.ranks.leads else None
+        state = self.learner.state_dict(whole)
+        return StatePack.of(state) if self.learner.ranks.leads else None
 
-        return self._thread.submit(state_dict)
-
-    def load_state_dict(self, state: StatePack) -> Future[None]:
+    @_on_thread
+    def load_state_dict(self, state: StatePack) -> None:
         """:meth:`Learner.load_state_dict`; of several ranks each copies its own rows out of the pack."""
-        learner = self.learner
-        return self._thread.submit(lambda: learner.load_state_dict(state.state(views=learner.ranks.size > 1)))
+        self.learner.load_state_dict(state.state(views=self.learner.ranks.size > 1))
 
     def sees(self, path: str) -> None:
-        """Check that a file of the driver's is here, in a folder that this process can write to.
-
-        Raises:
-            UserError: it is not.
-        """
+        """Raise UserError unless a file of the driver's is here, in a folder that this process can write to."""
         folder = os.path.dirname(path)
         if not (os.path.isfile(path) and os.access(folder, os.W_OK)):
             raise UserError(
@@ -105,51 +102,41 @@ class LearnerWorker:
                 "every rank writes its part of each checkpoint; set hydra.run.dir to a folder that all nodes share."
             )
 
-    def begin_save(self, folder: str) -> Future[Any]:
+    @_on_thread
+    def begin_save(self, folder: str) -> Any:
         """Begin to write this rank's part of the state; what of it is no tensor (:class:`ShardWriter`)."""
-        return self._thread.submit(lambda: self._writer.begin(Path(folder), self.learner.state_dict(lambda own: own)))
+        return self._writer.begin(Path(folder), self.learner.state_dict(lambda own: own))
 
     def written(self) -> Future[tuple[str, str]]:
         """:meth:`ShardWriter.written`."""
         return self._writer.written()
 
+    @_on_thread
     def weights(
-        self,
-        base: bool = True,
-        merged: bool = True,
-        dtype: torch.dtype | None = None,
-        index: int = 0,
-        most_bytes: int = 0,
-    ) -> Future[tuple[WeightPack, int] | None]:
-        """A part of what engines load (:func:`sota_grpo.policy.lora.weight_slices`), and how many parts there are."""
+        self, base: bool, merged: bool, dtype: torch.dtype | None, index: int, most_bytes: int
+    ) -> tuple[WeightPack, int] | None:
+        """A slice of what engines load (:func:`sota_grpo.policy.lora.weight_slices`), and how many slices there are."""
+        model, progress = self.learner.policy.model, self._thread.progress
+        slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
+        pack = packed_weights(model, base=base, merged=merged, dtype=dtype, names=slices[index], progress=progress)
+        return (pack, len(slices)) if self.learner.ranks.leads else None
 
-        def weights() -> tuple[WeightPack, int] | None:
-            model, progress = self.learner.policy.model, self._thread.progress
-            slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
-            pack = packed_weights(model, base=base, merged=merged, dtype=dtype, names=slices[index], progress=progress)
-            return (pack, len(slices)) if self.learner.ranks.leads else None
-
-        return self._thread.submit(weights)
-
-    def adapter(self) -> Future[AdapterPack | None]:
+    @_on_thread
+    def adapter(self) -> AdapterPack | None:
         """The adapter alone, gathered."""
+        pack = AdapterPack.of(self.learner.policy.model)
+        return pack if self.learner.ranks.leads else None
 
-        def adapter() -> AdapterPack | None:
-            pack = AdapterPack.of(self.learner.policy.model)
-            return pack if self.learner.ranks.leads else None
-
-        return self._thread.submit(adapter)
-
-    def export_hf(self, folder: str) -> Future[None]:
+    @_on_thread
+    def export_hf(self, folder: str) -> None:
         """:func:`sota_grpo.policy.load.save_hf`, written by rank 0."""
-        if self.tokenizer is None:
-            raise ValueError("this learner was built without a tokenizer, which an export needs")
-        arguments = self.learner.policy.model, self.tokenizer, folder, self._thread.progress
-        return self._thread.submit(lambda: save_hf(*arguments) and None)
+        assert self.tokenizer is not None
+        save_hf(self.learner.policy.model, self.tokenizer, folder, self._thread.progress)
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
+    @_on_thread
+    def ask(self, method: str, *args: Any) -> Any:
         """Any other method of the learner."""
-        return self._thread.submit(lambda: getattr(self.learner, method)(*args))
+        return getattr(self.learner, method)(*args)
 
     def ping(self) -> float:
         """Seconds since the last forward pass, gathered weight or written slice of what is running; 0 when idle."""
@@ -174,11 +161,7 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full t
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """The entries that a learner has a use for: no text, no copies, no terms of the reward, which a row may lack.
-
-    Raises:
-        ValueError: some rows lack one of the others.
-    """
+    """The entries that a learner reads, which no row may lack: no text, no copies, no terms of the reward."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
@@ -203,28 +186,26 @@ def _asked(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenat
 
 
 class _Pings:
-    """The last ping of each rank: who does not answer keeps nobody from asking the others again.
+    """The last ping of each rank: one that does not answer keeps the owner from pinging no other."""
 
-    Args:
-        workers: one per rank, in their order.
-    """
-
-    def __init__(self, workers: Sequence[Worker]):
-        self._workers = workers
+    def __init__(self, workers: Sequence[Worker], pause_s: float):
+        self._workers, self._pause_s, self._pinged_s = workers, pause_s, float("-inf")
         self._last: dict[int, tuple[Future[Any], float]] = {}  # and when it was sent
 
     def look(self) -> tuple[dict[int, float], dict[int, Future[Any]]]:
-        """Of each rank that was asked: the seconds since then, where it has not answered; else its answer."""
+        """The seconds since each rank's ping that is not answered; the answers of the others, which are pinged again.
+
+        They are pinged at most every ``pause_s``.
+        """
         now_s = time.monotonic()
         answered = {index: ping for index, (ping, _) in self._last.items() if ping.done()}
         mute = {index: now_s - since_s for index, (_, since_s) in self._last.items() if index not in answered}
+        if now_s - self._pinged_s >= self._pause_s:
+            self._pinged_s = now_s
+            for index, worker in enumerate(self._workers):
+                if index not in mute:
+                    self._last[index] = worker.call("ping"), time.monotonic()
         return mute, answered
-
-    def ask(self, mute: Container[int]) -> None:
-        """Ping every rank but those that :meth:`look` has just called mute."""
-        for index, worker in enumerate(self._workers):
-            if index not in mute:
-                self._last[index] = worker.call("ping"), time.monotonic()
 
 
 class RemoteLearner:
@@ -256,17 +237,14 @@ class RemoteLearner:
         start_silence_s: float = 600.0,
         grace_s: float = 10.0,
     ):
-        self.workers = tuple(workers)
-        self.settings = settings
-        self.version = 0
-        self.pack_bytes = _PACK_BYTES
-        self._share = share
+        self.workers, self.settings, self.version = tuple(workers), settings, 0
+        self.pack_bytes, self._share = _PACK_BYTES, share
         self._silence_s, self._start_silence_s, self._grace_s = silence_s, start_silence_s, grace_s
         self._ready = False
         self._planner: Planner | None = None
         self._order = threading.Lock()
         self._look_pause_s = min(silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
-        self._pings, self._pinged_s = _Pings(self.workers), float("-inf")  # of attend()
+        self._pings = _Pings(self.workers, self._look_pause_s)  # of attend()
         self._ending = threading.Lock()
         self._died: LearnerDied | None = None
 
@@ -274,28 +252,20 @@ class RemoteLearner:
         """Return when every rank has built its learner; the first call does this by itself.
 
         Raises:
-            LearnerDied: one did not, or fell silent.
+            LearnerDied: one did not, or those that have not did nothing for too long.
         """
         if self._ready:
             return
         answers = [worker.call("ping") for worker in self.workers]
-        self._watch_starts(answers)
-        failed = [index for index, answer in enumerate(answers) if answer.done() and answer.exception()]
-        if failed:
-            self._die(failed[0], str(answers[failed[0]].exception()), answers[failed[0]].exception())
-        self._ready = True
-
-    def _watch_starts(self, answers: Sequence[Future[Any]]) -> None:
-        """Return when all have answered or one has failed; end all when those that have not do nothing for too long."""
         limit_s, began_s = self._start_silence_s, time.monotonic()
-        starts = {index: Start(limit_s, began_s) for index in range(len(answers))}
+        starts = [Start(limit_s, began_s) for _ in answers]
         looks: dict[int, Future[Any]] = {}
         pause_s = min(limit_s / (2 * _PINGS_PER_SILENCE), _LONGEST_PING_PAUSE_S)
         while pending := wait(answers, timeout=pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
-                return
+                break
             now_s = time.monotonic()
-            left = {index: start for index, start in starts.items() if answers[index] in pending}
+            left = {index: start for index, start in enumerate(starts) if answers[index] in pending}
             for index, start in left.items():
                 if index in looks and looks[index].done() and not looks[index].exception():
                     start.answered(looks.pop(index).result(), now_s)
@@ -304,11 +274,13 @@ class RemoteLearner:
             for index, start in left.items():
                 if why := start.verdict(now_s, left.values()):
                     self._die(index, why)
+        for index, answer in enumerate(answers):
+            if answer.done() and (error := answer.exception()):
+                self._die(index, str(error), error)
+        self._ready = True
 
     def attend(self) -> None:
         """Look whether every rank lives, as often as is of use, while something else is waited for.
-
-        Without it, a run whose engines stood on the node of a rank that died would wait for these alone.
 
         Raises:
             LearnerDied: a rank died, or has not answered for ``silence_s``.
@@ -319,9 +291,6 @@ class RemoteLearner:
                 self._die(index, str(error), error)
         if max(mute.values(), default=0.0) > self._silence_s:
             self._die(max(mute, key=mute.__getitem__), f"it does not answer, for {self._silence_s:g} s")
-        if time.monotonic() - self._pinged_s >= self._look_pause_s:
-            self._pinged_s = time.monotonic()
-            self._pings.ask(mute)
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
         """:meth:`Learner.update`, with the time that the driver took; each rank is sent its own rows, planned here."""
@@ -335,15 +304,11 @@ class RemoteLearner:
         return metrics | {"time/learn_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Any]:
-        """:meth:`Learner.state_dict`: one form for any number of ranks, one included."""
+        """:meth:`Learner.state_dict`."""
         return self._call("state_dict").state()
 
     def require_folder(self, folder: Path) -> None:
-        """Check that every rank, on whatever machine, can write its part of a checkpoint below ``folder``.
-
-        Raises:
-            UserError: one cannot; the sentence names it.
-        """
+        """Raise UserError unless every rank can write its part of a checkpoint below ``folder``."""
         ending = f".{secrets.token_hex(6)}.tmp"  # of a leftover, should this process be killed here
         with NamedTemporaryFile(dir=folder, prefix=".seen", suffix=ending) as probe:
             self._call("sees", probe.name)
@@ -353,12 +318,7 @@ class RemoteLearner:
         return self._call("begin_save", str(folder.absolute())), Shards(folder, self._written)
 
     def _written(self) -> dict[str, str]:
-        """The SHA-256 of each rank's file, when all are written.
-
-        Raises:
-            LearnerDied: a rank died or hangs.
-            OSError: the file system refused.
-        """
+        """The SHA-256 of each rank's file, when all are written; raises what kept one from it."""
         answers = [worker.call("written") for worker in self.workers]
         while pending := [answer for answer in answers if not answer.done()]:
             self._wait(pending)
@@ -396,7 +356,7 @@ class RemoteLearner:
     give_back = _asked(Learner.give_back)
 
     def export_hf(self, folder: Path) -> None:
-        """:func:`sota_grpo.policy.load.save_hf`, written on the machine of rank 0; raises what it raises."""
+        """:func:`sota_grpo.policy.load.save_hf`, written on the machine of rank 0."""
         self._call("export_hf", str(folder))
 
     def close(self) -> None:
@@ -433,7 +393,7 @@ class RemoteLearner:
 
     def _wait(self, answers: Sequence[Future[Any]]) -> None:
         """Return when all have answered or one has failed; meanwhile every rank is asked for signs of progress."""
-        pings = _Pings(self.workers)
+        pings = _Pings(self.workers, self._look_pause_s)
         while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
                 return
@@ -444,7 +404,6 @@ class RemoteLearner:
                 suspects = mute or stuck
                 what = "does not answer" if mute else "makes no progress"
                 self._die(max(suspects, key=suspects.__getitem__), f"it {what}, for {self._silence_s:g} s")
-            pings.ask(mute)
 
     def _die(self, index: int, what: str, cause: BaseException | None = None) -> NoReturn:
         """End all ranks. Other threads then see ranks that this has killed, and are told of the first failure too."""

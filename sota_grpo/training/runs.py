@@ -67,12 +67,8 @@ _TRIES = 5
 def signature(config: Mapping[str, Any]) -> str:
     """Digest of everything in ``config`` that changes what a step computes.
 
-    The engine counts by the name that ``auto`` stands for here; a file of data, of reward functions, of tools or of an
-    objective by what it holds. The length of the run counts only where the learning rate depends on it.
-
-    >>> a, b = {"seed": 1, "train": {"resume": "auto"}}, {"seed": 1, "train": {"resume": None}}
-    >>> signature(a) == signature(b), signature(a) == signature({"seed": 2, "train": {"resume": None}})
-    (True, False)
+    The engine counts by the name that ``auto`` stands for here, and a file by what it holds. The length of the run
+    counts only where the learning rate depends on it.
     """
     kept = _counted(config)
     for section, option in FILES:
@@ -159,15 +155,12 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._lock = lock
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
-        """Check that a resumed run's models are those that it was started with, and note them for the next time.
+        """Raise RunRefused unless a resumed run's models are those that it was started with, and note them.
 
         A checkpoint of an adapter has none of the weights under it, and none has those of a reference.
 
         Args:
             digests: by option, ``model.name`` and ``ref_model.name``; None: not known.
-
-        Raises:
-            RunRefused: one is another.
         """
         before = (read_record(self.path) or {}).get("models")
         for option, digest in digests.items():
@@ -210,13 +203,13 @@ def open_run(
     """The directory this command works in, locked.
 
     ``resume=None`` starts in ``run_dir``. ``auto`` continues ``run_dir`` when it holds a run; else, of the unfinished
-    runs of the same config beside it (``outputs/DATE/TIME``) in which nobody works, the one that saved a checkpoint
+    runs of the same config next to it (``outputs/DATE/TIME``) that no process holds, the one that saved a checkpoint
     last; else it starts in ``run_dir``. Anything else is the path of the run to continue. A run whose directory is
     named may become longer, also where its learning rate depends on the length: the schedule is then the longer one's.
 
     Args:
         num_steps: training steps asked for; a finished run of fewer can be continued by its path.
-        private: nobody else on this machine may look into the directory.
+        private: no other user of this machine may look into the directory.
 
     Raises:
         RunRefused: the directory already holds a run, another process works in it, the run named is not there, or its
@@ -250,12 +243,7 @@ def open_run(
 
 
 def require_free(run_dir: Path, resume: str | None) -> None:
-    """What :func:`open_run` says of the directory without having to know the config; nothing is written.
-
-    Raises:
-        RunRefused: the run named by ``resume`` is not there; or another process works in ``run_dir``, or without
-            ``resume`` it is taken.
-    """
+    """Raise what :func:`open_run` raises of the directory without having to know the config; nothing is written."""
     if is_held(run_dir):
         raise RunRefused(_is_busy(run_dir))
     if resume not in (None, "auto"):
@@ -284,10 +272,17 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         return None
     if resume is None:
         return _holds_a_run(path)
-    if record.get("signature") != digest and record.get("signature") != signature(_as_long_as_before(path, config)):
+    before = read_config(path)
+    length = {"total_dialog_turns": before.get("train", {}).get("total_dialog_turns")}
+    as_long = {**config, "train": {**config.get("train", {}), **length}}
+    if record.get("signature") != digest and record.get("signature") != signature(as_long):
+        old, new = (flat(_counted(options)) for options in (before, config))
+        names = [name for name, value in new.items() if name in old and old[name] != value]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        differs = ", ".join(names[:3]) + more if names else "a file that it names, or what was passed, is another"
         return (
-            f"The run in {path} was started with another config: {_what_differs(path, config)}; give the same options "
-            f"as then ({path / CONFIG_FILE})."
+            f"The run in {path} was started with another config: {differs}; give the same options as then "
+            f"({path / CONFIG_FILE})."
         )
     if record["num_steps"] > num_steps:
         return (
@@ -295,18 +290,6 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
             "train.total_dialog_turns can grow, not shrink."
         )
     return None
-
-
-def _as_long_as_before(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    before = read_config(path).get("train", {})
-    return {**config, "train": {**config.get("train", {}), "total_dialog_turns": before.get("total_dialog_turns")}}
-
-
-def _what_differs(path: Path, config: Mapping[str, Any]) -> str:
-    before, now = (flat(_counted(options)) for options in (read_config(path), config))
-    names = [name for name, value in now.items() if name in before and before[name] != value]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more if names else "a file that it names, or what was passed, is another"
 
 
 def _newest_beside(run_dir: Path, digest: str, num_steps: int, passed: Any) -> RunDir | None:
@@ -335,15 +318,14 @@ def _age(path: Path) -> tuple[float, float]:
     """When the run last saved a checkpoint (0: never), and when it was started; a larger one is newer."""
     from sota_grpo.training.checkpoint import CheckpointStore  # brings torch
 
-    saved = [checkpoint for _, checkpoint in CheckpointStore(path / CHECKPOINTS).paths()]
-    return max(map(_modified, saved), default=0.0), _modified(path / RUN_FILE)
+    def modified(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:  # pruned meanwhile by a run that is alive
+            return 0.0
 
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # pruned meanwhile by a run that is alive
-        return 0.0
+    saved = (checkpoint for _, checkpoint in CheckpointStore(path / CHECKPOINTS).paths())
+    return max(map(modified, saved), default=0.0), modified(path / RUN_FILE)
 
 
 def _lock(path: Path) -> IO[bytes] | None:
@@ -351,24 +333,16 @@ def _lock(path: Path) -> IO[bytes] | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         file = (path / LOCK_FILE).open("ab")
-        if not _taken(file):
-            file.close()
-            return None
+        for _ in range(_TRIES):  # a process that only looks whether a run is alive has it for an instant
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.register_at_fork(after_in_child=file.close)  # a worker must not keep the lock of a killed run
+                return file
+            time.sleep(0.02)
+        file.close()
+        return None
     except OSError as error:
         raise unwritable(path, error) from error
-    os.register_at_fork(after_in_child=file.close)  # a worker that outlives a killed run must not keep its lock
-    return file
-
-
-def _taken(file: IO[bytes]) -> bool:
-    """Lock ``file`` for this process. Whoever only asks whether a run is alive has it for an instant: try again."""
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.02)
-    return False
 
 
 def unwritable(path: Path, error: OSError) -> UserError:

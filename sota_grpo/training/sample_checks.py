@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -16,8 +17,7 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.rewards.grading import own_grader
 from sota_grpo.rl.records import Example, SampledText, Score, task_of_example, total_reward
-from sota_grpo.rl.table import Row, RowTable
-from sota_grpo.rl.task import Task
+from sota_grpo.rl.table import Row
 from sota_grpo.rl.transforms import graded_texts
 from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.subject import Check, Subject
@@ -53,15 +53,14 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
         if lost >= ENOUGH or (not graded and any("TimeoutError" in failure for failure in failures)):
             break  # each may have cost the grader's whole deadline
     full: dict[str | None, float] = {}  # of each task of a mixture
-    for example, _, right in known:
+    rewards = [[total_reward(score.terms, task.term_weights) for score in scores] for _, *scores in known]
+    for (example, *_), (_, earned) in zip(known, rewards):
         name = task_of_example(example.extra)
-        full[name] = max(full.get(name, -math.inf), _reward(task, right))
+        full[name] = max(full.get(name, -math.inf), earned)
     bad = [
         example
-        for example, nothing, right in known
-        if not right.success
-        or _reward(task, right) < full[task_of_example(example.extra)]
-        or _reward(task, nothing) >= _reward(task, right)
+        for (example, _, right), (nothing, earned) in zip(known, rewards)
+        if not right.success or earned < full[task_of_example(example.extra)] or nothing >= earned
     ]
     most = ", ".join(f"{full[each]:g}" + ("" if each is None else f" ({each})") for each in full)
     name = "gold answers earn the full reward"
@@ -95,10 +94,6 @@ def _examples(subject: Subject) -> Iterator[tuple[Example, int]]:
         yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])
 
 
-def _reward(task: Task, score: Score) -> float:
-    return total_reward(score.terms, task.term_weights)
-
-
 def no_held_out_question_is_trained_on(subject: Subject) -> Check:
     """The normalised questions of the two splits are disjoint."""
     if not subject.task.heldout:
@@ -128,7 +123,8 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
             )
     failed = rows.get(keys.REWARD_ERROR).flatten()
     reasons = [json.loads(text).get("error") for text in rows.get(keys.REWARD_INFO)]
-    for name, places in _by_task(rows).items():
+    tasks = [task_of_example(json.loads(row[keys.EXTRA])) for row in rows.rows(keys.EXTRA)]
+    for name, places in _places(tasks).items():
         of_task = "" if name is None else f" of {name}"
         if bool(failed[places].all()):
             faults.append(f"the grader failed at every response{of_task}, the first time: {reasons[places[0]]}")
@@ -137,14 +133,6 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
         first = reasons[int(failed.int().argmax())]
         counts += f"; the grader failed at {int(failed.sum())} of {len(rows)}, the first time: {first}"
     return Check("responses end and are graded", not faults, "; ".join([counts, *faults]))
-
-
-def _by_task(rows: RowTable) -> dict[str | None, list[int]]:
-    """The places of the rows of each task of a mixture; without one, all under None."""
-    places: dict[str | None, list[int]] = {}
-    for place, row in enumerate(rows.rows(keys.EXTRA)):
-        places.setdefault(task_of_example(json.loads(row[keys.EXTRA])), []).append(place)
-    return places
 
 
 def every_sampled_token_is_trained(subject: Subject) -> Check:
@@ -204,7 +192,14 @@ def rewards_and_advantages_belong_to_their_responses(subject: Subject) -> Check:
 
 def _regraded(subject: Subject) -> tuple[list[tuple[int, float]], int]:
     """The places of rows that earn another reward when they are graded again, with that; how many could be compared."""
-    rows, groups = subject.rows.rows(), list(_groups(subject.rows).values())
+    rows, groups = subject.rows.rows(), list(_places(subject.rows.get(keys.GROUP_ID).tolist()).values())
+
+    def pair(row: Row) -> tuple[SampledText, Example]:
+        ((text, example),) = graded_texts([row])
+        last = int((~row[keys.ASSISTANT_MASK]).nonzero()[-1]) + 1
+        record = row.get(keys.DIALOG)
+        return SampledText(text, row[keys.FULL_TOKENS][last:].tolist(), record and json.loads(record)), example
+
     failed = subject.rows.get(keys.REWARD_ERROR).flatten().tolist()
     asked = groups if hasattr(subject.task.score, "score_group") else [[place] for group in groups for place in group]
     first: dict[int, float] = {}
@@ -212,7 +207,7 @@ def _regraded(subject: Subject) -> tuple[list[tuple[int, float]], int]:
     for rewards in (first, second):
         odd = {place for place, value in first.items() if not _equal(value, float(rows[place][keys.REWARD]))}
         graded = [group for group in asked if rewards is first or odd & {*group}]
-        futures = [own_grader(subject.rollouts.env.grader).scores([_pair(rows[p]) for p in group]) for group in graded]
+        futures = [own_grader(subject.rollouts.env.grader).scores([pair(rows[p]) for p in group]) for group in graded]
         for group, future in zip(graded, futures):
             for place, score in zip(group, future.result(), strict=True):
                 if score.error is None and not failed[place]:
@@ -220,14 +215,6 @@ def _regraded(subject: Subject) -> tuple[list[tuple[int, float]], int]:
     unsteady = {place for place, value in second.items() if place in first and not _equal(value, first[place])}
     wrong = [(place, value) for place, value in second.items() if place in odd and place not in unsteady]
     return wrong, len(first) - len(unsteady)
-
-
-def _pair(row: Row) -> tuple[SampledText, Example]:
-    """What the grader was given for a row."""
-    ((text, example),) = graded_texts([row])
-    last = int((~row[keys.ASSISTANT_MASK]).nonzero()[-1]) + 1
-    record = row.get(keys.DIALOG)
-    return SampledText(text, row[keys.FULL_TOKENS][last:].tolist(), record and json.loads(record)), example
 
 
 def _earned(subject: Subject, row: Row, score: Score) -> float:
@@ -240,12 +227,12 @@ def _equal(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-5)  # rewards are kept in float32
 
 
-def _groups(rows: RowTable) -> dict[int, list[int]]:
-    """The places of the rows of each group."""
-    groups: dict[int, list[int]] = {}
-    for place, group in enumerate(rows.get(keys.GROUP_ID).tolist()):
-        groups.setdefault(group, []).append(place)
-    return groups
+def _places(names: Iterable[Hashable]) -> dict[Any, list[int]]:
+    """The positions of each name."""
+    places: dict[Any, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return places
 
 
 def _swapped_advantages(subject: Subject) -> tuple[int, int]:
@@ -253,9 +240,10 @@ def _swapped_advantages(subject: Subject) -> tuple[int, int]:
 
     Rewards are 1, 0, 0, 1, 1, 0, ... so that advantages of the next response or the next group show.
     """
-    rows, groups = subject.rows.without(keys.ADVANTAGE, keys.GRADED_REWARD), _groups(subject.rows)
-    better = torch.tensor([0.0] * len(rows))
-    for number, group in enumerate(groups.values()):
+    rows = subject.rows.without(keys.ADVANTAGE, keys.GRADED_REWARD)
+    groups = list(_places(rows.get(keys.GROUP_ID).tolist()).values())
+    better = torch.zeros(len(rows))
+    for number, group in enumerate(groups):
         better[group[number % 2 :: 2]] = 1.0
     rows.set(keys.REWARD, better.reshape(-1, 1))
     rows.set(keys.REWARD_ERROR, torch.zeros(len(rows), 1, dtype=torch.bool))
@@ -269,7 +257,7 @@ def _swapped_advantages(subject: Subject) -> tuple[int, int]:
     advantage = rows.get(keys.ADVANTAGE).flatten()
     swapped = [
         group
-        for group in groups.values()
+        for group in groups
         if not advantage[[p for p in group if better[p]]].min() > advantage[[p for p in group if not better[p]]].max()
     ]
     return len(swapped), len(groups)

@@ -29,15 +29,20 @@ _MARK = "stored_tensor"
 
 @dataclass(frozen=True)
 class Shards:
-    """What the ranks of a learner are writing for one checkpoint.
+    """What the ranks of a learner are writing for one checkpoint, in a folder of its own.
 
-    Args:
-        folder: where; nothing else is in it.
-        written: waits for all of them; the SHA-256 of each file by its name. Raises what kept one from being written.
+    ``written`` waits for all of them: the SHA-256 of each file by its name. It raises what kept one from being written.
     """
 
     folder: Path
     written: Callable[[], Mapping[str, str]]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy_to_host(as_bytes(copy), as_bytes(tensor.detach()))
+    return copy
 
 
 def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -65,11 +70,7 @@ def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def filled(rest: Any, tensors: Mapping[str, StoredTensor]) -> Any:
-    """The state again, each tensor as the :class:`~sota_grpo.policy.tensor_files.StoredTensor` of its name.
-
-    Raises:
-        LookupError: one is missing.
-    """
+    """The state again, each tensor as the :class:`~sota_grpo.policy.tensor_files.StoredTensor` of its name."""
     if isinstance(rest, dict):
         if rest.keys() == {_MARK}:
             return tensors[rest[_MARK]]
@@ -85,9 +86,6 @@ class ShardWriter:
     Contract. Consumes: states whose tensors nobody changes before :meth:`wait_copied` has returned. Produces: one file
     per :meth:`begin`, whose name and SHA-256 :meth:`written` promises. Waits for: the disk, on a thread of its own; a
     new state waits for the one before. It keeps a copy of this rank's part in the host's memory while it writes.
-
-    Args:
-        ranks: this one among the others.
     """
 
     def __init__(self, ranks: Ranks):
@@ -145,9 +143,7 @@ class ShardWriter:
             if launched is not None:
                 launched.wait()
             for tensor in tensors:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-                copy_to_host(as_bytes(copy), as_bytes(tensor.detach()))
-                copies.append(copy)
+                copies.append(on_host(tensor))
                 self._thread.progress()
         return copies
 

@@ -35,11 +35,6 @@ class Check:
 
     @property
     def outcome(self) -> str:
-        """In a word or two.
-
-        >>> [Check("", passed, "").outcome for passed in (True, False, None)]
-        ['passed', 'FAILED', 'not made']
-        """
         return {True: "passed", False: "FAILED", None: "not made"}[self.passed]
 
 
@@ -54,13 +49,10 @@ class CheckError(UserError):
 
 @dataclass(frozen=True)
 class NamedReference:
-    """A reference, or a teacher, that is not the policy at its start.
+    """A reference, or a teacher, called ``name``, that is not the policy at its start.
 
-    Args:
-        name, policy: what the two models are called.
-        vocabulary: its tokens with their ids.
-        context: tokens that it reads at most; None where it does not say.
-        longest: tokens of the longest prompt and response together that the run may have.
+    ``vocabulary`` gives its tokens with their ids; it reads at most ``context`` tokens (None: not known), and prompt
+    and response of the run may have ``longest`` together.
     """
 
     name: str
@@ -72,14 +64,17 @@ class NamedReference:
 
 @dataclass
 class Subject:
-    """What is checked: the parts of the run as they will train.
+    """The components of the run as they will train.
 
-    ``transforms`` are those of the source (reference log-probs, advantages). ``exact`` says that engine and trainer
-    both compute in float32, ``packs`` that the policy is of a family whose rows are known to be packed, and that nobody
-    asked for padded ones; ``num_layers`` is the number of its decoder layers. ``reference`` is there where it is
-    another model. Where it is the policy at its start, ``reference_exact`` says whether its weights have the dtype of
-    the policy's; None: there is no such reference, or training has begun. ``stop``: texts that end a response beside
-    the end tokens.
+    Args:
+        exact: engine and trainer both compute in float32.
+        num_layers: of the policy's decoder.
+        transforms: those of the source (reference log-probs, advantages).
+        packs: the policy is of a family whose rows are known to be packed, and padded ones were not asked for.
+        reference: where it is another model.
+        reference_exact: whether the weights of a reference that is the policy at its start have the dtype of the
+            policy's; None: there is no such reference, or training has begun.
+        stop: texts that end a response beside the end tokens.
     """
 
     task: Task
@@ -99,7 +94,7 @@ class Subject:
 
     @cached_property
     def diagnosis(self) -> dict[str, float | None]:
-        """What the learner says of the rows; see :meth:`sota_grpo.training.learner.Learner.diagnose`."""
+        """See :meth:`sota_grpo.training.learner.Learner.diagnose`."""
         return self.learner.diagnose(self.rows)
 
     @cached_property
@@ -130,12 +125,7 @@ class Subject:
         salt: int = 0,
         max_tokens: int | None = None,
     ) -> RowTable:
-        """Fresh graded rows of the first training prompts, outside the run's own stream of prompts.
-
-        Args:
-            salt: another one draws other samples.
-            max_tokens: of a response at most; None: as in training.
-        """
+        """Fresh graded rows of the first training prompts, outside the run's own stream; others under another salt."""
         num_prompts = max(num_prompts, len(getattr(self.task, "tasks", ())))
         limit = self.sampling.max_tokens if max_tokens is None else min(max_tokens, self.sampling.max_tokens)
         sampling = replace(self.sampling, max_tokens=limit)

@@ -312,7 +312,8 @@ def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
     options = {"lora": lora, "recompute": lora}
     two, one, rows = pair.learner(**options), pair.one(**options), ragged_rows(7)
     listed = row_list(rows)
-    torch.testing.assert_close(two.measured(listed), one.measured(listed), **CLOSE)
+    for some in (listed, listed[:2]):  # two rows leave one rank without any
+        torch.testing.assert_close(two.measured(some), one.measured(some), **CLOSE)
     (found, rounding), (expected, _) = (learner.measured_with_rounding(listed) for learner in (two, one))
     torch.testing.assert_close(found, expected, **CLOSE)
     assert 0 < rounding.abs().max() < 0.1
@@ -380,18 +381,6 @@ def test_fp16_scales_and_skips_alike(pair: Pair) -> None:
     one.load_state_dict(state)
     rows = ragged_rows(5)
     assert two.update(rows)["grad_norm"] == pytest.approx(one.update(rows)["grad_norm"], rel=1e-2)
-
-
-def test_every_token_is_measured_alike(pair: Pair) -> None:
-    """7 rows over two ranks: each fills in its own; two rows leave one rank without any."""
-    two, one = pair.learner(), pair.one()
-    for count in (7, 2):
-        rows = ragged_rows(count)
-        found, expected = two.measured(row_list(rows)), one.measured(row_list(rows))
-        assert found.shape == (2, sum(len(row[keys.FULL_TOKENS]) for row in row_list(rows)))
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
-        said = torch.cat([row[keys.ASSISTANT_MASK] for row in row_list(rows)])
-        assert bool((found[:, ~said] == 0).all() and (found[0, said] < 0).all() and (found[1, said] > 0).all())
 
 
 @pytest.mark.parametrize("adapter", [[], ["train_model.lora.enabled=true", "train_model.torch_dtype=bfloat16"]])

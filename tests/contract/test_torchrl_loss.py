@@ -177,17 +177,6 @@ def test_group_advantage_is_a_replay_buffer_transform() -> None:
     assert all(value == pytest.approx(expected[index]) for index, value in seen.items())
 
 
-def test_replay_buffer_rows_train(model) -> None:
-    """Rows written through the buffer, sampled and split, give a finite gradient."""
-    rows = [row.exclude("advantage") for row in rows_of(model, RAGGED)]
-    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=GroupAdvantage(group_size=2), batch_size=4)
-    buffer.extend(lazy_stack(rows, 0))
-    batch = set_loss_weights(buffer.sample(), "token")
-    grad = gradient(model, GRPOLoss(ModelActor(model), entropy_bonus=False)(batch).loss_objective)
-    assert grad.isfinite().all()
-    assert grad.any()
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "none"])
 def test_reducing_the_output_gives_the_loss(model, reduction: str, aggregation: str) -> None:

@@ -15,7 +15,7 @@ from benchmarks.trainer import Ours, main, measure, run
 from benchmarks.trainer_work import SHAPES, Case, make_model, make_rows, shared_loads
 from sota_grpo import keys
 from sota_grpo.functional.flops import Load, padded_load
-from sota_grpo.rl.collate import prompt_groups
+from sota_grpo.rl.collate import groups_by_prompt, row_prompts
 
 SMALL = Case(tokens=140, prompt=20, response=10, group=4)
 
@@ -31,7 +31,7 @@ def test_the_named_models_have_their_published_numbers_of_parameters(shape: str,
 def test_rows_fill_the_packed_tokens() -> None:
     """20 + 4 * 10, twice, leave 20 of 140: no room for another prompt and a response."""
     rows = make_rows(SMALL)
-    assert [(group.prompt, group.responses) for group in prompt_groups(rows)] == [(20, (10,) * 4)] * 2
+    assert [(group.prompt, group.responses) for group in groups_by_prompt(row_prompts(rows))] == [(20, (10,) * 4)] * 2
     pairs = 2 * (20 * 21 // 2 + 4 * (10 * 20 + 10 * 11 // 2))
     assert shared_loads(rows) == Load(positions=120, pairs=pairs, predicted=80)
 
@@ -40,7 +40,7 @@ def test_ragged_rows_are_shorter_and_all_of_the_groups() -> None:
     rows = make_rows(Case(tokens=4000, prompt=20, response=100, group=8, ragged=0.5))
     lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in rows]
     assert 50 <= min(lengths) < max(lengths) <= 100
-    assert shared_loads(rows).positions == sum(group.tokens for group in prompt_groups(rows))
+    assert shared_loads(rows).positions == sum(group.tokens for group in groups_by_prompt(row_prompts(rows)))
 
 
 def test_a_step_without_room_is_a_sentence() -> None:

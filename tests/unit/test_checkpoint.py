@@ -165,12 +165,6 @@ def test_a_disk_found_full_at_sync_leaves_the_last_good_one(tmp_path, monkeypatc
     assert found[0] == 1
 
 
-def test_an_unwritable_directory_is_a_sentence(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"could not be written to .*there is no earlier one"):
-        CheckpointStore(tmp_path / "file" / "run").save(0, _state(0))
-
-
 # a server forks the writers: a fork of this process would inherit the threads of engines that other tests started
 SPAWNER = multiprocessing.get_context("forkserver")
 SPAWNER.set_forkserver_preload([__name__])

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.rl.collate import micro_batches, pad_rows, prompt_groups, set_loss_weights, unpad_rows
+from sota_grpo.rl.collate import groups_by_prompt, micro_batches, pad_rows, row_prompts, set_loss_weights, unpad_rows
 from sota_grpo.rl.table import row_list
 from tests.builders import generator, random_row, random_rows
 
@@ -134,7 +134,7 @@ def test_micro_batches_keep_the_budget_and_lose_no_row(budget, shared) -> None:
 def test_siblings_are_the_rows_of_one_prompt() -> None:
     rows = sibling_rows(5, 4)
     prompts = [tuple(row[keys.FULL_TOKENS][~row[keys.ASSISTANT_MASK]].tolist()) for row in rows]
-    groups = prompt_groups(rows)
+    groups = groups_by_prompt(row_prompts(rows))
     assert [set(group.rows) for group in groups] == [
         {index for index, other in enumerate(prompts) if other == one} for one in dict.fromkeys(prompts)
     ]
@@ -148,16 +148,19 @@ def test_tokens_make_siblings_and_ids_do_not() -> None:
     one, other, third = sibling_rows(1, 3)
     other[keys.FULL_TOKENS][0] += 1
     third["group_id"] = torch.tensor(7)
-    assert [group.rows for group in prompt_groups([one, other, third])] == [(0, 2), (1,)]
+    assert [group.rows for group in groups_by_prompt(row_prompts([one, other, third]))] == [(0, 2), (1,)]
     nameless = [row.exclude("group_id") for row in (one, one.clone())]
-    assert [group.rows for group in prompt_groups(nameless)] == [(0, 1)]
+    assert [group.rows for group in groups_by_prompt(row_prompts(nameless))] == [(0, 1)]
 
 
 def test_tool_turns_belong_to_the_response_and_a_silent_row_is_all_prompt() -> None:
     row, silent = (random_row(generator(), 2, 5) for _ in range(2))
     row[keys.ASSISTANT_MASK][3:5] = False
     silent[keys.ASSISTANT_MASK][:] = False
-    assert [(group.prompt, group.responses) for group in prompt_groups([row, silent])] == [(2, (5,)), (7, (0,))]
+    assert [(group.prompt, group.responses) for group in groups_by_prompt(row_prompts([row, silent]))] == [
+        (2, (5,)),
+        (7, (0,)),
+    ]
 
 
 def test_a_budget_of_nothing_is_refused() -> None:

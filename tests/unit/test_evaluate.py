@@ -191,29 +191,6 @@ def test_a_gain_is_paired() -> None:
         Accuracy.of_gain(before, after[:3])
 
 
-def test_the_error_of_a_ratio_and_of_a_gain_are_those_of_repeated_draws() -> None:
-    """3,000 draws of 200 prompts: the spread of ratio and gain over draws is what a single draw estimates."""
-    dice = random.Random(7)
-
-    def draw() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        asked = [dice.choice((1, 1, 2, 3)) for _ in range(200)]
-        ease = [
-            dice.betavariate(1, 1) for _ in asked
-        ]  # instructions of a prompt share it, so they depend on each other
-
-        def follow(bonus: float) -> list[tuple[int, int]]:
-            return [(sum(dice.random() < part**bonus for _ in range(m)), m) for part, m in zip(ease, asked)]
-
-        return follow(2.0), follow(1.0)
-
-    ratios, gains = zip(
-        *((Accuracy.of_counts(old), Accuracy.of_gain(old, new)) for old, new in (draw() for _ in range(3000)))
-    )
-    for found in (ratios, gains):
-        said = statistics.fmean(one.stderr for one in found)
-        assert statistics.stdev(one.mean for one in found) == pytest.approx(said, rel=0.06)  # 4 errors of a spread
-
-
 def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions() -> None:
     """Three prompts of two, one and one instructions, the grader failing at the last; the first is followed without
     its last line, which has a comma and stands behind the end."""

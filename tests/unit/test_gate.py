@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.collate import prompt_groups
+from sota_grpo.rl.collate import groups_by_prompt, row_prompts
 from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, ReferenceKL
@@ -30,7 +31,6 @@ from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
 from sota_grpo.training.gate import graded_rows, pushed_weights_landed, run_gate
-from sota_grpo.training.learner import perturb
 from sota_grpo.training.sample_checks import ENOUGH, NUM_GROUPS
 from sota_grpo.training.subject import NUM_SAMPLES, CheckError, NamedReference, Subject, sampled_tokens
 from tests.l3_parts import TEMPERATURE, make_subject
@@ -39,6 +39,10 @@ from tests.l3_parts import TEMPERATURE, make_subject
 @pytest.fixture
 def subject(tmp_path: Path) -> Subject:
     return make_subject(tmp_path)
+
+
+def graded_by(subject: Subject, score: Callable[[str, Example], Score]) -> None:
+    subject.rollouts.env.grader = LocalGrader(score, ["correct"])
 
 
 def failed(subject: Subject) -> list[str]:
@@ -122,7 +126,8 @@ def test_one_layer_of_other_weights_is_found_in_half_precision(layer: int, tmp_p
     """The policy is sure of most tokens: the mean gap is 0.01, a fifth of what SmolLM2's rounding alone makes."""
     subject = make_subject(tmp_path, max_tokens=96, **HALF["bf16 both"])
     subject.rows = subject.sample()
-    perturb(subject.learner.policy.model.model.layers[layer].parameters())
+    learner = subject.learner
+    learner.perturb([name for name in learner.trainable_names() if f"layers.{layer}." not in name])
     assert not gate.engine_and_trainer_agree(subject).passed
 
 
@@ -238,20 +243,12 @@ def test_a_reward_that_fails_at_every_dialog_and_at_no_text_is_found(subject: Su
             raise AttributeError("no attribute 'accounts'")
         return Score({"correct": None}, False)
 
-    subject.rollouts.env.grader = LocalGrader(broken, ["correct"])
+    graded_by(subject, broken)
     assert gate.gold_answers_earn_the_full_reward(subject).passed is None  # nothing was looked at
     subject.rows = graded_rows(subject)
     check = gate.responses_end_and_are_graded(subject)
     assert check.passed is False
     assert "the grader failed at every response, the first time: AttributeError: no attribute 'acc" in check.sentence
-
-
-def test_a_reward_that_applies_to_no_response_is_found(subject: Subject) -> None:
-    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
-    subject.rows = graded_rows(subject)
-    check = gate.responses_end_and_are_graded(subject)
-    assert check.passed is False
-    assert "the first time: NoReward: no term of the reward applies" in check.sentence
 
 
 def test_each_task_of_a_mixture_is_looked_at(subject: Subject) -> None:
@@ -273,7 +270,7 @@ def test_each_task_of_a_mixture_is_looked_at(subject: Subject) -> None:
 def test_a_check_over_nothing_is_not_passed(subject: Subject) -> None:
     subject.task = with_gold(subject.task, heldout=[])
     subject.transforms = []
-    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
+    graded_by(subject, lambda text, example: Score({"correct": None}, False))
     subject.rows = graded_rows(subject)
     subject.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
     assert gate.gold_answers_earn_the_full_reward(subject).passed is None
@@ -314,9 +311,7 @@ def test_every_baseline_and_scale_passes(subject: Subject) -> None:
 
 
 def test_scores_of_other_rows_are_found(subject: Subject) -> None:
-    subject.rollouts.env.grader = LocalGrader(
-        lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False), ["correct"]
-    )
+    graded_by(subject, lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False))
     subject.rows = graded_rows(subject)
     assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed
     rewards = subject.rows.get(keys.REWARD)
@@ -329,9 +324,7 @@ def test_scores_of_other_rows_are_found(subject: Subject) -> None:
 
 def test_a_reward_that_is_another_each_time_is_no_fault(subject: Subject) -> None:
     drawn = itertools.count()
-    subject.rollouts.env.grader = LocalGrader(
-        lambda text, example: Score({"correct": float(next(drawn))}, False), ["correct"]
-    )
+    graded_by(subject, lambda text, example: Score({"correct": float(next(drawn))}, False))
     subject.rows = graded_rows(subject)
     check = gate.rewards_and_advantages_belong_to_their_responses(subject)
     assert check.passed
@@ -340,7 +333,7 @@ def test_a_reward_that_is_another_each_time_is_no_fault(subject: Subject) -> Non
 
 def test_rewards_of_groups_are_graded_again_as_groups(subject: Subject) -> None:
     subject.task.score = NeedsEverySibling(NUM_SAMPLES)
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     subject.rows = graded_rows(subject)
     check = gate.rewards_and_advantages_belong_to_their_responses(subject)
     assert check.passed
@@ -350,7 +343,7 @@ def test_rewards_of_groups_are_graded_again_as_groups(subject: Subject) -> None:
 def test_a_grader_that_fails_once_leaves_its_response_uncompared(subject: Subject) -> None:
     """It fails at one response when all are graded again; and a sibling's row has not the reward that it earned."""
     subject.task.score = NeedsEverySibling(NUM_SAMPLES)
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     subject.rows = graded_rows(subject)
     subject.rows.get(keys.REWARD)[1] += 1.0
     grade, calls = subject.task.score.score_group, itertools.count()
@@ -489,7 +482,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(subject.learner, "padded", lambda rows, *weights: seen.append(rows) or padded(rows, *weights))
     assert failed(subject) == []
     # several rows at once only where the split is compared, and there no more tokens than the two longest could have
-    together = [sum(group.tokens for group in prompt_groups(rows)) for rows in seen if len(rows) > 1]
+    together = [sum(group.tokens for group in groups_by_prompt(row_prompts(rows))) for rows in seen if len(rows) > 1]
     longest = max(row[keys.FULL_TOKENS].shape[-1] for row in subject.rows)
     assert 0 < max(together) <= 2 * longest
     assert sum(map(len, seen)) - len(seen) < len(subject.rows)
@@ -567,30 +560,6 @@ def test_in_float32_whatever_did_not_land_is_named_of_an_engine_that_does_not_te
     assert check.sentence.endswith(f"; these did not land: {', '.join(STALE[stale])}")
 
 
-def test_every_trainable_tensor_is_moved_and_restored_bit_for_bit(tmp_path: Path) -> None:
-    learner = make_subject(tmp_path, adapter=partial(add_lora, r=2, alpha=4)).learner
-    policy = learner.policy
-    before = {name: value.clone() for name, value in policy.state_dict().items()}
-    learner.perturb()
-    moved = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {name for name, p in policy.named_parameters() if p.requires_grad}
-    learner.restore()
-    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
-
-
-def test_a_tied_head_that_stays_old_is_found(subject: Subject) -> None:
-    """The trap of a push without ``lm_head.weight``: everything but the head is new."""
-    engine = subject.rollouts.engine
-    push, head = engine.update_weights, subject.learner.policy.model.lm_head.weight.detach().clone()
-    subject.learner.policy.model.config.tie_word_embeddings = True
-
-    def push_all_but_the_embedding(weights, version):
-        push([(n, head if "lm_head" in n or "embed_tokens" in n else w) for n, w in weights], version)
-
-    engine.update_weights = push_all_but_the_embedding
-    assert failed(subject) == ["pushed weights landed"]
-
-
 def test_a_mean_of_micro_batch_means_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest mistake of the field: each micro-batch normalised by itself."""
     padded = subject.learner.padded
@@ -619,7 +588,7 @@ def test_a_grader_that_refuses_the_gold_answer_is_found(subject: Subject) -> Non
 
 
 def test_a_grader_that_pays_for_nothing_is_found(subject: Subject) -> None:
-    subject.rollouts.env.grader = LocalGrader(lambda response, example: Score({"correct": 1.0}, True), ["correct"])
+    graded_by(subject, lambda response, example: Score({"correct": 1.0}, True))
     assert not gate.gold_answers_earn_the_full_reward(subject).passed
 
 
@@ -647,7 +616,7 @@ class NeedsEverySibling:
 def test_a_function_of_whole_groups_is_asked_about_a_whole_group(subject: Subject, more: int) -> None:
     subject.task = with_gold(subject.task)
     subject.task.score = NeedsEverySibling(subject.rollouts.env.repeats + more)
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed == (not more)
     assert ("failed at" in check.sentence) == bool(more)
@@ -664,7 +633,7 @@ def test_one_example_that_a_function_of_groups_cannot_grade_is_told_and_no_more(
     subject.task = with_gold(subject.task)
     subject.task.score = FailsAtOneQuestion(subject.rollouts.env.repeats)
     subject.task.score.question = subject.task.train[0].query
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed
     assert (
@@ -723,23 +692,14 @@ def test_a_check_that_finds_no_memory_ends_in_a_sentence(subject: Subject) -> No
 def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(subject: Subject) -> None:
     """MaxRL divides by a mean of rewards, of which none is below 0."""
     subject.task.score = lambda text, example: Score({"correct": -1.0}, False)
-    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
+    graded_by(subject, subject.task.score)
     subject.transforms = [GroupAdvantage(scale="group_mean")]
     with pytest.raises(UserError, match=r"sampled before training cannot be trained on: .*no reward may be negative"):
         run_gate(subject, "warn", [gate.every_sampled_token_is_trained])
 
 
-def test_a_reward_that_applies_to_nothing_is_told(subject: Subject) -> None:
-    subject.task = with_gold(subject.task)
-    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
-    sentence = gate.gold_answers_earn_the_full_reward(subject).sentence
-    assert "no reward applies to any of 104 texts" in sentence
-
-
 def test_a_term_that_does_not_apply_counts_nothing(subject: Subject) -> None:
-    subject.rollouts.env.grader = LocalGrader(
-        lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)), ["correct"]
-    )
+    graded_by(subject, lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)))
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed
     assert "104 of 104 gold answers earn the full reward of 1" in check.sentence
@@ -753,7 +713,7 @@ def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject
         texts.append(response)
         raise OSError("no judge")
 
-    subject.rollouts.env.grader = LocalGrader(broken, ["correct"])
+    graded_by(subject, broken)
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert not check.passed
     assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")
@@ -780,11 +740,7 @@ def test_a_held_out_question_in_the_training_split_is_found(subject: Subject) ->
     check = gate.no_held_out_question_is_trained_on(subject)
     assert not check.passed
     assert check.sentence.startswith("1 held-out")
-
-
-def test_a_question_in_other_letters_is_the_same_question(subject: Subject) -> None:
-    """By the normal form of the tasks, where a sharp s is a double s."""
-    mine, theirs = (
+    mine, theirs = (  # by the normal form of the tasks, where a sharp s is a double s
         SimpleNamespace(query=query) for query in ("How many Straßen\n are  there?", "how many STRASSEN are there?")
     )
     subject.task = SimpleNamespace(train=[mine], heldout=[theirs])

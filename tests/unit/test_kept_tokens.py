@@ -154,13 +154,6 @@ def test_a_token_that_its_set_does_not_have_is_refused() -> None:
         CausalPolicy(tiny_model())(pad_rows(rows, pad_token_id=PAD))
 
 
-def test_a_batch_has_sets_in_all_rows_or_in_none() -> None:
-    rows = rows_of(sampled(tiny_model(), top_k=3))
-    del rows[1]["kept"]
-    with pytest.raises(ValueError, match="missing in 1 of 12 rows"):
-        pad_rows(rows, pad_token_id=PAD)
-
-
 def test_torchrls_wrappers_which_know_no_sets_are_refused() -> None:
     class Wrapper(torch.nn.Module):
         def get_dist(self) -> None: ...

@@ -20,7 +20,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.rl.collate import pad_rows, row_prompts, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.table import plain_rows, row_list
+from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
@@ -89,9 +89,9 @@ def test_gradient_depends_on_no_row_order(tmp_path: Path) -> None:
     for row in rows:  # ``gradient`` draws advantages by position: keep each row its own through the loss instead
         row.set(keys.LOSS_WEIGHT, row[keys.ASSISTANT_MASK].float())
     order = torch.randperm(len(rows)).tolist()
-    learner._accumulate(rows, 50)
+    learner._dry_run(rows, 50)
     first = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
-    learner._accumulate([rows[index] for index in order], 50)
+    learner._dry_run([rows[index] for index in order], 50)
     second = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
     scale = max(float(grad.abs().max()) for grad in first.values())
     assert largest_gap(first, second) < 1e-5 * scale
@@ -163,7 +163,7 @@ def test_a_term_of_whole_rows_depends_on_no_packing(name: str, tmp_path: Path) -
         learner = make_learner(tmp_path)
         learner.policy.scorer.shared_prompt = shared_prompt
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **OBJECTIVES[name] | {"correction_cap": 1.05})
-        learner._accumulate(rows, budget)
+        learner._dry_run(rows, budget)
         found.append({key: p.grad.clone() for key, p in learner.policy.named_parameters()})
     scale = max(float(grad.abs().max()) for grad in found[0].values())
     assert scale > 0
@@ -271,12 +271,6 @@ def test_the_share_of_a_token_is_that_of_its_squared_derivative_in_the_whole_ste
         assert all(math.isfinite(value) for value in metrics.values() if value is not None)
 
 
-def test_update_counts_versions_and_steps(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, epochs=2, recompute=True)
-    learner.update(lazy_stack(make_rows()))
-    assert (learner.version, learner.optimizer_steps) == (1, 6)
-
-
 def mini_batches(learner: Learner, rows: list[TensorDict], epoch: int) -> list[list[TensorDict]]:
     """The rows of each optimizer step of an epoch, in order."""
     order = learner.step_planner().mini_batches(rows, row_prompts(rows), epoch, learner.version)
@@ -308,13 +302,6 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
         ]
     again = [[position[id(row)] for row in step] for step in mini_batches(learner, rows, 1)]
     assert again == orders[1]
-
-
-def test_rows_without_siblings_are_mixed_one_by_one(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path), [row.exclude(keys.GROUP_ID) for row in make_rows()]
-    mixed = [id(row) for step in mini_batches(learner, rows, 1) for row in step]
-    assert sorted(mixed) == sorted(map(id, rows))
-    assert mixed != [id(row) for row in rows]
 
 
 def silence(rows: list[TensorDict], *groups: int) -> list[TensorDict]:
@@ -406,13 +393,6 @@ def test_a_step_of_truncated_rows_alone_measures_nothing_and_goes_on(tmp_path: P
     assert 0 < mixed["ess"] < 1  # the mean over the steps that measured it
 
 
-def test_the_dry_run_keeps_truncated_rows(tmp_path: Path) -> None:
-    rows = make_rows(4, truncated=True)
-    found = [make_learner(tmp_path, drop_truncated=drop).gradient(rows, token_budget=50) for drop in (False, True)]
-    assert largest_gap(*found) == 0
-    assert max(float(grad.abs().max()) for grad in found[0].values()) > 0
-
-
 @pytest.mark.parametrize("lora_dropout", [None, 0.3])
 def test_a_resumed_learner_continues_bit_for_bit(lora_dropout: float | None, tmp_path: Path) -> None:
     options = {"schedule": "cosine", "warmup_steps": 2, "lora_dropout": lora_dropout}
@@ -482,17 +462,6 @@ def test_mixed_precision_follows_fp32(precision: str, tmp_path: Path) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=0.1)
 
 
-def test_fp16_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, precision="fp16", optim_batch_size=12)
-    learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
-    before = weights(learner)
-    metrics = learner.update(lazy_stack(make_rows()))
-    assert largest_gap(before, weights(learner)) == 0
-    assert learner.scaler.get_scale() < 2.0**60
-    assert (metrics["grad_norm"], metrics["lr"]) == (None, None)
-    assert (metrics["skipped_steps"], metrics["loss_scale"]) == (1, 2.0**60)
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_skipped_step_moves_no_schedule_and_no_count(tmp_path: Path) -> None:
     """The first of three steps overflows: warm-up goes on as if it had not been, with torch's order of calls kept."""
@@ -517,12 +486,6 @@ def test_fp16_hides_no_nan(where: str, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteStep, match="loss/objective"):
         learner.update(lazy_stack(rows))
     assert learner.scaler.get_scale() == scale
-
-
-def test_the_rate_reported_is_the_rate_used(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, warmup_steps=10, optim_batch_size=12)
-    assert [learner.update(lazy_stack(make_rows()))["lr"] for _ in range(3)] == pytest.approx([1e-4, 2e-4, 3e-4])
-    assert not {"skipped_steps", "loss_scale"} & learner.update(lazy_stack(make_rows())).keys()
 
 
 def test_a_longer_run_goes_on_under_its_own_schedule(tmp_path: Path) -> None:
@@ -577,7 +540,8 @@ def test_a_token_of_unknown_log_prob_counts_for_no_weight(aggregation: str, torc
         row[keys.LOG_PROBS][-1] = math.nan
     alone = GRPOLoss(learner.policy, entropy_bonus=False, kl_to_ref_coeff=None, aggregation=torchrls)
     expected = float(alone(pad_rows(rows, pad_token_id=PAD)).loss_objective)
-    losses, _ = learner._accumulate(rows, 10**6)
+    plain = RowTable.of(rows).rows()
+    losses, *_ = learner._measured(learner._run(plain, learner._passes(plain, 10**6)), torch.zeros(()))
     assert losses["loss/objective"] == pytest.approx(expected, rel=1e-4)
     weighed = set_loss_weights(rows, aggregation)
     assert float(learner.loss(pad_rows(weighed, pad_token_id=PAD)).loss_objective) == pytest.approx(expected, rel=1e-4)
@@ -609,7 +573,7 @@ def test_learning_rate_schedules() -> None:
 
 def _gradient(learner: Learner, rows: list[TensorDict], budget: int) -> tuple[dict[str, torch.Tensor], dict]:
     """The gradient of one optimizer step, its losses and metrics; the rows are told which of their tokens were kept."""
-    plain = plain_rows(rows)
+    plain = RowTable.of(rows).rows()
     losses, metrics, _ = learner._measured(learner._run(plain, learner._passes(plain, budget)), torch.zeros(()))
     for row, shown in zip(rows, plain, strict=True):
         row.set(keys.OBJECTIVE_MASK, shown.get(keys.OBJECTIVE_MASK, torch.zeros_like(row[keys.ASSISTANT_MASK])))
@@ -658,7 +622,7 @@ def test_truncated_responses_that_are_dropped_do_not_count_among_the_entropies(t
 
 
 def _one_step(learner: Learner, rows: list[TensorDict]) -> dict[str, float | None]:
-    plain = plain_rows(rows)
+    plain = RowTable.of(rows).rows()
     return learner._step(plain, learner._passes(plain, learner.settings.micro_batch_tokens))
 
 

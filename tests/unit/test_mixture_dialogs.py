@@ -105,7 +105,7 @@ def test_the_gradient_of_a_mixed_batch_is_that_of_its_tasks_by_their_shares(aggr
             expected[name] += share / sum(shares) * value.grad
     batch = GroupAdvantage("group_mean", "group_std")(lazy_stack(rows))
     for budget in (24, 1 << 20):  # groups are cut, and all are together
-        learner._accumulate(list(batch.unbind(0)), budget)
+        learner._dry_run(list(batch.unbind(0)), budget)
         found = {name: value.grad.double() for name, value in learner.policy.model.named_parameters()}
         scale = max(float(value.abs().max()) for value in expected.values())
         assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 2e-5 * scale

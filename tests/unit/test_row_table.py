@@ -12,7 +12,7 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, KeptTokens, Sample
-from sota_grpo.rl.table import Column, RowTable, in_place, plain_rows, row_list
+from sota_grpo.rl.table import Column, RowTable, _plain_rows, in_place, row_list
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.training.remote_learner import travelling
 from tests.builders import tiny_tokenizer
@@ -50,7 +50,7 @@ def random_rows() -> list[dict]:
 def same(rows, others) -> None:
     """Equal keys, dtypes, shapes, bits and texts."""
     assert len(rows) == len(others)
-    for one, other in zip(plain_rows(rows), plain_rows(others), strict=True):
+    for one, other in zip(_plain_rows(rows), _plain_rows(others), strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
             if isinstance(value, torch.Tensor):
@@ -92,36 +92,20 @@ def test_nothing_is_a_table_too() -> None:
 
 def test_a_state_of_rows_that_were_packed_one_by_one_is_read() -> None:
     """As checkpoints had them when each row was a TensorDict: sequences of one length beside those of several."""
-    state = {
-        "num_rows": 2,
-        "columns": [
-            {"path": ["query"], "rows": torch.tensor([0, 1]), "plain": ["a?", "b?"]},
-            {
-                "path": ["tokens", "full"],
-                "rows": torch.tensor([0, 1]),
-                "shapes": torch.tensor([[3], [1]]),
-                "values": torch.tensor([5, 6, 7, 8]),
-            },
-            {
-                "path": ["next", "reward"],
-                "rows": torch.tensor([0, 1]),
-                "shapes": torch.tensor([[1], [1]]),
-                "values": torch.tensor([1.0, 0.0]),
-            },
-            {
-                "path": ["next", "reward_terms", "brief"],
-                "rows": torch.tensor([1]),
-                "shapes": torch.tensor([[1]]),
-                "values": torch.tensor([0.5]),
-            },
-            {
-                "path": ["group_id"],
-                "rows": torch.tensor([0, 1]),
-                "shapes": torch.zeros(2, 0, dtype=torch.int64),
-                "values": torch.tensor([7, 7]),
-            },
-        ],
-    }
+    both = torch.tensor([0, 1])
+
+    def column(path: list[str], rows: torch.Tensor, shapes: list[list[int]], values: list[float]) -> dict:
+        sizes = torch.tensor(shapes, dtype=torch.int64)
+        return {"path": path, "rows": rows, "shapes": sizes, "values": torch.tensor(values)}
+
+    columns = [
+        {"path": ["query"], "rows": both, "plain": ["a?", "b?"]},
+        column(["tokens", "full"], both, [[3], [1]], [5, 6, 7, 8]),
+        column(["next", "reward"], both, [[1], [1]], [1.0, 0.0]),
+        column(["next", "reward_terms", "brief"], torch.tensor([1]), [[1]], [0.5]),
+        column(["group_id"], both, [[], []], [7, 7]),
+    ]
+    state = {"num_rows": 2, "columns": columns}
     table = RowTable.of_state(state)
     expected = [
         {
@@ -286,7 +270,7 @@ def test_transforms_write_to_batches_of_every_form(form: str) -> None:
     ]
     batch = batches(rows)[form]
     in_place(GroupAdvantage(scale="none")._write)(batch)
-    advantages = [row[keys.ADVANTAGE] for row in plain_rows(batch)]
+    advantages = [row[keys.ADVANTAGE] for row in RowTable.of(batch)]
     assert {each.shape for each in advantages} == {(1, 1)}
     expected = [0.75, -0.25, -0.25, -0.25]
     assert [each.item() for each in advantages] == [

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.training.runs import (
     CHECKPOINTS,
@@ -83,13 +82,6 @@ def test_the_length_is_signed_where_the_learning_rate_depends_on_it() -> None:
         config = with_option("optimizer", "schedule", schedule)
         longer = with_option("train", "total_dialog_turns", 128, config)
         assert (signature(config) == signature(longer)) is same, schedule
-
-
-def test_the_engine_is_signed_by_the_name_that_auto_stands_for() -> None:
-    auto = with_option("engine", "name", "auto")
-    assert signature(auto) == signature(with_option("engine", "name", resolve_engine_name("auto")))
-    assert signature(auto) != signature(CONFIG)
-    assert auto["engine"]["name"] == "auto"
 
 
 def test_the_engine_is_resolved_for_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,21 +158,6 @@ def test_auto_leaves_a_run_that_is_alive_alone(tmp_path: Path) -> None:
             assert (third.path, third.resumed) == (fresh, False)
     with opened(fresh, "auto") as place:
         assert place.path == alive
-
-
-def test_auto_keeps_a_directory_that_holds_anything_else(tmp_path: Path) -> None:
-    old, fresh = started(run_at(tmp_path, "2026-01-01", "10-00-00")), run_at(tmp_path, "2026-01-02", "09-00-00")
-    fresh.mkdir(parents=True)
-    (fresh / "notes.txt").write_text("mine")
-    with opened(fresh, "auto") as place:
-        assert place.path == old
-    assert (fresh / "notes.txt").read_text() == "mine"
-
-
-def test_auto_without_a_run_starts_fresh(tmp_path: Path) -> None:
-    fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
-    with opened(fresh, "auto") as place:
-        assert (place.path, place.resumed) == (fresh, False)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "not json", '{"signature": 3}'])

@@ -25,7 +25,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.rl.collate import micro_batches, prompt_groups, row_prompts
+from sota_grpo.rl.collate import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.training import remote_learner
 from sota_grpo.training.forward_passes import ForwardPasses
@@ -49,7 +49,7 @@ def test_ranks_make_equally_many_passes_over_every_row_once(count: int, shared: 
     shortest = min(row[keys.FULL_TOKENS].shape[0] for row in rows)
     for micro, real in itertools.chain(*parts):
         longest = max(rows[index][keys.FULL_TOKENS].shape[0] for index in micro)
-        packed = sum(group.tokens for group in prompt_groups([rows[index] for index in micro]))
+        packed = sum(group.tokens for group in groups_by_prompt(row_prompts(rows), micro))
         assert (packed if shared else len(micro) * longest) <= 30
         assert real or (len(micro), longest) == (1, shortest)
     alone = ForwardPasses(policy, settings, 0, None).planner().micro_batches(range(count), prompts, 30)

@@ -87,16 +87,6 @@ def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path
     assert torch.equal(found["w"], whole)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_and_safetensors_read_the_files_too(tmp_path: Path) -> None:
-    whole = {"a": torch.randn(5, 3), "b": torch.randn(4).bfloat16()}
-    paths = split(tmp_path / "files", whole, {"a": [0, 3, 5], "b": [0, 1, 4]})
-    assert torch.equal(torch.cat([load_file(path)["a"] for path in paths]), whole["a"])
-    found = {name: torch.empty_like(value) for name, value in whole.items()}
-    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "files")), no_dist=True)
-    assert all(torch.equal(found[name], value) for name, value in whole.items())
-
-
 def test_a_scalar_and_a_tensor_that_is_not_as_announced(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a.safetensors", {"step": Kept.of(torch.tensor(3.0))}, [torch.tensor(3.0)])
     assert stored_tensors([tmp_path / "a.safetensors"])["step"].read() == 3.0

@@ -13,7 +13,6 @@ from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.lora import AdapterPack, add_lora, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.source.weight_sync import EngineWeightSync
-from sota_grpo.training.learner import perturb
 from tests.engine_rigs import EOS, PAD, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
@@ -96,7 +95,8 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
         named = list(model.state_dict().items())
         halves = lambda: WeightPacks((WeightPack.of(named[:5]), WeightPack.of(named[5:])))  # noqa: E731
         weight_sync = EngineWeightSync(halves, engine)
-    perturb(parameter for parameter in model.parameters() if parameter.requires_grad)
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        parameter.data.neg_().add_(1.0)
     weight_sync.send(version=1)
     assert weight_sync.differing() == []
     name, held = list(engine._model.named_parameters())[3]

@@ -22,7 +22,7 @@ from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import stored_tensors
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.table import plain_rows, row_list
+from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.rl.transforms import ReferenceKL, reference_log_probs
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner, NonFiniteStep
@@ -176,7 +176,7 @@ def test_a_micro_batch_seldom_makes_the_host_wait(whose: str, tmp_path: Path) ->
     for budget in (20, 1000):
         with host_traffic() as traffic:
             if whose == "learner":
-                learner._accumulate(batch, budget)
+                learner._dry_run(batch, budget)
             else:
                 reference_log_probs(reference, batch, pad_token_id=0, token_budget=budget)
         counted[len(learner._passes(batch, budget))] = traffic
@@ -209,7 +209,7 @@ def test_what_a_rank_writes_is_what_was_there_before_the_step_that_went_on(tmp_p
 def test_an_optimizer_step_waits_once_and_skips_itself_where_it_is_not_finite(tmp_path: Path) -> None:
     """Fused AdamW clips, and leaves weights and moments alone, before the host has read a number."""
     learner = build(tmp_path, "cuda", **{**FULL, "precision": "bf16", "optim_batch_size": 16})
-    batch = plain_rows(row_list(rows(16)))
+    batch = RowTable.of(rows(16)).rows()
     assert learner.skips_by_itself
     learner._step(batch, learner._passes(batch, 1000))
     with host_traffic() as traffic:
