@@ -1,4 +1,4 @@
-"""How many files and named functions one step passes through, from its prompts to its log, synchronous or with workers.
+"""How many files and functions one step passes through, from its prompts to its log, synchronous or with workers.
 
 ``python scripts/files_per_step.py`` builds a run on questions in GSM8K's form with the embedded policy and the embedded
 engine, takes one step to warm up, and counts what the next one calls, in the driver and its graders; ``--workers``
