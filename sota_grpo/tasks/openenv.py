@@ -30,7 +30,7 @@ from sota_grpo.tasks.servers import KEY, content_text, function_schema, headers_
 from sota_grpo.text import sentence
 from sota_grpo.workers.instances import InstanceLost
 
-with suppress(ImportError):  # ToolServer.require says so; here, once, and not in every instance
+with suppress(ImportError):  # ToolServer.require says so; here, once, and not for every sample
     from websockets.exceptions import ConnectionClosed
     from websockets.sync.client import connect
 

@@ -13,11 +13,10 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.orphans import adopt_orphans
+from sota_grpo.orphans import adopt_orphans, children
 from sota_grpo.rl.records import LARGEST, sample_seed
 from sota_grpo.text import sentence
 from sota_grpo.workers.base import WorkerThread
@@ -49,7 +48,7 @@ class EnvironmentWorker:
         except UserError as error:
             self._refusal = UserError(str(error))
         adopt_orphans()
-        self._processes = _children()
+        self._processes = {*children()}
 
     def ping(self) -> float:
         """0: the fleet knows how long a call may take."""
@@ -84,7 +83,7 @@ class EnvironmentWorker:
             raise
         finally:
             if environment.thread is None:
-                before, self._processes = self._processes, _children()
+                before, self._processes = self._processes, {*children()}
                 environment.processes |= self._processes - before
             if is_last:
                 self._end(key)
@@ -92,15 +91,6 @@ class EnvironmentWorker:
     def _end(self, key: int) -> None:
         if (environment := self._environments.pop(key, None)) is not None:
             environment.end()
-
-
-def _children() -> set[int]:
-    """The processes that this one has started or adopted; none elsewhere than on Linux."""
-    found = set[int]()
-    for children in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            found.update(map(int, children.read_text().split()))
-    return found
 
 
 class _Environment:
@@ -185,7 +175,7 @@ class _Environment:
         if self.thread is not None:
             self.thread.submit(self._close)
             self.thread.close()
-        for pid in self.processes & _children():
+        for pid in self.processes.intersection(children()):
             with suppress(ProcessLookupError, ChildProcessError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
