@@ -39,8 +39,12 @@ def adopt_orphans() -> None:
 
 
 def children() -> list[int]:
-    """The processes that the main thread of this one has started or adopted; ``OSError`` elsewhere than on Linux."""
-    return [*map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())]
+    """Linux: the processes that this one has started or adopted."""
+    found: list[int] = []
+    for of_thread in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, of_thread.read_text().split())
+    return found
 
 
 def end_group_with(owner: int) -> None:

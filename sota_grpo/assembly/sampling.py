@@ -153,19 +153,19 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
     if any(offered.values()):
         starting("Starting the tools")
     started = {}
-    for kind, value, timeout_s in dict.fromkeys(filter(None, offered.values())):
-        instances = Instances(instance_spec(value, kind), timeout_s=timeout_s)
-        started[kind, value, timeout_s] = opened.enter_context(closing(instances))
+    for kind, value, timeout_s, count in dict.fromkeys(filter(None, offered.values())):
+        instances = Instances(instance_spec(value, kind), timeout_s=timeout_s, per_worker=count)
+        started[kind, value, timeout_s, count] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()
     return {name: started[one] for name, one in offered.items() if one is not None}
 
 
-def _offered(config: Config) -> tuple[str, str, float] | None:
-    """The kind of a task's tools, where they are, and the deadline of their calls."""
+def _offered(config: Config) -> tuple[str, str, float, int] | None:
+    """The kind of a task's tools, where they are, the deadline of their calls, and how many share a process."""
     env = config.env
     kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
-    return None if value is None else (kind, value, env.tool_timeout_s)
+    return None if value is None else (kind, value, env.tool_timeout_s, env.environments_per_worker)
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:

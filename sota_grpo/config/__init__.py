@@ -136,7 +136,12 @@ class EnvConfig:
         "FILE.py:FACTORY of objects with reset, methods that the policy may call, and perhaps get_reward; or a server: "
         "mcp:COMMAND, mcp+http://HOST:PORT/mcp, openenv+http://HOST:PORT",
     )
-    tool_timeout_s: float = opt(30.0, "longest time for one call of a tool; then the sample's environment is ended")
+    tool_timeout_s: float = opt(
+        30.0, "longest time for one call of a tool; then the worker of its environment is ended"
+    )
+    environments_per_worker: int = opt(
+        8, "samples whose tools or environments share a process, called in turn; a call that hangs costs all of them"
+    )
     max_tool_calls: int | None = opt(None, "most calls of tools in a dialog; more end it")
     max_dialog_s: float | None = opt(None, "seconds after which a dialog that calls a tool ends")
     max_observation_tokens: int | None = opt(None, "most tokens of what a tool returns; more end the dialog")

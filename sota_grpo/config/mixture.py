@@ -29,7 +29,10 @@ READERS = {  # options of some tasks only, by the parameter of a task that reads
     **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "instructions_weight", "all_weight")},
 }
 #: Bounds of dialogs with tools.
-OF_TOOLS = ("env.tool_timeout_s", "env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens")
+OF_TOOLS = (
+    *("env.tool_timeout_s", "env.environments_per_worker"),
+    *("env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens"),
+)
 _OFFERS = ("env.tools", "env.environment")  # a task has one of them, so an entry that gives one has no other
 _DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, *OF_TOOLS, "env.max_steps", "env.reasoning")}
 #: What an entry may give, by the option of the run that it stands for.

@@ -68,7 +68,7 @@ _AMOUNTS = (
     *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
     *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
-    *("env.max_dialog_s", "env.max_observation_tokens"),
+    *("env.environments_per_worker", "env.max_dialog_s", "env.max_observation_tokens"),
     *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
     *("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"),
 )

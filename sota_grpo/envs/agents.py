@@ -1,6 +1,6 @@
 """Dialogs with tools: the policy calls what an environment offers, and hears what comes of it.
 
-Every sample has an instance of the environment, in a process of its own (:mod:`sota_grpo.workers.instances`). What the
+Every sample has an environment of its own, in a worker process (:mod:`sota_grpo.workers.instances`). What the
 policy says is read from the ids that it sampled; what a tool answers is a turn of the role ``tool``::
 
     sampled      <tool_call>{"name": "multiply", "arguments": {"a": 347, "b": 28}}</tool_call> <|im_end|>
@@ -71,15 +71,11 @@ class ToolPartner:
     def __init__(
         self, env: TaskEnv, instances: Instances, budgets: Budgets, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        self._env, self.instances, self.budgets = env, instances, budgets
+        self._env, self.instances, self.budgets, self.tokenizer = env, instances, budgets, env.tokenizer
         self.reader = ToolCallReader(env.tokenizer, instances.schemas, template_kwargs)
         #: Whether records hold what the environment's attributes were at the end.
         self.reads_environments = getattr(env.task, "reads_environments", False)
         self.clock = time.monotonic
-
-    def count_tokens(self, text: str) -> int:
-        """Tokens of what a tool says."""
-        return len(self._env.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
         """Once an instance is there and was reset.
@@ -197,7 +193,7 @@ class ToolTalk:
 
     def _replies(self, calls: Sequence[ToolCall], answers: Sequence[Answer]) -> Messages | None:
         """A turn for each call, in order: what its tool said, or why it cannot be called."""
-        left, most = iter(answers), self._partner.budgets.max_observation_tokens
+        left, most, tokenizer = iter(answers), self._partner.budgets.max_observation_tokens, self._partner.tokenizer
         replies: list[dict[str, str]] = []
         for call in calls:
             answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
@@ -206,7 +202,9 @@ class ToolTalk:
             name = call.name or "unknown"
             replies.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": answer.content})
         self._messages += replies
-        if most is not None and any(self._partner.count_tokens(reply["content"]) > most for reply in replies):
+        if most is not None and any(
+            len(tokenizer(reply["content"], add_special_tokens=False)["input_ids"]) > most for reply in replies
+        ):
             self._ended = OBSERVATION
             return None
         return replies

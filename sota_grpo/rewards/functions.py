@@ -200,7 +200,7 @@ class RewardInputs:
 class EnvironmentState:
     """An environment as reward functions read it: the attributes that it had at the end of its dialog.
 
-    The environment itself has lived in a process of its own, and is gone: there are no methods, and no attributes
+    The environment itself has lived in a worker process, and is gone: there are no methods, and no attributes
     whose value is no JSON.
 
     >>> state = EnvironmentState({"reward": 0.5})

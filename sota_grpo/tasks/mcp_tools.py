@@ -1,6 +1,6 @@
 """An MCP server as an environment: its tools are the policy's, and every sample has a session of its own.
 
-Loaded by name (:class:`~.servers.ToolServer`), in the process whose forks the instances are.
+Loaded by name (:class:`~.servers.ToolServer`), in an environment worker.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from sota_grpo.tasks.servers import KEY, content_text, function_schema, headers_of, joined
 from sota_grpo.text import sentence
-from sota_grpo.workers.instance_process import Unusable
+from sota_grpo.workers.instances import InstanceLost
 
-with suppress(ImportError):  # ToolServer.require says so; here, once, and not in every instance
+with suppress(ImportError):  # ToolServer.require says so; here, once, and not for every sample
     import httpx2
     import mcp
     from anyio.from_thread import start_blocking_portal
@@ -39,7 +39,7 @@ class McpTools:
             (:func:`~.servers.headers_of`), which a redirect to another server does not take along.
 
     Raises:
-        Unusable: there is no such server, or it cannot be started.
+        InstanceLost: there is no such server, or it cannot be started.
 
     Example::
 
@@ -60,7 +60,7 @@ class McpTools:
                 where, said = " ".join(command) if command else url, sentence(_cause(error))
                 if self._refused:
                     said = f"it refuses us, HTTP status {self._refused}: set {KEY}"
-                raise Unusable(f"no MCP server answers at {where} ({said})") from error
+                raise InstanceLost(f"no MCP server answers at {where} ({said})") from error
             self._opened = opened.pop_all()
 
     def _connected(self, opened: ExitStack) -> Any:
@@ -116,7 +116,7 @@ class McpTools:
 
         Raises:
             ToolFailed: the tool failed, or the server refused the call.
-            Unusable: the server is gone.
+            InstanceLost: the server is gone.
         """
         try:
             result = self._portal.call(self._client.call_tool, name, dict(arguments))
@@ -124,7 +124,7 @@ class McpTools:
             said = _cause(error)
             if isinstance(said, mcp.MCPError) and said.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
                 raise ToolFailed(joined(str(said))) from error
-            raise Unusable(f"the MCP server is gone ({sentence(said)})") from error
+            raise InstanceLost(f"the MCP server is gone ({sentence(said)})") from error
         text = content_text([block.model_dump() for block in result.content])
         if result.is_error:
             raise ToolFailed(joined(text))

@@ -8,7 +8,7 @@ Spoken is what servers of OpenEnv 0.10 do: ``GET /schema`` describes the actions
     > {"type": "step", "data": {"number": 42}}
     < {"type": "observation", "data": {"observation": {"text": "right"}, "reward": 1.0, "done": true}}
 
-Loaded by name (:class:`~.servers.ToolServer`), in the process whose forks the instances are. OpenEnv itself is not
+Loaded by name (:class:`~.servers.ToolServer`), in an environment worker. OpenEnv itself is not
 needed here.
 """
 
@@ -28,9 +28,9 @@ from urllib.parse import urlsplit
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.tasks.servers import KEY, content_text, function_schema, headers_of, joined
 from sota_grpo.text import sentence
-from sota_grpo.workers.instance_process import Unusable
+from sota_grpo.workers.instances import InstanceLost
 
-with suppress(ImportError):  # ToolServer.require says so; here, once, and not in every instance
+with suppress(ImportError):  # ToolServer.require says so; here, once, and not for every sample
     from websockets.exceptions import ConnectionClosed
     from websockets.sync.client import connect
 
@@ -79,7 +79,7 @@ class OpenEnv:
     """
 
     def __init__(self, url: str) -> None:
-        self._seed = random.getrandbits(31)  # before anything else draws: siblings begin alike
+        self.seed = random.getrandbits(31)  # of the next reset; who opens siblings sets it, so that they begin alike
         self._url = url.rstrip("/")
         self._connection: Any = None
         self._opened = ExitStack()  # of the connection
@@ -101,7 +101,7 @@ class OpenEnv:
 
         A column ``seed`` counts instead of the seed that is drawn here.
         """
-        return self._observed(self._first({"type": "reset", "data": {"seed": self._seed, **row}}))
+        return self._observed(self._first({"type": "reset", "data": {"seed": self.seed, **row}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """What the environment lets see of an action's outcome.
@@ -109,7 +109,7 @@ class OpenEnv:
         Raises:
             EpisodeOver: the environment has said that it is done.
             ActionFailed: it refused the action, or failed at it.
-            Unusable: the server is gone.
+            InstanceLost: the server is gone.
         """
         if self._is_over:
             raise EpisodeOver("the episode is over")
@@ -140,18 +140,20 @@ class OpenEnv:
         try:
             described = server.get("/schema", timeout_s=30.0)
         except ServerSilent as error:
-            raise Unusable(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
+            raise InstanceLost(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
         except ServerError as error:
             if error.status in (401, 403):
-                raise Unusable(
+                raise InstanceLost(
                     f"the server at {self._url} refuses us, HTTP status {error.status}: set {KEY}"
                 ) from error
-            raise Unusable(f"what answers at {self._url}/schema is no OpenEnv server ({sentence(error)})") from error
+            raise InstanceLost(
+                f"what answers at {self._url}/schema is no OpenEnv server ({sentence(error)})"
+            ) from error
         finally:
             server.close()
         action = described.get("action") if isinstance(described, dict) else None
         if not isinstance(action, dict):
-            raise Unusable(f"what answers at {self._url}/schema is no OpenEnv server")
+            raise InstanceLost(f"what answers at {self._url}/schema is no OpenEnv server")
         return action
 
     @cached_property
@@ -188,14 +190,14 @@ class OpenEnv:
                     )
                 )
             except Exception as error:  # of the network, of TLS, of HTTP
-                raise Unusable(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
+                raise InstanceLost(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
             try:
                 return self._ask(message)
             except ActionFailed as error:
-                raise Unusable(f"the OpenEnv server cannot begin ({error})") from error
+                raise InstanceLost(f"the OpenEnv server cannot begin ({error})") from error
             except _NoRoom as error:
                 if time.monotonic() > until:
-                    raise Unusable(
+                    raise InstanceLost(
                         f"the OpenEnv server has no room for another session ({error}); raise its max_concurrent_envs, "
                         "or lower env.num_envs"
                     ) from error
@@ -215,7 +217,7 @@ class OpenEnv:
                 self._reward = float(reward)
             self._is_over = bool(data.get("done"))
         except (ConnectionClosed, OSError) as error:
-            raise Unusable(f"the OpenEnv server is gone ({sentence(error)})") from error
+            raise InstanceLost(f"the OpenEnv server is gone ({sentence(error)})") from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._unlike() from error
         return data
@@ -230,8 +232,8 @@ class OpenEnv:
         (first, *others) = seen.values()
         return first if isinstance(first, str) and not others else json.dumps(seen, ensure_ascii=False)
 
-    def _unlike(self) -> Unusable:
-        return Unusable(f"{self._url} answered what no OpenEnv server answers")
+    def _unlike(self) -> InstanceLost:
+        return InstanceLost(f"{self._url} answered what no OpenEnv server answers")
 
 
 class _NoRoom(Exception):
@@ -244,7 +246,7 @@ def _error(data: Mapping[str, Any]) -> Exception:
     if code == "CAPACITY_REACHED":
         return _NoRoom(message)
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
-        return Unusable(f"the OpenEnv server has no session ({message})")
+        return InstanceLost(f"the OpenEnv server has no session ({message})")
     if isinstance(details := data.get("errors"), list):
         message += "".join(f"; {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in details)
     return ActionFailed(joined(message))

@@ -1,13 +1,13 @@
-"""Environments with state: one instance per sample, each a process of its own that may hang, crash and be killed.
+"""Environments with state: one object per sample, in worker processes that may hang, crash and be killed.
 
-One host process imports the user's file once and forks a process for every instance, so nothing that an instance
-changes, module globals included, is there for another. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,25 +15,28 @@ from functools import partial
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.text import one_line
-from sota_grpo.workers.base import WorkerSpec, gathered, promised, resolve, starter
+from sota_grpo.text import one_line, sentence
+from sota_grpo.workers.base import WorkerSpec, promised, resolve, starter
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.instance_process import framed
 from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.slots import TaskLost
+from sota_grpo.workers.slots import TaskLost, TaskOverdue
+
+_DESCRIBE_S = 120.0  # longest for the construction of one object and the schemas of its tools (imports transformers)
+_SILENCE_S = 60.0  # longest without an answer to a ping, beyond the deadline of a call
 
 
 class InstanceLost(RuntimeError):
-    """An instance is of no use any more, and its process is ended; the message is the reason."""
+    """An environment is of no use any more; the message is the reason. Adapters raise it, too."""
 
 
 @dataclass(frozen=True)
 class InstanceSpec:
-    """What every instance is made of.
+    """What every environment is made by.
 
     Args:
-        kind: ``functions`` (plain tools), ``factory`` (TRL's protocol), or ``package.module:function`` of an adapter:
-            called with ``options`` in the instance's process, it returns what :func:`~.instance_process.live` takes.
+        kind: ``functions`` (plain tools), ``factory`` (TRL's protocol), or ``package.module:function`` of an adapter,
+            which is called with ``options``. What it returns has ``schemas``, ``reset(**row)``,
+            ``call(name, arguments)``, and perhaps ``get_reward()`` and ``close()``; results may be awaitable.
         path: of the user's file, or of a pickle of functions and factories that were passed in Python; of an adapter
             what the user wrote.
         names: of the functions in it, or of the one factory; of a pickle none are all.
@@ -48,13 +51,18 @@ class InstanceSpec:
     def __str__(self) -> str:
         return f"{self.path}:{','.join(self.names)}" if self.names else self.path or self.kind
 
+    @property
+    def is_adapter(self) -> bool:
+        """The environment is elsewhere, and a call mostly waits: those of one worker are called concurrently."""
+        return ":" in self.kind
+
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one tool call.
+    """The result of one tool call.
 
     Args:
-        content: what the policy is told.
+        content: text for the policy.
         is_error: the tool raised, or there is no such tool; the content then begins with ``error:``.
     """
 
@@ -64,34 +72,34 @@ class Answer:
 
 @dataclass(frozen=True)
 class Opened:
-    """An instance that has been reset; ``observation`` is what its ``reset`` returned."""
+    """An environment that has been reset; ``observation`` is what its ``reset`` returned."""
 
     key: int
     observation: str | None
 
 
 class Instances:
-    """Instances of one environment, each alive from :meth:`open` to :meth:`finish` or :meth:`drop`.
+    """Live environments of one kind, each from :meth:`open` to :meth:`finish` or :meth:`drop`.
 
     Contract. Consumes: rows and tool calls, from any thread. Produces: one future per request, answered exactly once.
-    Waits for: an instance, at one request no longer than ``timeout_s``. One that is late, ends, or answers what no
-    instance answers is killed with all that it has started, and its futures fail with :class:`InstanceLost`; the others
-    do not notice. When the host dies, all instances are lost and another host is started; a future that fails with
-    anything else (:class:`~.base.WorkerDied`) says that no host starts any more, or that this was closed. The futures'
-    callbacks must be quick.
+    Waits for: a worker, at one request no longer than ``timeout_s``. A worker that is late or dies is replaced, and the
+    futures of its environments fail with :class:`InstanceLost`; other workers do not notice. A future that fails with
+    :class:`~.base.WorkerDied` says that no worker starts any more, or that this was closed. The futures' callbacks must
+    be quick.
 
-    The user's file is run once, in the host. It should start no threads: they are not there in the instances. What it
-    opens (files, connections) the instances share.
+    A worker is a process that runs the user's file once, and then calls its environments one after the other, on its
+    main thread (an adapter's concurrently). Workers are added when all have ``per_worker`` environments, and live on.
 
     Args:
-        spec: what an instance is.
+        spec: what an environment is.
         timeout_s: longest for a reset, a tool call or a reward.
         max_chars: of an observation, or of the answer to one call; the rest is cut with a note.
+        per_worker: most environments that one worker has at a time, hence most that one of them can cost by hanging.
 
     Attributes:
-        fleet: of the one host; it counts its restarts.
         schemas: of the tools, as chat templates take them, after :meth:`wait_ready`.
         has_reward: whether there is a ``get_reward``, after :meth:`wait_ready`.
+        workers: fleets of one worker each, because an environment stays where it was made.
 
     Example::
 
@@ -103,87 +111,137 @@ class Instances:
         instances.close()
     """
 
-    def __init__(self, spec: InstanceSpec, *, timeout_s: float, max_chars: int = 65536) -> None:
+    def __init__(self, spec: InstanceSpec, *, timeout_s: float, max_chars: int = 65536, per_worker: int = 8) -> None:
         self.schemas: list[dict[str, Any]] = []
         self.has_reward = False
-        self._spec = spec
-        self._keys = itertools.count()
-        self._launcher = ProcessLauncher()
-        options = {"spec": spec, "timeout_s": timeout_s, "max_chars": max_chars}
-        host = WorkerSpec("sota_grpo.workers.instance_host:InstanceHost", options)
-        self.fleet = Fleet(
-            "instances",
-            starter(self._launcher, "instances", host, [{"threads": 1}]),
-            1,
-            capacity=sys.maxsize,
-            max_attempts=1,
+        self._spec, self._timeout_s, self._per_worker = spec, timeout_s, per_worker
+        self._worker = WorkerSpec(
+            "sota_grpo.workers.environment_worker:EnvironmentWorker", {"spec": spec, "max_chars": max_chars}
         )
+        self._launcher = ProcessLauncher()
+        self._keys = itertools.count()
+        self._lock, self._is_closed = threading.Lock(), False
+        self.workers: list[Fleet] = []
+        self._worker_of: dict[int, Fleet] = {}
 
     def wait_ready(self) -> None:
-        """Return when instances can be opened.
+        """Return when environments can be opened.
 
         Raises:
             UserError: the file or the object cannot be used; the message says why.
         """
-        self.fleet.wait_ready()
+        deadline_s = max(_DESCRIBE_S, self._timeout_s)
+        describing = self._started("environment", deadline_s)
         try:
-            described = self._ask("describe", next(self._keys), None, lambda value: value).result()
-        except InstanceLost as error:
-            raise UserError(f"{self._spec} cannot be used: {error}; mend it there.") from None
+            described = describing.submit("describe", 0).result()
+        except (TaskLost, TaskOverdue, InstanceLost) as error:
+            raise UserError(f"{self._spec} cannot be used: {_loss(error, deadline_s)}; mend it there.") from None
         except UserError as error:
-            raise type(error)(str(error)) from None  # without the host's traceback
+            raise type(error)(str(error)) from None  # without the worker's traceback
+        finally:
+            describing.close()
         self.schemas, self.has_reward = described["schemas"], described["has_reward"]
+        with self._lock:
+            self._add_worker()
 
     def open(self, row: Mapping[str, Any], seeds: tuple[int, int] | None = None) -> Future[Opened]:
-        """Make an instance and reset it with ``row``, whose values JSON can hold.
+        """Make an environment and reset it with ``row``.
 
         Args:
             row: its columns.
-            seeds: of the random numbers of Python, NumPy and torch, as far as they are imported: until the end of the
-                reset, and from then on; None draws them.
+            seeds: of the random numbers of Python, NumPy and torch, where they are imported: until the end of the
+                reset, and of the calls from then on; None leaves them to chance.
         """
         key = next(self._keys)
-        return self._ask("open", key, [dict(row), *(seeds or (None, None))], partial(Opened, key))
+        with self._lock:
+            loads = Counter([*self._worker_of.values()])
+            if not self._is_closed and all(loads[worker] >= self._per_worker for worker in self.workers):
+                self._add_worker()
+            self._worker_of[key] = min(self.workers, key=loads.__getitem__)
+        return self._ask("open", key, partial(Opened, key), dict(row), seeds)
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Call tools, by name and with keyword arguments, one after the other; a deadline each, one reply for all."""
-        requests = [(name, dict(arguments)) for name, arguments in calls]
-        return gathered([self._ask("call", key, one, lambda answer: Answer(*answer)) for one in requests])
+        """Call tools, by name and with keyword arguments, one after the other; a deadline each."""
+        done, answers, left = promised(), list[Answer](), deque(calls)
+
+        def ask_next() -> None:
+            if left:
+                name, arguments = left.popleft()
+                self._ask("call", key, lambda answer: Answer(*answer), name, dict(arguments)).add_done_callback(add)
+            else:
+                done.set_result(answers)
+
+        def add(answer: Future[Answer]) -> None:
+            if error := answer.exception():
+                done.set_exception(error)
+            else:
+                answers.append(answer.result())
+                ask_next()
+
+        ask_next()
+        return done
 
     def state(self, key: int) -> Future[dict[str, Any] | None]:
         """The attributes of an environment that are public and JSON; None of what is no environment of a factory."""
-        return self._ask("state", key, None, lambda state: state)
+        return self._ask("state", key, lambda state: state)
 
     def finish(self, key: int) -> Future[float | None]:
-        """The instance's reward, None where it has none to give; its process then ends."""
-        return self._ask("finish", key, None, lambda reward: reward)
+        """The environment's reward, None where it has none to give; it is then gone."""
+        return self._ask("finish", key, lambda reward: reward)
 
     def drop(self, key: int) -> None:
-        """Kill an instance that nobody needs any more; one that is gone may be dropped."""
-        self.fleet.submit("drop", key, b"")
+        """Forget an environment that nobody needs any more; one that is gone may be dropped."""
+        worker = self._worker_of.pop(key, None)
+        if worker is not None:
+            worker.submit("drop", key)
 
     def close(self) -> None:
-        """Kill all instances and the host; futures that are open fail. Idempotent."""
-        self.fleet.close()
+        """End all workers; pending futures fail. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        for worker in self.workers:
+            worker.close()
         self._launcher.close()
 
-    def _ask(self, kind: str, key: int, content: Any, read: Callable[[Any], Any]) -> Future[Any]:
-        done = promised()
-        try:
-            message = framed([kind, content])
-        except (TypeError, ValueError, RecursionError) as error:
-            done.set_exception(InstanceLost(f"what {kind} is given is no JSON: {one_line(str(error))}"))
-            if kind != "open":
-                self.drop(key)
-            return done
-        self.fleet.submit(kind, key, message).add_done_callback(partial(self._answered, done, read))
+    def _add_worker(self) -> None:
+        self.workers.append(self._started(f"environments-{len(self.workers)}", self._timeout_s))
+
+    def _started(self, role: str, deadline_s: float) -> Fleet:
+        return Fleet(
+            role,
+            starter(self._launcher, role, self._worker, [{"threads": 1}]),
+            1,
+            capacity=self._per_worker if self._spec.is_adapter else 1,
+            task_deadline_s=deadline_s,
+            silence_s=_SILENCE_S + deadline_s,  # a call may hold the interpreter lock
+            max_attempts=1,
+        )
+
+    def _ask(self, kind: str, key: int, read: Callable[[Any], Any], *content: Any) -> Future[Any]:
+        done, worker = promised(), self._worker_of.get(key)
+        if worker is None:
+            done.set_exception(InstanceLost("it was finished or dropped, or is lost with its worker"))
+        else:
+            worker.submit(kind, key, *content).add_done_callback(partial(self._answered, done, kind, key, read))
         return done
 
-    def _answered(self, done: Future[Any], read: Callable[[Any], Any], answer: Future[Any]) -> None:
+    def _answered(
+        self, done: Future[Any], kind: str, key: int, read: Callable[[Any], Any], answer: Future[Any]
+    ) -> None:
         error = answer.exception()
-        if isinstance(error, TaskLost):
-            done.set_exception(InstanceLost(f"WorkerDied: {one_line(str(error.__cause__ or error))}"))
-        elif isinstance(error, InstanceLost):
-            done.set_exception(InstanceLost(str(error)))  # without the host's traceback
-        else:
-            resolve(done, lambda: read(answer.result()))
+        if isinstance(error, TaskLost) or (error is not None and not isinstance(error, UserError)):
+            self.drop(key)
+            done.set_exception(InstanceLost(_loss(error, self._timeout_s)))
+            return
+        if kind == "finish":
+            self._worker_of.pop(key, None)
+        resolve(done, lambda: read(answer.result()))
+
+
+def _loss(error: BaseException, timeout_s: float) -> str:
+    """Why an environment is lost, without the worker's traceback."""
+    if isinstance(error, TaskOverdue):
+        return f"TimeoutError: no answer within {timeout_s:g} s"
+    if isinstance(error, TaskLost):
+        return f"WorkerDied: {one_line(str(error.__cause__ or error))}"
+    return str(error) if isinstance(error, InstanceLost) else sentence(error)

@@ -245,7 +245,7 @@ class ProcessWorker:
                     # Something that the process left behind may hold its end of the socket open: end it here.
                     self._socket.shutdown(socket.SHUT_RDWR)
                 self._resolve(Message.receive(self._connection))
-        except (EOFError, OSError):
+        except Exception:  # it has ended, or what it sends is no message
             self._reap()
         finally:
             if death is not None:

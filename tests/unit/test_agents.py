@@ -91,7 +91,7 @@ def tokenizer() -> Any:
 def instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instances]:
     path = tmp_path_factory.mktemp("tools") / "counter.py"
     path.write_text(COUNTER)
-    made = Instances(InstanceSpec("factory", str(path), ("Counter",)), timeout_s=20.0)
+    made = Instances(InstanceSpec("factory", str(path), ("Counter",)), timeout_s=20.0, per_worker=1)
     try:
         made.wait_ready()
         yield made

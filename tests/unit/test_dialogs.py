@@ -260,19 +260,6 @@ def test_a_dialog_depends_on_no_other(kind: str) -> None:
     engine.close()
 
 
-def test_streams_of_one_thread_get_their_own_groups(kind: str) -> None:
-    engine = of_kind(kind)
-    calls = [some_requests(n, seed=SEED + n) for n in (3, 4, 5)]
-    streams = [engine.generate(requests, SAMPLING) for requests in calls]
-    found: list[list[GroupOutput]] = [[], [], []]
-    while any(len(outputs) < len(requests) for outputs, requests in zip(found, calls)):
-        for outputs, stream in zip(found, streams):
-            outputs += itertools.islice(stream, 1)
-    for requests, outputs in zip(calls, found):
-        require_plain(requests, outputs)
-    engine.close()
-
-
 def test_streams_of_several_threads_get_their_own_groups(kind: str) -> None:
     engine = of_kind(kind, Grader(late=True))
     calls = [some_requests(n, seed=SEED + n) for n in (6, 7, 8)]

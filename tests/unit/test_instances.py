@@ -1,8 +1,7 @@
-"""Instances keep their state to themselves; one that misbehaves costs itself; nothing is left of any of them."""
+"""Environments of one worker do not mix; one that misbehaves costs its worker's; nothing is left of any of them."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -24,7 +24,6 @@ from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Instanc
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-SEED = random.randrange(1 << 30)
 WAIT_S = 60.0
 ENVIRONMENTS = Path(__file__).parent / "environments"
 MOODY = InstanceSpec("factory", str(ENVIRONMENTS / "moody.py"), ("Moody",))
@@ -32,7 +31,7 @@ MOODY = InstanceSpec("factory", str(ENVIRONMENTS / "moody.py"), ("Moody",))
 
 @pytest.fixture(scope="module")
 def steady() -> Iterator[Instances]:
-    """Instances that none of its tests takes the host of."""
+    """Instances of whose workers none of its tests takes one away."""
     instances = Instances(MOODY, timeout_s=WAIT_S, max_chars=1000)
     yield instances
     instances.close()
@@ -96,53 +95,33 @@ def reason(future: Future[Any]) -> str:
     return str(error)
 
 
-def test_no_state_is_shared_whatever_the_order_of_the_calls(steady: Instances) -> None:
-    """Against numbers in this process: the object's, the class's, the module's, the environment's, a database's."""
-    rng = random.Random(SEED)
-    models: dict[int, list[int]] = {}  # the number that it was reset to, and all that were added
-    asked: list[tuple[Future[Any], Any]] = []
-    for _ in range(300):
-        kind = rng.choice(("open", "add", "add", "add", "add", "finish", "drop"))
-        if kind == "open" or not models:
-            start = rng.randrange(100)
-            models[opened(steady, start=start)] = [start]
-            continue
-        key = rng.choice(list(models))
-        if kind == "add":
-            numbers = [rng.randrange(1, 100) for _ in range(rng.randint(1, 3))]
-            answers = []
-            for number in numbers:
-                models[key].append(number)
-                own, rest = sum(models[key]), sum(models[key][1:])
-                answers.append(Answer(json.dumps([own, rest, rest, rest, rest, rest]), False))
-            asked.append((steady.call(key, [("add", {"number": number}) for number in numbers]), answers))
-        elif kind == "finish":
-            asked.append((steady.finish(key), float(sum(models.pop(key)))))
-        else:
-            steady.drop(key)
-            del models[key]
-    for future, expected in asked:
-        if isinstance(future.exception(WAIT_S), InstanceLost):  # it was dropped before it had answered
-            assert "dropped" in str(future.exception())
-        else:
-            assert future.result() == expected, SEED
-    finished = [(steady.finish(key), sum(numbers)) for key, numbers in models.items()]
-    assert [future.result(WAIT_S) for future, _ in finished] == [total for _, total in finished]
-
-
-def test_what_the_file_has_made_is_there_and_chance_is_not_shared(steady: Instances) -> None:
-    answers = [act(steady, opened(steady), "main", "random", "files") for _ in range(3)]
-    assert {main.content for main, _, _ in answers} == {"true"}
-    assert len({chance.content for _, chance, _ in answers}) == 3
-    assert {int(files.content) for _, _, files in answers} == {6}, "three, one's own, the file's, the listing's"
+def test_state_and_random_numbers_are_an_environments_own(make: Callable[..., Instances]) -> None:
+    """In three workers as in one: a total, and numbers that the seeds and the calls before alone decide."""
+    instances, alone, seeds = make(per_worker=5), make(), [(1, index) for index in range(14)]
+    futures = [instances.open({"start": index}, seeds[index]) for index in range(14)]
+    keys = [future.result(WAIT_S).key for future in futures]
+    seen: dict[int, list[str]] = {key: [] for key in keys}
+    for _ in range(2):
+        order = random.sample(keys, 14)
+        calls = [instances.call(key, [("add", {"number": 3}), ("act", {"mood": "random"})]) for key in order]
+        for key, future in zip(order, calls, strict=True):
+            seen[key] += [answer.content for answer in future.result(WAIT_S)]
+    assert [seen[key][::2] for key in keys] == [[str(index + 3), str(index + 6)] for index in range(14)]
+    assert len({chance for contents in seen.values() for chance in contents[1::2]}) == 28
+    for index in (3, 11):
+        key = alone.open({"start": index}, seeds[index]).result(WAIT_S).key
+        answers = alone.call(key, [("add", {"number": 3}), ("act", {"mood": "random"})] * 2).result(WAIT_S)
+        assert [answer.content for answer in answers] == seen[keys[index]]
+    rewards = [instances.finish(key) for key in keys]
+    assert [reward.result(WAIT_S) for reward in rewards] == [index + 6 for index in range(14)]
+    opened(instances)
+    assert len(instances.workers) == 3, "workers live on"
 
 
 MISTAKES = {
     "raise no\nreally": "error: ValueError: no",
     "leave 3": "error: SystemExit: 3",
-    "interrupt": "error: KeyboardInterrupt",
     "rude": "error: Rude",
-    "dig": "error: RecursionError: maximum recursion depth exceeded",
     "odd": "error: ValueError: no picture of me",
     "deep": "error: RecursionError: ",
 }
@@ -188,7 +167,7 @@ def test_calls_of_one_turn_are_answered_in_their_order(steady: Instances) -> Non
     key = opened(steady)
     calls = [("later", {"number": 1}), ("add", {"number": 1}), ("nothing", {}), ("add", {"number": 1})]
     answers = steady.call(key, calls).result(WAIT_S)
-    assert [answer.content[:2] for answer in answers] == ["1", "[1", "er", "[2"]
+    assert [answer.content[:2] for answer in answers] == ["1", "1", "er", "2"]
     assert steady.call(key, []).result(WAIT_S) == []
 
 
@@ -206,7 +185,7 @@ def test_coroutines_share_one_loop_that_goes_on(steady: Instances) -> None:
     [
         ({"mood": "raise no"}, "reset raised ValueError: no"),
         ({"mood": "list"}, "reset returned a list; it returns a str or None"),
-        ({"start": {1, 2}}, "what open is given is no JSON: "),
+        ({"start": threading.Lock()}, "TypeError: cannot pickle"),
     ],
 )
 def test_an_instance_that_cannot_be_reset_is_lost(steady: Instances, row: dict[str, Any], expected: str) -> None:
@@ -226,90 +205,96 @@ def test_a_reset_gives_what_it_says(steady: Instances) -> None:
         ("list", "get_reward returned a list, not a number"),
         ("4", "get_reward returned a str, not a number"),
         ("raise no", "get_reward raised ValueError: no"),
-        ("exit 3", "WorkerDied: its process ended with exit code 3"),
     ],
 )
 def test_a_reward_is_a_number_or_none_and_ends_the_instance(
     steady: Instances, reward: str | None, expected: str | None
 ) -> None:
     key = opened(steady, reward=reward)
-    pid = int(act(steady, key, "pid")[0].content)
     future = steady.finish(key)
     if expected is None:
         assert future.result(WAIT_S) is None
     else:
         assert reason(future).startswith(expected)
-    until(lambda: is_gone(pid))
     assert "finished" in reason(steady.finish(key))
 
 
 LATE = "TimeoutError: no answer within 2 s"
 FATES = {
-    "hang": LATE,
     "spin": LATE,
     "stop": LATE,
     "deaf": LATE,
     "flood": LATE,
-    "exit": "WorkerDied: its process ended with exit code 0",
-    "exit 7": "WorkerDied: its process ended with exit code 7",
-    "shot": "WorkerDied: its process was ended by SIGKILL",
-    "fault": "WorkerDied: its process was ended by SIGSEGV",
-    "shut": "WorkerDied: its process ended with exit code 1",
-    "forge \x00\x00\x00\x02[]": "it answered what no instance answers",
-    'forge \x00\x00\x00\x0e["ok", [1, 2]]': "it answered what no instance answers",
-    "forge \xff\xff\xff\xff": "its answer has 4294967295 bytes, more than it may",
-    'forge \x00\x00\x00\x15["ok", ["hi", false]]x\x00\x00\x00': "it sent what nobody had asked for",
+    "shut": LATE,
+    "exit 7": "ended with exit code 7",
+    "fault": "was ended by SIGSEGV",
+    "forge \x00\x00\x00\x02[]": "WorkerDied: ",
 }
 
 
-def test_one_that_misbehaves_costs_itself_and_nobody_waits_for_it(
+def test_one_that_misbehaves_costs_its_worker_and_nobody_waits_for_it(
     make: Callable[..., Instances], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All at once, each beside its own sibling."""
-    instances = make(timeout_s=2.0)
-    keys = {fate: (opened(instances), opened(instances, start=1)) for fate in FATES}
-    pids = {fate: int(act(instances, bad, "pid")[0].content) for fate, (bad, _) in keys.items()}
-    lost = {fate: instances.call(bad, [("act", {"mood": fate})]) for fate, (bad, _) in keys.items()}
-    behind = {fate: instances.call(bad, [("act", {"mood": "pid"})]) for fate, (bad, _) in keys.items()}
-    for fate, (_, good) in keys.items():
-        assert instances.call(good, [("add", {"number": 1})]).result(WAIT_S)[0].content.startswith("[2, 1, 1"), fate
-    for fate, expected in FATES.items():
-        if "asked for" in expected:  # the forged answer counts: a process can say what it likes, once
-            assert lost[fate].result(WAIT_S) == [Answer("hi", False)]
-        else:
-            assert reason(lost[fate]).startswith(expected), fate
-        until(lambda pid=pids[fate]: is_gone(pid))
-        assert reason(behind[fate]), fate
-    assert [instances.finish(good).result(WAIT_S) for _, good in keys.values()] == [2.0] * len(keys)
-    assert instances.fleet.restarts == 0
+    instances = make(timeout_s=2.0, per_worker=1)
+    good, *bad = [future.result(WAIT_S).key for future in [instances.open({"start": 1}) for _ in range(1 + len(FATES))]]
+    pids = [int(act(instances, key, "pid")[0].content) for key in bad]
+    assert len({*pids}) == len(FATES)
+    lost = [instances.call(key, [("act", {"mood": fate})]) for key, fate in zip(bad, FATES, strict=True)]
+    assert instances.call(good, [("add", {"number": 1})]).result(WAIT_S)[0].content == "2"
+    for key, pid, future, (fate, expected) in zip(bad, pids, lost, FATES.items(), strict=True):
+        assert expected in reason(future), fate
+        until(lambda pid=pid: is_gone(pid))
+        assert reason(instances.finish(key)), fate
+    assert instances.finish(good).result(WAIT_S) == 2.0
+    assert [worker.restarts for worker in instances.workers] == [0] + [1] * len(FATES)
     printed = capfd.readouterr().err
     assert "\x1b" not in printed
     assert len(printed) < 1 << 18, "of a flood only the beginning is shown"
 
 
-def test_one_that_dies_between_two_calls_tells_the_next(steady: Instances) -> None:
-    key = opened(steady)
-    pid = int(act(steady, key, "pid")[0].content)
+def test_a_hang_costs_the_environments_of_its_worker_only(
+    make: Callable[..., Instances],
+) -> None:
+    instances = make(timeout_s=2.0, per_worker=2)
+    bad, sibling, other = (opened(instances) for _ in range(3))
+    lost = instances.call(bad, [("act", {"mood": "hang"})])
+    behind, spared = (instances.call(key, [("add", {"number": 1})]) for key in (sibling, other))
+    assert spared.result(WAIT_S) == [Answer("1", False)]
+    assert reason(lost) == LATE
+    assert reason(behind) == "it is lost with its worker"
+    later = opened(instances, start=5)
+    assert [instances.finish(key).result(WAIT_S) for key in (later, other)] == [5, 1]
+    assert "finished" in reason(instances.finish(sibling))
+
+
+def test_a_worker_that_dies_between_two_calls_costs_its_environments(make: Callable[..., Instances]) -> None:
+    instances = make()
+    keys = [opened(instances) for _ in range(2)]
+    (pid,) = instances.workers[0].pids
+    assert pid is not None
     os.kill(pid, signal.SIGKILL)
     until(lambda: is_gone(pid))
-    assert reason(steady.call(key, [("add", {"number": 1})])).startswith("WorkerDied: its process was ended by SIGKILL")
+    assert all(reason(instances.finish(key)) for key in keys)
+    assert instances.finish(opened(instances, start=5)).result(WAIT_S) == 5
+    assert instances.workers[0].restarts == 1
 
 
-@pytest.mark.parametrize("then", ["none", "exit 1", "hang"])
-def test_what_an_instance_leaves_behind_ends_with_it(steady: Instances, tmp_path: Path, then: str) -> None:
-    note, key = tmp_path / "pid", opened(steady)
-    future = steady.call(key, [("act", {"mood": f"away {note} {then}"})])
+@pytest.mark.parametrize("then", ["none", "exit 1", "drop"])
+def test_what_an_environment_leaves_behind_ends_with_it(
+    make: Callable[..., Instances], tmp_path: Path, then: str
+) -> None:
+    instances, note = make(), tmp_path / "pid"
+    key, sibling = opened(instances), opened(instances)
+    future = instances.call(key, [("act", {"mood": f"away {note} {then}"})])
     until(note.exists)
     pid = int(note.read_text())
-    if then == "none":
-        future.result(WAIT_S)
-        assert not is_gone(pid), "its instance still lives"
-        steady.finish(key)
-    elif then == "hang":
-        steady.drop(key)
-        assert reason(future) == "it was dropped"
-    else:
+    if then == "exit 1":
         assert "exit code 1" in reason(future)
+    else:
+        future.result(WAIT_S)
+        instances.finish(sibling).result(WAIT_S)
+        assert not is_gone(pid), "its environment still lives"
+        (instances.drop if then == "drop" else instances.finish)(key)
     until(lambda: is_gone(pid))
 
 
@@ -331,22 +316,6 @@ def test_closing_ends_everything_at_once(make: Callable[..., Instances], tmp_pat
     instances.drop(keys[0])
 
 
-def test_a_host_that_dies_costs_its_instances_and_is_replaced(make: Callable[..., Instances]) -> None:
-    instances = make()
-    keys = [opened(instances) for _ in range(3)]
-    pids = [int(act(instances, key, "pid")[0].content) for key in keys]
-    waiting = instances.call(keys[0], [("act", {"mood": "hang"})])
-    (host,) = instances.fleet.pids
-    assert host is not None
-    os.kill(host, signal.SIGKILL)
-    assert "SIGKILL" in reason(waiting)
-    key = opened(instances, start=5)
-    assert "lost with its host" in reason(instances.finish(keys[1]))
-    assert instances.finish(key).result(WAIT_S) == 5
-    assert instances.fleet.restarts == 1
-    assert all(map(is_gone, pids))
-
-
 def test_nothing_outlives_a_trainer_that_is_killed(make: Callable[..., Instances], tmp_path: Path) -> None:
     make().close()  # for the variable
     script, note = tmp_path / "trainer.py", tmp_path / "pid"
@@ -365,19 +334,6 @@ def test_nothing_outlives_a_trainer_that_is_killed(make: Callable[..., Instances
     assert subprocess.run([sys.executable, script], env=environment, timeout=WAIT_S).returncode == -signal.SIGKILL
     assert note.exists()
     until(lambda: marked(os.environ["SOTA_GRPO_TEST_MARKER"]) == [])
-
-
-def test_two_hundred_at_once(make: Callable[..., Instances]) -> None:
-    rng, instances = random.Random(SEED), make()
-    starts = [rng.randrange(1000) for _ in range(200)]
-    keys = [future.result(WAIT_S).key for future in [instances.open({"start": start}) for start in starts]]
-    order = rng.sample(range(200), 200)
-    calls = {index: instances.call(keys[index], [("add", {"number": index})]) for index in order}
-    assert all(
-        calls[index].result(WAIT_S)[0].content.startswith(f"[{starts[index] + index}, {index},") for index in calls
-    )
-    rewards = {index: instances.finish(keys[index]) for index in order}
-    assert [rewards[index].result(WAIT_S) for index in range(200)] == [start + i for i, start in enumerate(starts)]
 
 
 def test_described_before_the_first_sample(make: Callable[..., Instances]) -> None:
@@ -401,7 +357,7 @@ def test_described_before_the_first_sample(make: Callable[..., Instances]) -> No
         ("", r"env.py has no class or function 'Env'; it has none: correct the name."),
         ("class Env: ...", r"env.py:Env cannot be used: a Env has no method reset"),
         ("def Env(): raise OSError('offline')", r"cannot be used: its construction raised OSError: offline"),
-        ("import os\nclass Env:\n  def __init__(self): os._exit(3)", "its process ended with exit code 3"),
+        ("import os\nclass Env:\n  def __init__(self): os._exit(3)", "WorkerDied: .* ended with exit code 3"),
         (
             "class Env:\n  def reset(self): ...\n  def tool(self): ...",
             "the tool tool has no docstring",

@@ -257,7 +257,7 @@ def test_a_key_is_sent_with_the_schema_and_the_session_and_to_no_other_server(
     session, lost = openenv.OpenEnv(server.url), openenv.OpenEnv(moved.url)
     assert session.schemas
     session.reset(other=1)
-    with pytest.raises(openenv.Unusable, match="no OpenEnv server answers"):
+    with pytest.raises(InstanceLost, match="no OpenEnv server answers"):
         lost.reset(other=1)
     session.close()
     assert server.keys == ["Bearer 0123456789abcdef"] * 2
@@ -271,9 +271,9 @@ def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(
 ) -> None:
     monkeypatch.setattr(openenv, "_ROOM_WITHIN_S", 0.2)
     first, second = openenv.OpenEnv(urls["guess"]), openenv.OpenEnv(urls["guess"])
-    with pytest.raises(openenv.Unusable, match=r"the OpenEnv server cannot begin .*invalid literal"):
+    with pytest.raises(InstanceLost, match=r"the OpenEnv server cannot begin .*invalid literal"):
         first.reset(ground_truth="x")
-    with pytest.raises(openenv.Unusable, match=r"no room .*1/1.*; raise its max_concurrent_envs"):
+    with pytest.raises(InstanceLost, match=r"no room .*1/1.*; raise its max_concurrent_envs"):
         second.reset(ground_truth="42", other=[1])
     first.close()
     second.reset(ground_truth="42", other=[1])
@@ -300,7 +300,7 @@ def test_what_no_server_answers_costs_the_sample(answer: str, recorded: dict[str
     threading.Thread(target=replay.serve_forever, daemon=True).start()
     game = openenv.OpenEnv(f"http://127.0.0.1:{replay.socket.getsockname()[1]}")
     try:
-        with pytest.raises(openenv.Unusable, match="answered what no OpenEnv server answers"):
+        with pytest.raises(InstanceLost, match="answered what no OpenEnv server answers"):
             game.reset()
     finally:
         game.close()

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import random
 import re
 import signal
 import sqlite3
 import sys
-import tempfile
-import threading
 import time
 from typing import Any
 
-TOTALS = {"all": 0}
 DATABASE = sqlite3.connect(":memory:")  # belongs to the thread that runs this file
-DATABASE.execute("create table seen (number)")
-FILE = tempfile.TemporaryFile()  # noqa: SIM115
 print("moody.py was run")
 
 
@@ -33,28 +27,19 @@ class Rude(Exception):
 
 
 class Moody:
-    """Its state is everywhere: in itself, its class, its module, the process."""
-
-    calls: list[int] = []  # noqa: RUF012
-
     def reset(self, start: int = 0, mood: str = "", reward: Any = 0) -> Any:
         self.total, self.reward = start, reward
         return do(mood) if mood else None
 
-    def add(self, number: int) -> list:
-        """Add to every total.
+    def add(self, number: int) -> int:
+        """Add to the total.
 
         Args:
             number: What is added.
         """
         self.total += number
-        self.calls.append(number)
-        TOTALS["all"] += number
-        os.environ["MOODY"] = str(int(os.environ.get("MOODY", "0")) + number)
-        sys.__dict__.setdefault("moody", []).append(number)
-        os.umask(len(self.calls))
-        DATABASE.execute("insert into seen values (?)", (number,))
-        return [self.total, TOTALS["all"], sum(self.calls), int(os.environ["MOODY"]), sum(sys.moody), *_rows()]
+        DATABASE.execute("select 1")
+        return self.total
 
     def act(self, mood: str) -> Any:
         """Do something.
@@ -81,10 +66,6 @@ class Moody:
         return do(self.reward) if isinstance(self.reward, str) else self.reward if self.reward is None else self.total
 
     def _private(self) -> None: ...
-
-
-def _rows() -> tuple[int]:
-    return DATABASE.execute("select sum(number) from seen").fetchone()
 
 
 def do(mood: str) -> Any:
@@ -163,7 +144,6 @@ MOODS = {
     "spin": _spin,
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda code: os._exit(int(code or 0)),
-    "shot": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "fault": lambda _: signal.raise_signal(signal.SIGSEGV),
     "deaf": _deaf,
     "away": _away,
@@ -172,9 +152,7 @@ MOODS = {
     "shut": lambda _: os.closerange(3, 100),
     "raise": lambda text: _raise(ValueError(text)),
     "leave": lambda text: _raise(SystemExit(text)),
-    "interrupt": lambda _: _raise(KeyboardInterrupt()),
     "rude": lambda _: _raise(Rude()),
-    "dig": lambda _: (lambda f: f(f))(lambda f: f(f)),
     "long": lambda count: "é" * int(count),
     "cycle": _cycle,
     "deep": _deep,
@@ -186,7 +164,4 @@ MOODS = {
     "none": lambda _: None,
     "pid": lambda _: os.getpid(),
     "random": lambda _: random.random(),
-    "main": lambda _: threading.current_thread() is threading.main_thread(),
-    "files": lambda _: len(os.listdir("/proc/self/fd")),
-    "collect": lambda _: gc.collect() >= 0,
 }

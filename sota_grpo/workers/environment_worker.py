@@ -1,0 +1,277 @@
+"""The worker process that holds environments of samples (:mod:`.instances`), and what it makes of their results."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from sota_grpo.errors import UserError
+from sota_grpo.orphans import adopt_orphans, children
+from sota_grpo.rl.records import LARGEST, sample_seed
+from sota_grpo.text import sentence
+from sota_grpo.workers.base import WorkerThread
+from sota_grpo.workers.instances import InstanceLost, InstanceSpec
+
+_TOOLBOX = "sota_grpo.tasks.toolbox"  # named, not imported: that room is above this one
+_LOCK = threading.Lock()
+
+
+class EnvironmentWorker:
+    """Makes environments, calls them and forgets them.
+
+    The user's file is run in the constructor, on the main thread, which also calls the environments, one after the
+    other. A process that a call has started is killed when its environment is gone. Environments of an adapter have a
+    thread each, and draw no random numbers here.
+
+    Args:
+        spec, max_chars: as in :class:`~.instances.Instances`.
+    """
+
+    ANSWERED_WHILE_BUSY = ("ping",)
+
+    def __init__(self, spec: InstanceSpec, max_chars: int) -> None:
+        self._is_adapter, self._max_chars = spec.is_adapter, max_chars
+        self._environments: dict[int, _Environment] = {}
+        self._refusal: UserError | None = None
+        try:
+            self._make = import_module(_TOOLBOX).load(spec)
+        except UserError as error:
+            self._refusal = UserError(str(error))
+        adopt_orphans()
+        self._processes = {*children()}
+
+    def ping(self) -> float:
+        """0: the fleet knows how long a call may take."""
+        return 0.0
+
+    def run(self, kind: str, key: int, *content: Any) -> Any:
+        """Do what the method ``kind`` of :class:`_Environment` says, or forget one (``drop``).
+
+        Raises:
+            UserError: the file cannot be used.
+            InstanceLost: there is no such environment, or it is of no use any more.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if kind in ("open", "describe"):
+            self._environments[key] = _Environment(self._make, self._max_chars, self._is_adapter)
+        environment = self._environments.get(key)
+        if kind == "drop":
+            return self._end(key)
+        if environment is None:
+            raise InstanceLost("it is lost with its worker")
+        if environment.thread is not None:
+            return environment.thread.submit(self._answer, environment, kind, key, content)
+        return self._answer(environment, kind, key, content)
+
+    def _answer(self, environment: _Environment, kind: str, key: int, content: tuple[Any, ...]) -> Any:
+        is_last = kind in ("describe", "finish")
+        try:
+            return getattr(environment, kind)(*content)
+        except InstanceLost:
+            is_last = True
+            raise
+        finally:
+            if environment.thread is None:
+                before, self._processes = self._processes, {*children()}
+                environment.processes |= self._processes - before
+            if is_last:
+                self._end(key)
+
+    def _end(self, key: int) -> None:
+        if (environment := self._environments.pop(key, None)) is not None:
+            environment.end()
+
+
+class _Environment:
+    """The object of one sample; a method for each kind of request, which raises InstanceLost where it is of no use.
+
+    Args:
+        make: gives the object.
+        max_chars: of a text that is given back.
+        is_adapter: it is called on a thread of its own.
+    """
+
+    def __init__(self, make: Callable[[], Any], max_chars: int, is_adapter: bool) -> None:
+        self._make, self._max_chars = make, max_chars
+        self._object: Any = None
+        self._seed: int | None = None
+        self._num_calls = 0
+        self.thread = WorkerThread("environment") if is_adapter else None
+        self.processes: set[int] = set()  # that its calls have started
+
+    def describe(self) -> dict[str, Any]:
+        self._object = self._done("its construction", self._make)
+        schemas = self._done("making the schemas of its tools", lambda: list(self._object.schemas))
+        try:
+            json.dumps(schemas)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InstanceLost(f"the schemas of its tools are no JSON ({sentence(error)})") from error
+        return {"schemas": schemas, "has_reward": hasattr(self._object, "get_reward")}
+
+    def open(self, row: Mapping[str, Any], seeds: tuple[int, int] | None) -> str | None:
+        first, self._seed = seeds or (None, None)
+        if first is not None and self.thread is None:
+            _seed(first)
+        self._object = self._done("its construction", self._make)
+        if first is not None and hasattr(self._object, "seed"):
+            self._object.seed = random.Random(first).getrandbits(31)
+        observation = self._done("reset", lambda: self._object.reset(**row))
+        if observation is not None and not isinstance(observation, str):
+            raise InstanceLost(f"reset returned a {type(observation).__name__}; it returns a str or None")
+        return None if observation is None else cut(observation, self._max_chars)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        self._draw_on()
+        try:
+            return shown(_settled(self._object.call(name, arguments)), self._max_chars), False
+        except InstanceLost:
+            raise
+        except BaseException as error:  # SystemExit too: it is the tool's, and the policy may do better next time
+            return cut(f"error: {_said(error)}", self._max_chars), True
+
+    def state(self) -> dict[str, Any] | None:
+        """Attributes and properties, as many as ``max_chars`` characters of JSON hold."""
+        read = getattr(self._object, "attributes", None)
+        if read is None:
+            return None
+        left, state = self._max_chars, {}
+        for name, value in self._done("reading its attributes", read).items():
+            with suppress(TypeError, ValueError, RecursionError):  # no JSON
+                left -= len(text := json.dumps([name, value], allow_nan=False))
+                if left < 0:
+                    break
+                state[name] = json.loads(text)[1]
+        return state
+
+    def finish(self) -> float | None:
+        if not hasattr(self._object, "get_reward"):
+            return None
+        self._draw_on()
+        reward = self._done("get_reward", lambda: self._object.get_reward())
+        if reward is None:
+            return None
+        try:
+            number = float("nan") if isinstance(reward, (str, bytes)) else float(reward)
+        except Exception:  # of whatever class it is
+            number = float("nan")
+        if not abs(number) <= LARGEST:
+            shown = number if isinstance(reward, float) else f"a {type(reward).__name__}"
+            raise InstanceLost(f"get_reward returned {shown}, not a number that is finite in float32")
+        return number
+
+    def end(self) -> None:
+        """Close the object, after the calls that it has been given, and kill what these have left behind."""
+        if self.thread is not None:
+            self.thread.submit(self._close)
+            self.thread.close()
+        for pid in self.processes.intersection(children()):
+            with suppress(ProcessLookupError, ChildProcessError):  # it has ended
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _close(self) -> None:
+        if callable(close := getattr(self._object, "close", None)):
+            _settled(close())
+
+    def _draw_on(self) -> None:
+        """Each call has random numbers of its own, whatever other environments have drawn."""
+        if self._seed is not None and self.thread is None:
+            _seed(sample_seed(self._seed, self._num_calls))
+        self._num_calls += 1
+
+    def _done(self, what: str, compute: Callable[[], Any]) -> Any:
+        try:
+            return _settled(compute())
+        except InstanceLost:
+            raise
+        except UserError as error:
+            raise InstanceLost(str(error)) from error
+        except BaseException as error:
+            raise InstanceLost(f"{what} raised {_said(error)}") from error
+
+
+def _seed(seed: int) -> None:
+    """Seed the random numbers that a user's file draws, of whatever it has imported."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % (1 << 32))
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
+
+
+def _settled(value: Any) -> Any:
+    """The value; of an awaitable its result, from one event loop that runs as long as the process."""
+    if not inspect.isawaitable(value):
+        return value
+    import asyncio  # only here: most tools are plain functions
+
+    with _LOCK:
+        loop = _event_loop()
+    return asyncio.run_coroutine_threadsafe(_result_of(value), loop).result()
+
+
+@functools.cache
+def _event_loop() -> Any:
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
+
+
+async def _result_of(value: Awaitable[Any]) -> Any:
+    try:
+        return await value
+    except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
+        raise RuntimeError(_said(error)) from error
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return sentence(error)
+    except Exception:  # an exception of the user's may do anything when it is asked
+        return type(error).__name__
+
+
+def shown(value: Any, max_chars: int) -> str:
+    """What a tool returned, as the policy is told: text as it is, else JSON, else what ``str`` makes of it.
+
+    >>> shown("é", 9), shown({"a": [1, None]}, 99), shown({1, 1}, 99), shown(float("nan"), 99)
+    ('é', '{"a": [1, null]}', '{1}', 'nan')
+    """
+    if isinstance(value, str):
+        return cut(value, max_chars)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        text = str(value)
+    return cut(text, max_chars)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """``text``, of which at most ``max_chars`` characters are left, the note about the rest included.
+
+    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+
+    >>> cut("x" * 50, 40), cut("x\\ud800", 40)
+    ('xxxxxxx\\n[only 7 of 50 characters shown]', 'x?')
+    """
+    text = str.__str__(text)  # of a subclass, what it was made of
+    if len(text) > max_chars:
+        kept = max_chars
+        while kept and len(note := f"\n[only {kept} of {len(text)} characters shown]") + kept > max_chars:
+            kept -= max(1, len(note) + kept - max_chars)
+            kept = max(kept, 0)
+        text = (text[:kept] + note if kept else text)[:max_chars]
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
