@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 from sota_grpo.config.spelling import walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_json
-from sota_grpo.text import sentence
-from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml
+from sota_grpo.text import readable, sentence
+from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml, require_plain
 
 RUN_FILE = "run.json"  # written when training begins: signature, steps asked for, whether they are done
 CONFIG_FILE = "config.yaml"
@@ -38,6 +39,8 @@ FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it t
 LOCK_FILE = ".lock"
 OLD_NAMES = {"groups/zero_signal": "groups/zero_advantage"}  # of metrics, in older runs
 _LINE_BYTES = 256 << 20  # of one line, more than any run writes
+_REPLAY_BYTES = 64 << 10  # of a replay: two tables of 23 algorithms are 20 kB
+_MOST_REPLAYS = 16  # that are read, the newest
 
 
 def is_run(path: Path) -> bool:
@@ -227,3 +230,58 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):  # of another user, or of another program
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
+    """Write a replay's ``title``, ``tables`` of text and ``notes`` in place of those of the same step and question.
+
+    Raises:
+        UserError: they cannot be written, or ``replays`` is a link that leaves the run.
+    """
+    folder = run_dir / REPLAYS
+    path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
+    require_plain(folder, run_dir)
+    try:
+        folder.mkdir(exist_ok=True)
+        write_json(path, dict(replay))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}), so the report will not show this replay."
+        ) from error
+    return path
+
+
+def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The newest replays of a run by name, and of each file that is none a sentence."""
+    replays, sentences = [], []
+    try:
+        # no link is followed here: its file is opened below, or refused
+        paths = sorted((run_dir / REPLAYS).glob("*.json"), key=lambda path: (path.lstat().st_mtime_ns, path.name))
+    except OSError:
+        return [], []
+    for path in sorted(paths[-_MOST_REPLAYS:]):
+        try:
+            with open_file(path, most_bytes=_REPLAY_BYTES, levels=2) as file:
+                record = json.loads(file.read())
+            if not _is_replay(record):
+                raise ValueError(path)
+            replays.append(record)
+        except (OSError, ValueError, RecursionError) as error:
+            problem = getattr(error, "strerror", None) or "it is not what sota-grpo replay writes"
+            sentences.append(readable(f"{path} cannot be shown ({problem}); remove it, or replay again.", keep=""))
+    return replays, sentences
+
+
+def _is_replay(record: Any) -> bool:
+    """Whether it is text and tables of text, every table with a head and rows as long as it."""
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+    if not (isinstance(record, dict) and texts([record.get("title")]) and texts(record.get("notes"))):
+        return False
+    tables = record.get("tables")
+    return isinstance(tables, list) and all(
+        isinstance(rows, list) and rows and all(texts(row) and row and len(row) == len(rows[0]) for row in rows)
+        for rows in tables
+    )

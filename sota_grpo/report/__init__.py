@@ -22,8 +22,7 @@ from sota_grpo.assembly.compose import PATH_OPTIONS
 from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
-from sota_grpo.recording.replays import read_replays
-from sota_grpo.recording.run_files import INPUTS, METRICS_FILE
+from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, read_replays
 from sota_grpo.report.charts import charts
 from sota_grpo.report.data import (
     RunData,

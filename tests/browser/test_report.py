@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.replays import save_replay
-from sota_grpo.recording.run_files import note_failure
+from sota_grpo.recording.run_files import note_failure, save_replay
 from sota_grpo.report import write_report
 from sota_grpo.training.gate import write_gate
 from sota_grpo.training.subject import Check
