@@ -71,11 +71,7 @@ class Passed:
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
-        """Write the objects to ``run_dir`` and their places to ``config``.
-
-        Raises:
-            RunFailed: the disk is full, or may not be written.
-        """
+        """Write the objects to ``run_dir`` and their places to ``config``."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
         if self.train_rows is not None:
             config.env.dataset_path = _write(folder / "train.jsonl", self.train_rows)
@@ -95,12 +91,6 @@ class PassedObjective:
 
     So a config names it like an objective in a file of the user's, and what is known of those by reading holds for it.
     Until the run has a directory, the files are in a temporary one.
-
-    Args:
-        function: the surrogate.
-
-    Raises:
-        UserError: it reads what no surrogate is given, or cannot be written to a file.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -123,11 +113,7 @@ class PassedObjective:
         self.option = self.write(Path(self._scratch.name))
 
     def write(self, folder: Path) -> str:
-        """Write both files; the value of ``algorithm.objective``.
-
-        Raises:
-            RunFailed: the disk is full, or may not be written.
-        """
+        """Write both files; the value of ``algorithm.objective``."""
         _write(folder / f"objective{PICKLED}", self._pickle)
         return f"{_write(folder / 'objective.py', self._text.encode())}:{self.name}"
 
@@ -143,27 +129,26 @@ def take(
     environment: Any = None,
     objective: Any = None,
 ) -> Passed:
-    """Make of the objects what a run can use, and set the options of ``config`` that they stand for.
+    """Make of the objects (:func:`sota_grpo.train`) what a run can use, and set the options of ``config`` for them.
 
-    A path is no object: it becomes ``env.dataset_path`` or ``env.eval_path``.
-
-    Args:
-        config: changed in place.
-        overrides: of the caller, who may want another task than ``table``.
-        reward, dataset, eval_dataset, tools, environment, objective: see :func:`sota_grpo.train`.
-
-    Raises:
-        UserError: something cannot be used; the message says what and why.
+    A path is no object: it becomes ``env.dataset_path`` or ``env.eval_path``. The caller's ``overrides`` may want
+    another task than ``table``.
     """
     passed, named = Passed(), {override.lstrip("+").partition("=")[0] for override in overrides}
-    if eval_dataset is not None:
-        _require_unset(config.env.eval_path, "env.eval_path", "eval_dataset")
-        config.env.eval_path, passed.eval_rows = _place(eval_dataset, "eval_dataset")
-    if dataset is not None:
-        _require_unset(config.env.dataset_path, "env.dataset_path", "dataset")
-        config.env.dataset_path, passed.train_rows = _place(dataset, "dataset")
-        if "env.dataset" not in named:
-            config.env.dataset = "table"
+    for argument, option, table in (
+        ("eval_dataset", "eval_path", eval_dataset),
+        ("dataset", "dataset_path", dataset),
+    ):
+        if table is None:
+            continue
+        _require_unset(getattr(config.env, option), f"env.{option}", argument)
+        rows = None if isinstance(table, (str, os.PathLike)) else list(_lines(table, argument))
+        if rows == []:
+            raise UserError(f"{argument} has no rows.")
+        setattr(config.env, option, str(table) if rows is None else PASSED)
+        setattr(passed, "train_rows" if argument == "dataset" else "eval_rows", rows and b"".join(rows))
+    if dataset is not None and "env.dataset" not in named:
+        config.env.dataset = "table"
     if reward is not None:
         _take_functions(config, passed, reward)
     if tools is not None or environment is not None:
@@ -189,16 +174,6 @@ def _require_unset(value: Any, option: str, argument: str) -> None:
 def _was_passed(path: str | None) -> bool:
     """Whether a run that is continued was given an object there, which is passed once more."""
     return path is not None and Path(path).parent.name == INPUTS
-
-
-def _place(table: Any, argument: str) -> tuple[str, bytes | None]:
-    """Where the config finds a table, and of a table that is an object its rows."""
-    if isinstance(table, (str, os.PathLike)):
-        return str(table), None
-    lines = list(_lines(table, argument))
-    if not lines:
-        raise UserError(f"{argument} has no rows.")
-    return PASSED, b"".join(lines)
 
 
 def _lines(table: Any, argument: str) -> Iterable[bytes]:

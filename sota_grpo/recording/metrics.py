@@ -214,11 +214,7 @@ def term_metric(term: str) -> str:
 
 
 def info_metric(name: str, task: str | None = None) -> str:
-    """The metric's name for a number that a grader gave beside its terms; odd characters become ``_``.
-
-    Args:
-        name: of the number.
-        task: of the mixture, whose it is; None outside of mixtures.
+    """The metric's name for a number that a grader gave beside its terms, in a ``task`` of a mixture or in none.
 
     >>> info_metric("acc"), info_metric("pass rate", "maths")
     ('grader/acc', 'grader/maths/pass_rate')

@@ -39,11 +39,7 @@ def started() -> None:
 
 
 class Heartbeat(logging.Handler):
-    """While it is open, and something is being started: no long silence on the console.
-
-    Args:
-        every_s: longest silence before each line of a stage, to within a second; the last holds for all that follow.
-    """
+    """While it is open, and something is being started: no silence on the console longer than ``every_s``."""
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)
@@ -105,8 +101,7 @@ def closing_table(
     """Print what the run gained and where its time went; return the same as plain text, for ``training.log``.
 
     Args:
-        before: the ``eval/*`` metrics before training; empty when nothing was evaluated.
-        after: the same after training.
+        before, after: the ``eval/*`` metrics before and after training; empty when nothing was evaluated.
         phase_seconds: seconds by phase (``generate``, ``learn``, ...), summed over the run.
         avg_at_k: the k of ``eval/avg_at_k``.
         wall_s: duration of the run, of which the shares are; the time of no phase is shown as ``other``. Phases that

@@ -37,7 +37,6 @@ OWN_FOLDERS = (CHECKPOINTS, EXPORTED, INPUTS, STEPS_FOLDER, DEBUG_FOLDER, REPLAY
 GATE_FILE = "gate.json"
 FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it trains again
 LOCK_FILE = ".lock"
-OLD_NAMES = {"groups/zero_signal": "groups/zero_advantage"}  # of metrics, in older runs
 _LINE_BYTES = 256 << 20  # of one line, more than any run writes
 _REPLAY_BYTES = 64 << 10  # of a replay: two tables of 23 algorithms are 20 kB
 _MOST_REPLAYS = 16  # that are read, the newest
@@ -101,24 +100,18 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split()) if isinstance(error, UserError) else sentence(error)
 
 
-def read_failure(run_dir: Path) -> str | None:
-    """Why the run ended, where it failed and has not trained since."""
-    record = read_json(run_dir / FAILURE_FILE)
-    return None if record is None else str(record.get("reason", "unknown"))
-
-
 def state_of(run_dir: Path) -> tuple[str, str]:
     """``finished``, ``running``, ``failed`` or ``stopped``, and why, where there is something to say.
 
     A run that asks about itself is running until it has noted that it is finished.
     """
-    record, failure = read_record(run_dir), read_failure(run_dir)
+    record, failure = read_record(run_dir), read_json(run_dir / FAILURE_FILE)
     if (record or {}).get("finished"):
         return "finished", ""
     if is_held(run_dir):
         return "running", "starting" if record is None else ""
     if failure is not None:
-        return "failed", failure
+        return "failed", str(failure.get("reason", "unknown"))
     began = record is not None or next(whole_lines(run_dir / METRICS_FILE), None) is not None
     return "stopped", "" if began else "before its first step"
 
@@ -129,18 +122,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file cannot be read, or a line of it is damaged.
     """
-    rows = [json_line(line, path, number) for number, _, line in whole_lines(path)]
-    for row in rows:
-        row |= {new: row.pop(old) for old, new in OLD_NAMES.items() if old in row}
-    return rows
+    return [json_line(line, path, number) for number, _, line in whole_lines(path)]
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl`` that are evaluations, in order.
-
-    Raises:
-        UserError: as :func:`read_rows`.
-    """
+    """The rows of ``metrics.jsonl`` that are evaluations, in order."""
     return [row for row in read_rows(run_dir / METRICS_FILE) if EVALUATED in row]
 
 
@@ -167,11 +153,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """The object in a line; numbers that JSON does not have are None.
-
-    Raises:
-        UserError: it is no object with a step.
-    """
+    """The object in a line; numbers that JSON does not have are None. It is an error when it has no step."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
         row["step"] = int(row["step"])

@@ -8,7 +8,6 @@ in the files, and what comes after it is dropped and written again.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import numbers
@@ -22,9 +21,10 @@ from typing import Any
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import declared
-from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, whole_lines
+from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, json_line, whole_lines
 from sota_grpo.recording.sinks import CopySink
-from sota_grpo.text import ReadableFormatter, json_line, one_line, readable
+from sota_grpo.text import ReadableFormatter, one_line, readable
+from sota_grpo.text import json_line as as_json
 
 TRAINING_LOG = "training.log"
 ROLLOUT_FIELDS = (
@@ -76,7 +76,9 @@ class RunLog:
         self._paths = {name: Path(run_dir) / name for name in (METRICS_FILE, ROLLOUTS_FILE)}
         self._sinks = tuple(sinks)
         for path in self._paths.values():
-            _cut_torn_line(path)
+            end = max((offset + len(line) for _, offset, line in whole_lines(_writable(path))), default=0)
+            if end < path.stat().st_size:
+                os.truncate(path, end)
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; evaluations write their own line of a step.
@@ -87,9 +89,15 @@ class RunLog:
             ValueError: a name is not declared in the glossary, or a value is not finite.
             TypeError: a value is not a number.
         """
-        if "step" in metrics:
-            raise ValueError("'step' is the first argument of write_step, not one of its metrics.")
-        row = {name: _number(name, value, step) for name, value in metrics.items()}
+        row: dict[str, float | int | None] = {}
+        for name, value in metrics.items():
+            declared(name)
+            if not isinstance(value, numbers.Real | None):
+                kind = type(value).__name__
+                raise TypeError(f"The metric {name} at step {step} is a {kind}, not a number: call .item().")
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"The metric {name} at step {step} is {value}: write None if it was not measured.")
+            row[name] = None if value is None else _plain(value)
         self._append(METRICS_FILE, [{"step": step, **row}])
         for sink in self._sinks:
             sink.log(step, row)
@@ -106,7 +114,13 @@ class RunLog:
             ValueError: a field is missing or unknown, or a number is not finite.
         """
         for row in rows:
-            _check_rollout(step, row)
+            odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
+            if odd:
+                raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
+            for name in ("reward", "advantage"):
+                if not math.isfinite(row[name]):
+                    where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
+                    raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
         picked = best_and_worst(rows)
         lines, samples = (
             [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]
@@ -124,7 +138,18 @@ class RunLog:
         Raises:
             UserError: a line that is not the last one is not JSON with a step, which no kill does.
         """
-        dropped = sum(_drop_from(path, first_step) for path in self._paths.values())
+        dropped = 0
+        for path in self._paths.values():
+            with path.open("rb") as lines:
+                is_kept = [json_line(line, path, number)["step"] < first_step for number, line in enumerate(lines, 1)]
+            if not all(is_kept):
+                with (
+                    atomic_file(path, durable=True) as temporary,
+                    path.open("rb") as lines,
+                    temporary.open("wb") as kept,
+                ):
+                    kept.writelines(itertools.compress(lines, is_kept))
+            dropped += is_kept.count(False)
         for sink in self._sinks:
             sink.rewind(first_step)
         return dropped
@@ -142,7 +167,7 @@ class RunLog:
 
     def _append(self, name: str, rows: Iterable[Row]) -> None:
         try:
-            lines = [json_line(row, allow_nan=False, default=_plain) + "\n" for row in rows]
+            lines = [as_json(row, allow_nan=False, default=_plain) + "\n" for row in rows]
             with self._paths[name].open("ab") as file:
                 file.write("".join(lines).encode())
         except OSError as error:
@@ -173,27 +198,6 @@ def best_and_worst(rows: Sequence[Row]) -> list[Row]:
     return picked
 
 
-def _number(name: str, value: Any, step: int) -> float | int | None:
-    declared(name)
-    if value is None:
-        return None
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"The metric {name} at step {step} is a {type(value).__name__}, not a number: call .item().")
-    if not math.isfinite(value):
-        raise ValueError(f"The metric {name} at step {step} is {value}: write None if it could not be measured.")
-    return _plain(value)
-
-
-def _check_rollout(step: int, row: Row) -> None:
-    odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
-    if odd:
-        raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
-    for name in ("reward", "advantage"):
-        if not math.isfinite(row[name]):
-            where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
-            raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
-
-
 def _plain(value: Any) -> float | int:
     """The JSON number of a foreign scalar type (numpy's)."""
     if isinstance(value, numbers.Integral):
@@ -201,28 +205,6 @@ def _plain(value: Any) -> float | int:
     if isinstance(value, numbers.Real):
         return float(value)
     raise TypeError(f"A {type(value).__name__} has no place in a JSON line: pass plain values.")
-
-
-def _cut_torn_line(path: Path) -> None:
-    end = max((offset + len(line) for _, offset, line in whole_lines(_writable(path))), default=0)
-    if end < path.stat().st_size:
-        os.truncate(path, end)
-
-
-def _drop_from(path: Path, first_step: int) -> int:
-    with path.open("rb") as lines:
-        is_kept = [_step_of(line, path, number) < first_step for number, line in enumerate(lines, 1)]
-    if not all(is_kept):
-        with atomic_file(path, durable=True) as temporary, path.open("rb") as lines, temporary.open("wb") as kept:
-            kept.writelines(itertools.compress(lines, is_kept))
-    return is_kept.count(False)
-
-
-def _step_of(line: bytes, path: Path, number: int) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"Line {number} of {path} is not JSON with a step: remove it to resume.") from error
 
 
 class _TrainingLog(logging.FileHandler):
@@ -233,9 +215,6 @@ def setup_logging(run_dir: str | os.PathLike[str], level: str = "info") -> loggi
     """Write the records of the ``sota_grpo`` loggers at ``level`` and above to ``training.log``.
 
     Other handlers stay as they are and get what they got, INFO and above. Called again, it replaces only its own.
-
-    Raises:
-        UserError: the log cannot be written.
     """
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
@@ -298,11 +277,7 @@ class ExamineLog:
         self._term_weights, self._clock = dict(term_weights), clock
 
     def write(self, step: int, rows: Sequence[Row]) -> None:
-        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of step ``step``.
-
-        Raises:
-            RunFailed: the file cannot be written.
-        """
+        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of step ``step``."""
         if not self.num_examine or not rows:
             return
         picked = pick(rows, self.num_examine, step)

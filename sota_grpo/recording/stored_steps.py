@@ -90,12 +90,7 @@ class StoredStep:
 
 
 def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """The stored steps of a run, the earliest first; none where the folder is missing.
-
-    >>> import tempfile
-    >>> stored_steps(tempfile.mkdtemp())
-    []
-    """
+    """The stored steps of a run, the earliest first; none where the folder is missing."""
     folder = Path(run_dir) / STEPS_FOLDER
     paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(paths, key=step_of)
@@ -114,11 +109,7 @@ def step_of(path: Path) -> int:
 
 
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
-    """Write a step under its name once complete, then drop the oldest others above ``most_bytes``, step 0 last.
-
-    Raises:
-        RunFailed: the file system refused.
-    """
+    """Write a step under its name once complete, then drop the oldest others above ``most_bytes``, step 0 last."""
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
     buffer = io.BytesIO()  # torch's own writer would hide why a disk refuses
     torch.save(_content(stored), buffer)
@@ -141,11 +132,7 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
 
 
 def read_step(path: str | os.PathLike[str]) -> StoredStep:
-    """Read one file of :func:`stored_steps`; no code in it is run.
-
-    Raises:
-        UserError: it cannot be read, or is not a stored step.
-    """
+    """Read one file of :func:`stored_steps`; no code in it is run."""
     try:
         file = open_file(path, most_bytes=2 * MOST_BYTES, levels=2)
     except OSError as error:
@@ -195,8 +182,13 @@ def _content(stored: StoredStep) -> dict[str, Any]:
 
 
 def _stored(content: Mapping[str, Any]) -> StoredStep:
-    texts = json.loads(content["texts"])
-    rows = _rows(content["columns"], content["prompt_tokens"].tolist())
+    texts, prompt_tokens = json.loads(content["texts"]), content["prompt_tokens"].tolist()
+    names = ("path", "rows", "shapes", "values")
+    saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in content["columns"]]
+    rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
+    full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
+    rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
+    rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
     for name, column in zip(_ROW_TEXTS, content["row_texts"], strict=True):
         rows.set(name, [None if index is None else texts[index] for index in column])
     fields = json.loads(content["fields"])
@@ -212,18 +204,6 @@ def _stored(content: Mapping[str, Any]) -> StoredStep:
         measured=None if measured is None else list(measured.split(rows.lengths(keys.FULL_TOKENS), dim=-1)),
         origin=Origin(**content["origin"]),
     )
-
-
-def _rows(
-    columns: Sequence[tuple[list[str], list[int], list[list[int]], Tensor]], prompt_tokens: list[int]
-) -> RowTable:
-    names = ("path", "rows", "shapes", "values")
-    saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in columns]
-    rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
-    full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
-    rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
-    rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
-    return rows
 
 
 def _cut(text: str, lengths: Tensor) -> list[str]:
@@ -245,23 +225,14 @@ def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> l
     held: list[int] = []
     for token in ids:
         held.append(token)
-        end = None
-        if len(held) <= _MOST_HELD:
-            end = _end(whole, at, decode(held))
-        pieces.append("" if end is None else whole[at:end])
-        if end is not None:
+        text, start = decode(held) if len(held) <= _MOST_HELD else _HALF, at
+        while not whole.startswith(text, start) and whole.startswith(" ", start):
+            start += 1
+        is_whole = not text.endswith(_HALF) and whole.startswith(text, start)
+        end = start + len(text) if is_whole else at
+        pieces.append(whole[at:end])
+        if is_whole:
             at, held = end, []
     if pieces:
         pieces[-1] += whole[at:]
     return pieces
-
-
-def _end(whole: str, at: int, text: str) -> int | None:
-    """Where ``text`` ends if ``whole`` goes on with it at ``at``, perhaps behind spaces; None: not, or not yet."""
-    if text.endswith(_HALF):
-        return None
-    while not whole.startswith(text, at):
-        if not whole.startswith(" ", at):
-            return None
-        at += 1
-    return at + len(text)

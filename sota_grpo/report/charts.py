@@ -94,7 +94,8 @@ def _chart(key: str, within: str, lines: list[Line]) -> dict[str, Any]:
         name, lines = lines[0][1], [("", lines[0][1])]
     else:
         name = key.replace(_OF_A_TASK, f"{within}/{_OF_A_TASK}") if within else key
-        what = "task" if key.startswith(_LAST) else _placeholder(metric)
+        placeholder = metric.name.partition("<")[2].partition(">")[0] if metric else ""
+        what = "task" if key.startswith(_LAST) else placeholder
         title = (title or plain) + (f" by {what}" if what != "name" else "") + (f" of {within}" if within else "")
     chart: dict[str, Any] = {
         "name": name,
@@ -106,10 +107,6 @@ def _chart(key: str, within: str, lines: list[Line]) -> dict[str, Any]:
     }
     band = _BAND_OF_TASK if key.startswith(EVAL_TASK) else BANDS[key][0] if key in BANDS else None
     return chart | ({} if band is None else {"band": band})
-
-
-def _placeholder(metric: Metric | None) -> str:
-    return metric.name.partition("<")[2].partition(">")[0] if metric else ""
 
 
 def _declared(name: str) -> Metric | None:

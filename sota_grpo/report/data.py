@@ -103,11 +103,7 @@ class RunData:
 
 
 def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The run directories among ``paths`` and below them, in natural order, each once.
-
-    Raises:
-        UserError: a path is not there, or no run is.
-    """
+    """The run directories among ``paths`` and below them, in natural order, each once."""
     runs: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -123,11 +119,7 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
-    """The runs that have something to show, and of each other one a sentence that says why it has not.
-
-    Raises:
-        UserError: none has; the sentence is that of the first.
-    """
+    """The runs that have something to show, and of each other one why it has not; an error where none has."""
     runs, sentences = [], []
     for path in paths:
         try:
@@ -151,11 +143,7 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def read_run(path: Path) -> RunData:
-    """Read the run in ``path``; a last line that is still being written is left alone.
-
-    Raises:
-        UserError: it has no finished step, a file cannot be read, or it is not what a run writes.
-    """
+    """Read the run in ``path``, which has finished a step; a last line that is still being written is left alone."""
     rows: dict[int, dict[str, Any]] = {}
     for row in read_rows(path / METRICS_FILE):
         rows.setdefault(row["step"], {}).update(row)
@@ -180,11 +168,7 @@ def read_run(path: Path) -> RunData:
 
 
 def safe_json(value: Any) -> str:
-    """``value`` as JSON that can stand in an HTML ``<script>`` element, whatever the texts in it hold.
-
-    Raises:
-        ValueError: a number is not finite; ``number`` lets none through.
-    """
+    """``value`` as JSON that can stand in an HTML ``<script>`` element, whatever the texts in it hold."""
     return json_line(value, html=True, allow_nan=False, separators=(",", ":"))
 
 

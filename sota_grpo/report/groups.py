@@ -29,7 +29,6 @@ _STEP_BYTES = 400_000  # of the groups of one stored step
 _MOST_TURNS, _MOST_CALLS = 200, 50  # of a dialog and of a turn; what a run writes is far below
 _MOST_NAME = 100
 
-Values = Sequence[float]
 GroupKey = tuple[int, int]  # step and group
 
 
@@ -54,7 +53,12 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
         figures["ratio"] = [math.exp(min(new - old, _OVERFLOW)) for new, old in zip(policy, behaviour)]
     newest = policy or behaviour
     if newest is not None and reference is not None:
-        figures["kl"] = _divergences(newest, reference, estimator)
+        import torch
+
+        from sota_grpo.functional.divergences import KL_ESTIMATORS, kl_k3
+
+        pair = torch.tensor([newest, reference], dtype=torch.float64)
+        figures["kl"] = KL_ESTIMATORS.get(estimator, kl_k3)(*pair).tolist()
     columns: dict[str, Any] = {"pieces": _ends(pieces)}
     if not all(said):
         columns["said"] = _ends([int(one) for one in said])
@@ -67,15 +71,6 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
 
 def _ends(column: Sequence[Any]) -> list[Any]:
     return list(column) if len(column) <= _FIRST + _LAST else [*column[:_FIRST], *column[-_LAST:]]
-
-
-def _divergences(policy: Values, reference: Values, estimator: str) -> Values:
-    import torch
-
-    from sota_grpo.functional.divergences import KL_ESTIMATORS, kl_k3
-
-    pair = torch.tensor([policy, reference], dtype=torch.float64)
-    return KL_ESTIMATORS.get(estimator, kl_k3)(*pair).tolist()
 
 
 @dataclass
@@ -97,11 +92,7 @@ class Groups:
 
 
 def choose_groups(run: RunData, budget: int) -> Groups:
-    """At most ``budget`` bytes of groups: of the newest step, the first, then evenly spread ones; few of each at first.
-
-    Raises:
-        UserError: a line of the record is broken.
-    """
+    """At most ``budget`` bytes of groups, few of each step at first: the newest, the first, then evenly spread ones."""
     path = run.path / ROLLOUTS_FILE
     index = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
@@ -120,11 +111,7 @@ def choose_groups(run: RunData, budget: int) -> Groups:
 
 
 def scan(path: Path) -> Index:
-    """Find the groups of ``rollouts.jsonl``; a line in another form than the trainer's is parsed.
-
-    Raises:
-        UserError: a line is broken.
-    """
+    """Find the groups of ``rollouts.jsonl``; a line in another form than the trainer's is parsed."""
     index = Index()
     for line_number, offset, line in whole_lines(path):
         head, tail = _HEAD.match(line), _TAIL.search(line, max(0, len(line) - 64))
@@ -132,15 +119,14 @@ def scan(path: Path) -> Index:
             step, group, version = int(head[1]), int(head[2]), int(tail[1])
         else:
             row = json_line(line, path, line_number)
-            step, group = row["step"], _integer(row.get("group_id"), 0)
-            version = _integer(row.get("policy_version"), step)
+            step = row["step"]
+            group, version = (
+                row[name] if isinstance(row.get(name), int) else default
+                for name, default in (("group_id", 0), ("policy_version", step))
+            )
         index.lines.setdefault((step, group), []).append((line_number, offset, len(line)))
         index.ages[step - version] += 1
     return index
-
-
-def _integer(value: Any, default: int) -> int:
-    return value if isinstance(value, int) else default
 
 
 def spread(count: int) -> list[int]:

@@ -14,17 +14,19 @@ from omegaconf import OmegaConf
 
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import walk, with_options
-from sota_grpo.migration.data import (
+from sota_grpo.migration.export import model_card, published
+from sota_grpo.migration.verl import (
     FILES,
     Account,
+    Beside,
     Facts,
     example_columns,
+    verl_options,
     verl_reward,
     verl_rows,
+    verl_script,
     write_parquet,
 )
-from sota_grpo.migration.export import model_card, published
-from sota_grpo.migration.verl import Beside, verl_options, verl_script
 from sota_grpo.tasks import make_task
 from tests.config.test_config import PRESETS, composed
 

