@@ -25,25 +25,17 @@ def chosen(run_dir: Path, budget: int) -> tuple[list[dict[str, Any]], Any]:
     return [json.loads(text) for text in found.encoded], found
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 10, 1000])
-def test_every_step_has_its_place_in_the_order(count: int) -> None:
-    assert sorted(spread(count)) == list(range(count))
-
-
-@pytest.mark.parametrize("taken", [3, 5, 9, 17, 33])
-def test_the_first_of_the_order_are_evenly_spread(taken: int) -> None:
-    picked = sorted(spread(1025)[:taken])
-    assert {b - a for a, b in pairwise(picked)} == {1024 // (taken - 1)}
+def test_every_step_has_its_place_in_the_order_and_the_first_are_evenly_spread() -> None:
+    assert all(sorted(spread(count)) == list(range(count)) for count in (0, 1, 2, 3, 10, 1025))
+    for taken in (3, 5, 9, 17, 33):
+        assert {b - a for a, b in pairwise(sorted(spread(1025)[:taken]))} == {1024 // (taken - 1)}
 
 
 def test_everything_is_shown_where_it_fits(tmp_path: Path) -> None:
     groups, found = chosen(write_run(tmp_path, steps=5, groups=3), 1_000_000)
     assert [(group["step"], group["id"]) for group in groups] == [(i // 3, i) for i in range(15)]
     assert found.total == 15
-    assert found.ages == [
-        (0, 3 * 5),
-        (1, 2 * 5),
-    ]  # two, two and one a step; odd ones are a version old
+    assert found.ages == [(0, 3 * 5), (1, 2 * 5)]  # five samples a step; those of odd steps are a version old
     zero, cut, plain = groups[:3]
     assert (zero["zero"], zero["cut"], len(zero["samples"])) == (True, False, 1)
     assert (cut["zero"], cut["cut"], len(cut["samples"])) == (False, True, 2)
