@@ -25,15 +25,6 @@ from tests.l3_parts import make_env, make_saying
 SEED = random.randrange(1 << 30)
 
 
-def test_standard_error_of_a_share_is_the_binomial_one() -> None:
-    dice = random.Random(random.getrandbits(32))
-    outcomes = [float(dice.random() < 0.3) for _ in range(400)]
-    found = Accuracy.of(outcomes)
-    share = sum(outcomes) / 400
-    assert found.mean == pytest.approx(share)
-    assert found.stderr == pytest.approx(math.sqrt(share * (1 - share) / 399))
-
-
 def measured(env, say, **options) -> dict[str, float]:
     engine, examples = make_saying(env, say), env.task.heldout[:8]
     return Evaluator(
@@ -98,12 +89,8 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(num_samples:
         for k in range(1, num_samples + 1):
             subsets = list(itertools.combinations(outcomes, k))
             assert pass_at_k(right, num_samples, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-@pytest.mark.parametrize(("right", "samples", "k"), [(1, 4, 5), (1, 4, 0), (5, 4, 2), (-1, 4, 2)])
-def test_pass_at_k_refuses_what_cannot_be_counted(right: int, samples: int, k: int) -> None:
     with pytest.raises(ValueError, match="needs"):
-        pass_at_k(right, samples, k)
+        pass_at_k(1, num_samples, num_samples + 1)
 
 
 def test_every_response_is_handed_over_once_with_its_problem() -> None:
@@ -189,29 +176,6 @@ def test_a_gain_is_paired() -> None:
     assert Accuracy.of_gain(before, after).stderr == pytest.approx(statistics.stdev([1, 0, 1, -1]) / 2)
     with pytest.raises(ValueError, match="zip"):
         Accuracy.of_gain(before, after[:3])
-
-
-def test_the_error_of_a_ratio_and_of_a_gain_are_those_of_repeated_draws() -> None:
-    """3,000 draws of 200 prompts: the spread of ratio and gain over draws is what a single draw estimates."""
-    dice = random.Random(7)
-
-    def draw() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        asked = [dice.choice((1, 1, 2, 3)) for _ in range(200)]
-        ease = [
-            dice.betavariate(1, 1) for _ in asked
-        ]  # instructions of a prompt share it, so they depend on each other
-
-        def follow(bonus: float) -> list[tuple[int, int]]:
-            return [(sum(dice.random() < part**bonus for _ in range(m)), m) for part, m in zip(ease, asked)]
-
-        return follow(2.0), follow(1.0)
-
-    ratios, gains = zip(
-        *((Accuracy.of_counts(old), Accuracy.of_gain(old, new)) for old, new in (draw() for _ in range(3000)))
-    )
-    for found in (ratios, gains):
-        said = statistics.fmean(one.stderr for one in found)
-        assert statistics.stdev(one.mean for one in found) == pytest.approx(said, rel=0.06)  # 4 errors of a spread
 
 
 def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions() -> None:
