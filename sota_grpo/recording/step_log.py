@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, str]]
 
-_DRAW_EVERY_S = 0.25  # in a notebook; each is a message to the browser
 _WINDOW = 20  # steps of the moving average: long enough to smooth evaluations, short enough to follow the lengths
 SHARE, FREE_S = 0.03, 30.0  # of the run's time that keeping whole steps may take; seconds that are not counted
 _PATIENCE = 3  # steps in a row; one alone happens to good runs, and a run may be shorter
@@ -83,7 +82,7 @@ class Progress:
             from rich.live import Live
 
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
-        self._notebook = NotebookLine() if in_notebook(stream or sys.stdout) else None
+        self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
         """Show and return the line after ``done`` steps of the run; what was not measured is left out."""
@@ -112,62 +111,29 @@ class Progress:
 
             self._live.start()
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif self._notebook is not None:
-            self._notebook.show(line)
+        elif self._in_notebook:  # without widgets, which need a package beside it and are empty in a saved notebook
+            import IPython.display
+
+            content = {"text/plain": line}
+            if self._cell is None:
+                self._cell = IPython.display.display(content, raw=True, display_id=True)
+            else:
+                self._cell.update(content, raw=True)
         elif done >= self.total or now - self._printed_at >= self._every_s:
             self._printed_at = now
             self._stream.write(line + "\n")
         return line
 
     def close(self) -> None:
-        """Leave the last line standing and give the terminal back. Idempotent."""
+        """Give the terminal back; the last line stays. Idempotent."""
         if self._live is not None:
             self._live.stop()
-        if self._notebook is not None:
-            self._notebook.close()
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class NotebookLine:
-    """Draws a line where it was drawn first, at most four times a second.
-
-    IPython's display is used as it is, without widgets: those need a package beside the notebook, and are empty in a
-    saved one.
-    """
-
-    def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        if display is None:
-            import IPython.display
-
-            display = IPython.display.display
-        self._display, self._clock = display, clock
-        self._handle: Any = None
-        self._line: str | None = None  # what is still to be drawn
-        self._drawn_at = -float("inf")
-
-    def show(self, line: str) -> None:
-        """Draw ``line`` now, or with the next one, or when the line is closed."""
-        self._line = line
-        if self._clock() - self._drawn_at >= _DRAW_EVERY_S:
-            self._draw()
-
-    def close(self) -> None:
-        """Leave the last line standing. Idempotent."""
-        if self._line is not None:
-            self._draw()
-
-    def _draw(self) -> None:
-        content = {"text/plain": self._line}
-        if self._handle is None:
-            self._handle = self._display(content, raw=True, display_id=True)
-        else:
-            self._handle.update(content, raw=True)
-        self._line, self._drawn_at = None, self._clock()
 
 
 class ZeroAdvantageWatch:

@@ -35,7 +35,6 @@ _NAME = re.compile(r"step_(\d{6,})\.pt")
 _OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
 _LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
 _ROW_TEXTS: tuple[Key, ...] = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.RESPONSE_TEXT, keys.REWARD_INFO)
-_FIELD_TEXTS = ("query", "answer", "prompt", "response")
 _HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
 _MOST_HELD = 64  # tokens that are decoded together before their text is given up as one
 
@@ -154,13 +153,6 @@ def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
 
 def _content(stored: StoredStep) -> dict[str, Any]:
     """Tensors, numbers and JSON: what ``torch.load(weights_only=True)`` reads, whatever characters the texts have."""
-    texts: dict[str, int] = {}  # every text once, and its index; siblings share theirs
-
-    def index(text: str) -> int:
-        return texts.setdefault(text, len(texts))
-
-    fields = [{**each, **{name: index(each[name]) for name in _FIELD_TEXTS}} for each in stored.fields]
-    texts_of_rows = [[row.get(key) for row in stored.rows] for key in _ROW_TEXTS]
     tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
     saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
     return {
@@ -171,44 +163,33 @@ def _content(stored: StoredStep) -> dict[str, Any]:
             for each in saved
         ],
         "prompt_tokens": torch.tensor(stored.rows.lengths(keys.PROMPT_TOKENS)),
-        "row_texts": [[None if one is None else index(one) for one in each] for each in texts_of_rows],
-        "fields": json.dumps(fields),
-        "pieces": json.dumps(["".join(pieces) for pieces in stored.pieces]),
-        "piece_lengths": [torch.tensor([len(piece) for piece in pieces]) for pieces in stored.pieces],
+        "row_texts": json.dumps([[row.get(key) for row in stored.rows] for key in _ROW_TEXTS]),
+        "fields": json.dumps(stored.fields),
+        "pieces": json.dumps(stored.pieces),
         "measured": None if stored.measured is None else torch.cat(stored.measured, dim=-1),
-        "texts": json.dumps(list(texts)),
         "origin": asdict(stored.origin),
     }
 
 
 def _stored(content: Mapping[str, Any]) -> StoredStep:
-    texts, prompt_tokens = json.loads(content["texts"]), content["prompt_tokens"].tolist()
+    prompt_tokens, measured = content["prompt_tokens"].tolist(), content["measured"]
     names = ("path", "rows", "shapes", "values")
     saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in content["columns"]]
     rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
     full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
     rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
     rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
-    for name, column in zip(_ROW_TEXTS, content["row_texts"], strict=True):
-        rows.set(name, [None if index is None else texts[index] for index in column])
-    fields = json.loads(content["fields"])
-    for each in fields:
-        each.update({name: texts[each[name]] for name in _FIELD_TEXTS})
-    measured = content["measured"]
+    for name, column in zip(_ROW_TEXTS, json.loads(content["row_texts"]), strict=True):
+        rows.set(name, column)
     return StoredStep(
         step=content["step"],
         metrics=content["metrics"],
         rows=rows,
-        fields=fields,
-        pieces=[_cut(text, ends) for text, ends in zip(json.loads(content["pieces"]), content["piece_lengths"])],
+        fields=json.loads(content["fields"]),
+        pieces=json.loads(content["pieces"]),
         measured=None if measured is None else list(measured.split(rows.lengths(keys.FULL_TOKENS), dim=-1)),
         origin=Origin(**content["origin"]),
     )
-
-
-def _cut(text: str, lengths: Tensor) -> list[str]:
-    ends = lengths.cumsum(0).tolist()
-    return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 
 def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:

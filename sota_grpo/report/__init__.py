@@ -23,8 +23,7 @@ from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
 from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, read_replays
-from sota_grpo.report.charts import charts
-from sota_grpo.report.data import RunData, curves, find_runs, phases, read_runs, safe_json, shown, stride_for
+from sota_grpo.report.data import RunData, charts, curves, find_runs, phases, read_runs, safe_json, shown, stride_for
 from sota_grpo.report.groups import Groups, choose_groups
 from sota_grpo.text import sentence
 from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +30,7 @@ _MOST_TURNS, _MOST_CALLS = 200, 50  # of a dialog and of a turn; what a run writ
 _MOST_NAME = 100
 
 GroupKey = tuple[int, int]  # step and group
+Line = tuple[int, int, int]  # its number, its offset in the file and its size
 
 
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
@@ -73,14 +74,6 @@ def _ends(column: Sequence[Any]) -> list[Any]:
     return list(column) if len(column) <= _FIRST + _LAST else [*column[:_FIRST], *column[-_LAST:]]
 
 
-@dataclass
-class Index:
-    """Where each group stands in ``rollouts.jsonl``, found without parsing it."""
-
-    lines: dict[GroupKey, list[tuple[int, int, int]]] = field(default_factory=dict)  # number, offset and size of each
-    ages: Counter[int] = field(default_factory=Counter)  # responses by the age of their policy, in versions
-
-
 @dataclass(frozen=True)
 class Groups:
     """What a page holds of a run's groups."""
@@ -88,31 +81,35 @@ class Groups:
     encoded: list[str]  # each as JSON, safe in HTML
     total: int  # groups in the record; those that are not in ``encoded`` are left out
     stored: list[int]  # steps of which whole groups with tokens are among them
-    ages: list[tuple[int, int]]  # as in Index
+    ages: list[tuple[int, int]]  # ages of policies in versions, and how many responses are of each
 
 
 def choose_groups(run: RunData, budget: int) -> Groups:
     """At most ``budget`` bytes of groups, few of each step at first: the newest, the first, then evenly spread ones."""
     path = run.path / ROLLOUTS_FILE
-    index = scan(path)
+    lines, ages = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
-    weight = sum(size for lines in index.lines.values() for *_, size in lines)
+    weight = sum(size for own in lines.values() for *_, size in own)
     most = max(budget // 2, budget - weight)
     stored, left = _stored(run.path, estimator, most)
-    rest = [key for key in _in_order(index.lines) if key not in stored]
-    extremes, _ = _fitting(_extremes(path, {key: index.lines[key] for key in rest}), budget - most + left)
+    rest = [key for key in _in_order(lines) if key not in stored]
+    extremes, _ = _fitting(_extremes(path, {key: lines[key] for key in rest}), budget - most + left)
     chosen = stored | extremes
     return Groups(
         encoded=[chosen[key] for key in sorted(chosen)],
-        total=len(index.lines.keys() | chosen.keys()),
+        total=len(lines.keys() | chosen.keys()),
         stored=sorted({step for step, _ in stored}),
-        ages=sorted(index.ages.items()),
+        ages=sorted(ages.items()),
     )
 
 
-def scan(path: Path) -> Index:
-    """Find the groups of ``rollouts.jsonl``; a line in another form than the trainer's is parsed."""
-    index = Index()
+def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
+    """The lines of each group in ``rollouts.jsonl``, and the responses by the age of their policy, in versions.
+
+    A line in another form than the trainer's is parsed.
+    """
+    lines: dict[GroupKey, list[Line]] = {}
+    ages: Counter[int] = Counter()
     for line_number, offset, line in whole_lines(path):
         head, tail = _HEAD.match(line), _TAIL.search(line, max(0, len(line) - 64))
         if head and tail:
@@ -124,9 +121,9 @@ def scan(path: Path) -> Index:
                 row[name] if isinstance(row.get(name), int) else default
                 for name, default in (("group_id", 0), ("policy_version", step))
             )
-        index.lines.setdefault((step, group), []).append((line_number, offset, len(line)))
-        index.ages[step - version] += 1
-    return index
+        lines.setdefault((step, group), []).append((line_number, offset, len(line)))
+        ages[step - version] += 1
+    return lines, ages
 
 
 def spread(count: int) -> list[int]:
@@ -216,7 +213,7 @@ def _fitting(texts: Iterable[tuple[GroupKey, str]], budget: int) -> tuple[dict[G
     return fitting, budget
 
 
-def _extremes(path: Path, lines: Mapping[GroupKey, list[tuple[int, int, int]]]) -> Iterator[tuple[GroupKey, str]]:
+def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tuple[GroupKey, str]]:
     """The groups of ``rollouts.jsonl`` as JSON."""
     if not lines:  # nor a file, perhaps
         return

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sota_grpo.recording import step_log
 from sota_grpo.recording.progress import closing_table
-from sota_grpo.recording.step_log import NotebookLine, Progress
+from sota_grpo.recording.step_log import Progress
 from sota_grpo.text import duration, readable
 
 
@@ -127,49 +127,22 @@ def test_the_closing_table_shows_only_what_was_measured(monkeypatch):
 # --- in a notebook ----------------------------------------------------------------------------------------------------
 
 
-class Cell:
-    """Stands for IPython's display: what the cell shows, and in how many messages it came."""
-
-    def __init__(self) -> None:
-        self.shown: list[str] = []
-        self.messages = 0
-
-    def display(self, content: dict[str, str], *, raw: bool, display_id: bool) -> Cell:
-        assert raw
-        assert display_id
-        self.shown.append("")
-        self.update(content, raw=raw)
-        return self
-
-    def update(self, content: dict[str, str], *, raw: bool) -> None:
-        assert raw
-        self.shown[-1] = content["text/plain"]
-        self.messages += 1
-
-
-def test_fast_steps_are_drawn_four_times_a_second_and_the_last_one_stays() -> None:
-    cell, now = Cell(), 0.0
-    line = NotebookLine(cell.display, clock=lambda: now)
-    for step in range(1, 101):
-        now += 0.01  # a second in all
-        line.show(f"step {step}")
-    assert cell.messages == 4
-    line.close()
-    line.close()
-    assert cell.shown == ["step 100"]
-    assert cell.messages == 5
-
-
 def test_the_progress_of_a_run_takes_that_line(monkeypatch: Any) -> None:
-    cell = Cell()
-    monkeypatch.setattr(step_log, "NotebookLine", lambda: NotebookLine(cell.display))
+    """In one place of the cell, whatever stands below it."""
+    shown: list[str] = []
+
+    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert (raw, display_id) == (True, True)
+        shown.append(content["text/plain"])
+        return SimpleNamespace(update=lambda content, raw: shown.__setitem__(-1, content["text/plain"]))
+
+    monkeypatch.setattr("IPython.display.display", display)
     stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    with Progress(3, stream=stream) as shown:
+    with Progress(3, stream=stream) as progress:
         for step in (1, 2, 3):
-            shown.update(step, {"reward": 0.5})
+            progress.update(step, {"reward": 0.5})
     assert stream.getvalue() == ""
-    assert len(cell.shown) == 1
-    assert cell.shown[0].startswith("step 3/3  reward 0.50")
+    assert [line[:21] for line in shown] == ["step 3/3  reward 0.50"]
 
 
 def test_a_mistake_in_a_cell_is_its_sentence_and_no_page_of_frames(capsys: pytest.CaptureFixture[str]) -> None:

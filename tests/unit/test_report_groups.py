@@ -66,8 +66,8 @@ def test_lines_in_another_form_are_found_too(tmp_path: Path) -> None:
     lines = [json.dumps(dict(reversed(row.items()))) + "\n" for row in rows]
     (run_dir / ROLLOUTS_FILE).write_text("".join(lines))
     slow = scan(run_dir / ROLLOUTS_FILE)
-    assert quick.lines.keys() == slow.lines.keys()
-    assert quick.ages == slow.ages
+    assert quick[0].keys() == slow[0].keys()
+    assert quick[1] == slow[1]
 
 
 def test_stored_steps_show_all_samples_with_their_tokens(tmp_path: Path) -> None:
