@@ -102,28 +102,23 @@ def find_target(
     elif step is not None:
         raise UserError(f"--step {step} chooses a checkpoint, and {name} is no run ({CONFIG_FILE} is missing there).")
     else:
-        target = _model_target(name, overrides, config_name, task)
+        try:
+            is_here = Path(resolve_model_path(name)).is_dir()
+        except ModelNotFoundError as error:
+            raise UserError(f"{no_run_or_model(name)}.") from error
+        of_tasks = PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
+        preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
+        config = compose(preset, [*([] if task is None else [f"env.dataset={task}"]), *overrides])
+        config.model.name, config.model.size = name, ModelConfig().size
+        if config.device == "auto" and not torch.cuda.is_available() and not is_here:
+            raise UserError(
+                f"{no_run_or_model(name)}; if it is a model of the hub, it needs a GPU, which this machine has not, or "
+                "device=cpu."
+            )
+        target = Target(name, config)
     target.config.algorithm.objective = AlgorithmConfig().objective  # nothing is trained: its file need not be here
     validate(target.config)
     return target
-
-
-def _model_target(name: str, overrides: Sequence[str], config_name: str | None, task: str | None) -> Target:
-    try:
-        resolve_model_path(name)
-    except ModelNotFoundError as error:
-        raise UserError(f"{no_run_or_model(name)}.") from error
-    of_tasks = PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
-    preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
-    dataset = [] if task is None else [f"env.dataset={task}"]
-    config = compose(preset, [*dataset, *overrides])
-    config.model.name, config.model.size = name, ModelConfig().size
-    if config.device == "auto" and not torch.cuda.is_available() and not Path(resolve_model_path(name)).is_dir():
-        raise UserError(
-            f"{no_run_or_model(name)}; if it is a model of the hub, it needs a GPU, which this machine has not, or "
-            "device=cpu."
-        )
-    return Target(name, config)
 
 
 def _run_target(

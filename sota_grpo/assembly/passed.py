@@ -195,35 +195,6 @@ def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
     _require_unset(config.reward.path, "reward.path", "reward")
     if not _was_passed(config.reward.path):
         _require_unset(config.reward.name, "reward.name", "reward")
-    named = _named(reward)
-    passed.functions = {name: one for name, one in named.items() if one != BUILTIN}
-    for name, function in passed.functions.items():
-        recognise(function, name, "reward")
-    try:
-        passed.reward_file = pickled(passed.functions)
-    except RewardFunctionError:
-        if config.env.reward_workers:
-            raise
-    config.reward.path, config.reward.name = PASSED, list(named) if len(named) > 1 else next(iter(named), None)
-
-
-def _take_tools(config: Config, passed: Passed, tools: Any, environment: Any) -> None:
-    if tools is not None and environment is not None:
-        raise UserError("tools and environment are both passed: make the functions methods of the environment.")
-    option, value = ("tools", tools) if environment is None else ("environment", [environment])
-    _require_unset(getattr(config.env, option), f"env.{option}", option)
-    if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
-        kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
-        raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
-    passed.tools, passed.tools_option = {_name_of(one): one for one in value}, option
-    if len(passed.tools) < len(value):
-        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
-    passed.tools_file = pickled(passed.tools, "tool", "make what it needs inside the function")
-    setattr(config.env, option, PASSED)
-
-
-def _named(reward: Any) -> dict[str, Any]:
-    """The functions by the names of their reward terms, in order."""
     if isinstance(reward, Mapping):
         pairs = [(str(name), one) for name, one in reward.items()]
     else:
@@ -242,7 +213,30 @@ def _named(reward: Any) -> dict[str, Any]:
             raise UserError(str(error)) from error
     if len(set(names)) < len(names) or not names:
         raise UserError(f"reward has the names {names}; give different ones with a dict, reward={{'name': function}}.")
-    return dict(pairs)
+    passed.functions = {name: one for name, one in pairs if one != BUILTIN}
+    for name, function in passed.functions.items():
+        recognise(function, name, "reward")
+    try:
+        passed.reward_file = pickled(passed.functions)
+    except RewardFunctionError:
+        if config.env.reward_workers:
+            raise
+    config.reward.path, config.reward.name = PASSED, names if len(names) > 1 else names[0]
+
+
+def _take_tools(config: Config, passed: Passed, tools: Any, environment: Any) -> None:
+    if tools is not None and environment is not None:
+        raise UserError("tools and environment are both passed: make the functions methods of the environment.")
+    option, value = ("tools", tools) if environment is None else ("environment", [environment])
+    _require_unset(getattr(config.env, option), f"env.{option}", option)
+    if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
+        kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
+        raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
+    passed.tools, passed.tools_option = {_name_of(one): one for one in value}, option
+    if len(passed.tools) < len(value):
+        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
+    passed.tools_file = pickled(passed.tools, "tool", "make what it needs inside the function")
+    setattr(config.env, option, PASSED)
 
 
 def _name_of(function: Any) -> str:

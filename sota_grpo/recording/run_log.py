@@ -320,23 +320,6 @@ def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) 
     success = "yes" if row["success"] else "no"
     facts = [f"advantage {row['advantage']:.4f}", f"success {success}", f"policy version {row['policy_version']}"]
     facts += [one_line(f"grader: {name} = {value}", limit=None) for name, value in row["reward_info"].items()]
-    paragraphs = [
-        f"{_RULE}\nstep {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",
-        f"question\n{_quoted(row['query'])}",
-        f"gold answer\n{_quoted(row['answer'])}",
-        f"completion, {row['response_tokens']} tokens{cut}\n{_quoted(row['response'])}",
-        "reward\n" + "\n".join(_reward_lines(row, term_weights)),
-        "\n".join(facts),
-    ]
-    return "\n\n".join(paragraphs) + "\n\n\n"
-
-
-def _quoted(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in readable(text).split("\n"))
-
-
-def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:
-    """A line per term: value, weight, contribution; then what else changed the reward, and the total."""
     terms = dict.fromkeys(term_weights) | dict(row["reward_terms"])
     tasks = {name.partition("/")[0] for name in row["reward_terms"] if "/" in name}  # of a mixture: one
     terms = {name: value for name, value in terms.items() if "/" not in name or name.partition("/")[0] in tasks}
@@ -350,4 +333,17 @@ def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:
         lines.append(f"{one_line(name, limit=None):<20}  {value:8.4f} x {weight:8.4f} = {weight * value:8.4f}")
     if abs(row["reward"] - total) > _ROUNDING * max(1.0, abs(total)):
         lines.append(f"{'(other)':<20}  {'':>22}{row['reward'] - total:8.4f}")
-    return [*lines, f"{'total':<20}  {'':>22}{row['reward']:8.4f}"]
+    lines.append(f"{'total':<20}  {'':>22}{row['reward']:8.4f}")
+    paragraphs = [
+        f"{_RULE}\nstep {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",
+        f"question\n{_quoted(row['query'])}",
+        f"gold answer\n{_quoted(row['answer'])}",
+        f"completion, {row['response_tokens']} tokens{cut}\n{_quoted(row['response'])}",
+        "\n".join(["reward", *lines]),
+        "\n".join(facts),
+    ]
+    return "\n\n".join(paragraphs) + "\n\n\n"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in readable(text).split("\n"))

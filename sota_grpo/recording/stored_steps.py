@@ -110,8 +110,24 @@ def step_of(path: Path) -> int:
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
     """Write a step under its name once complete, then drop the oldest others above ``most_bytes``, step 0 last."""
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
+    tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
+    saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
+    content = {  # what torch.load(weights_only=True) reads, whatever characters the texts have
+        "step": stored.step,
+        "metrics": {name: None if value is None else float(value) for name, value in stored.metrics.items()},
+        "columns": [
+            (each["path"], each["rows"].tolist(), each["shapes"].tolist(), each["values"].detach().cpu())
+            for each in saved
+        ],
+        "prompt_tokens": torch.tensor(stored.rows.lengths(keys.PROMPT_TOKENS)),
+        "row_texts": json.dumps([[row.get(key) for row in stored.rows] for key in _ROW_TEXTS]),
+        "fields": json.dumps(stored.fields),
+        "pieces": json.dumps(stored.pieces),
+        "measured": None if stored.measured is None else torch.cat(stored.measured, dim=-1),
+        "origin": asdict(stored.origin),
+    }
     buffer = io.BytesIO()  # torch's own writer would hide why a disk refuses
-    torch.save(_content(stored), buffer)
+    torch.save(content, buffer)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as temporary:
@@ -138,7 +154,25 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
         raise UserError(f"The stored step {path} cannot be read: {error.strerror}.") from error
     try:
         with file:
-            return _stored(torch.load(file, map_location="cpu", weights_only=True))
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        prompt_tokens, measured = content["prompt_tokens"].tolist(), content["measured"]
+        names = ("path", "rows", "shapes", "values")
+        saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in content["columns"]]
+        rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
+        full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
+        rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
+        rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
+        for name, column in zip(_ROW_TEXTS, json.loads(content["row_texts"]), strict=True):
+            rows.set(name, column)
+        return StoredStep(
+            step=content["step"],
+            metrics=content["metrics"],
+            rows=rows,
+            fields=json.loads(content["fields"]),
+            pieces=json.loads(content["pieces"]),
+            measured=None if measured is None else list(measured.split(rows.lengths(keys.FULL_TOKENS), dim=-1)),
+            origin=Origin(**content["origin"]),
+        )
     except (OSError, *NO_TENSORS) as error:  # OSError: torch seeks before the beginning of a short file
         raise UserError(f"{path} is damaged, or no stored step of this program ({type(error).__name__}).") from error
 
@@ -149,47 +183,6 @@ def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
         if step_of(path) >= first_step:
             path.unlink()
     drop_leftovers(Path(run_dir) / STEPS_FOLDER)
-
-
-def _content(stored: StoredStep) -> dict[str, Any]:
-    """Tensors, numbers and JSON: what ``torch.load(weights_only=True)`` reads, whatever characters the texts have."""
-    tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
-    saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
-    return {
-        "step": stored.step,
-        "metrics": {name: None if value is None else float(value) for name, value in stored.metrics.items()},
-        "columns": [
-            (each["path"], each["rows"].tolist(), each["shapes"].tolist(), each["values"].detach().cpu())
-            for each in saved
-        ],
-        "prompt_tokens": torch.tensor(stored.rows.lengths(keys.PROMPT_TOKENS)),
-        "row_texts": json.dumps([[row.get(key) for row in stored.rows] for key in _ROW_TEXTS]),
-        "fields": json.dumps(stored.fields),
-        "pieces": json.dumps(stored.pieces),
-        "measured": None if stored.measured is None else torch.cat(stored.measured, dim=-1),
-        "origin": asdict(stored.origin),
-    }
-
-
-def _stored(content: Mapping[str, Any]) -> StoredStep:
-    prompt_tokens, measured = content["prompt_tokens"].tolist(), content["measured"]
-    names = ("path", "rows", "shapes", "values")
-    saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in content["columns"]]
-    rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
-    full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
-    rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
-    rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
-    for name, column in zip(_ROW_TEXTS, json.loads(content["row_texts"]), strict=True):
-        rows.set(name, column)
-    return StoredStep(
-        step=content["step"],
-        metrics=content["metrics"],
-        rows=rows,
-        fields=json.loads(content["fields"]),
-        pieces=json.loads(content["pieces"]),
-        measured=None if measured is None else list(measured.split(rows.lengths(keys.FULL_TOKENS), dim=-1)),
-        origin=Origin(**content["origin"]),
-    )
 
 
 def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:

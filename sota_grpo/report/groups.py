@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -273,19 +272,10 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
     is trained on it), ``tokens`` and ``text``, which is missing where the tokens themselves are in the page; ``calls``
     with ``name``, ``arguments``, ``reply`` (null: none came) and ``error``. ``ended`` and ``lost`` say how a dialog
     with tools ended. Other than what a run writes is left out: the file may be anybody's.
-
-    >>> found = dialog_columns({"pieces": ["4", "?"], "assistant": [True, False]})
-    >>> [(turn["role"], turn["said"], turn["tokens"]) for turn in found["turns"]]
-    [('assistant', 1, 1), ('', 0, 1)]
     """
-    dialog, mask = row.get("dialog"), row.get("assistant")
+    dialog = row.get("dialog")
     if not isinstance(dialog, dict):
-        if not mask or all(mask):
-            return None
-        runs = [(said, len(list(each))) for said, each in groupby(map(bool, mask))]
-        if len(runs) > _MOST_TURNS:
-            return None
-        return {"turns": [{"role": "assistant" if said else "", "said": int(said), "tokens": n} for said, n in runs]}
+        return None
     stored = dialog.get("turns")
     turns = [_turn(each, bool(row.get("pieces"))) for each in _dicts(stored)[:_MOST_TURNS]]
     ended = {"ended": clipped_name(dialog.get("ended")), "lost": clipped_name(dialog.get("error"), 500)}

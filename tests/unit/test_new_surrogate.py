@@ -16,7 +16,7 @@ from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, Surrogate
-from sota_grpo.migration.verl import Account, Facts, verl_options
+from sota_grpo.migration.verl import Facts, verl_options
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
@@ -157,7 +157,9 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))
-    assert Account(composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped")).loss() == "vanilla"
+    config = composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped")
+    options, _ = verl_options(config, Facts("org/model", "demo", longest_prompt=100, num_train=1000))
+    assert options["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
     with pytest.raises(UserError, match=r"mine\.py, line 13: .* cannot be imported \(RuntimeError: it was run"):
         surrogate(f"{mine}:clipped").loss(log_ratio=None)
 

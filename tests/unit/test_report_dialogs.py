@@ -49,17 +49,6 @@ def test_a_group_of_dialogs_has_their_turns_and_its_prompts(tmp_path: Path) -> N
     assert all("text" not in turn for turn in stored["samples"][0]["turns"])
 
 
-def test_an_older_run_has_the_turns_of_its_masks() -> None:
-    mask = [False, True, True, False, True]
-    found = dialog_columns({"pieces": list("abcde"), "assistant": mask})
-    assert found is not None
-    assert [(turn["role"], turn["said"], turn["tokens"]) for turn in found["turns"]] == [
-        *(("", 0, 1), ("assistant", 1, 2), ("", 0, 1), ("assistant", 1, 1))
-    ]
-    assert dialog_columns({"pieces": list("ab"), "assistant": [True, True]}) is None
-    assert dialog_columns({"assistant": [True, False] * 1000}) is None  # nobody's dialog
-
-
 def test_whatever_stands_in_a_dialog_the_page_is_made_and_small() -> None:
     rng = random.Random(random.getrandbits(32))
     odd: list[Any] = [None, True, -1, 1e300, "x" * 100_000, [], [None, 5], {}, {"turns": 7}, {"a": [1]}]
