@@ -307,8 +307,14 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
     """The runs, and the settings where several seeds were run of one; the first line of each has the titles."""
     extra = [] if sweep.metric in (ACCURACY, REWARD) else [sweep.metric]
 
+    def shown(value: float | None, error: float | None = None) -> str:
+        return _UNKNOWN if value is None else f"{value:.4g}" + ("" if error is None else f" +/- {error:.2g}")
+
+    def count(done: int, total: int | None) -> str:
+        return f"{done}" if total in (None, done) else f"{done} of {total}"
+
     def cells(overrides: Mapping[str, str], names: Sequence[str], means: Mapping[str, Any]) -> list[str]:
-        values = [_number(*means.get(name, (None,))) for name in (REWARD, *extra)]
+        values = [shown(*means.get(name, (None,))) for name in (REWARD, *extra)]
         values.insert(1, percent(*means.get(ACCURACY, (None,))))
         return [*(overrides.get(name, _UNKNOWN) for name in names), *values]
 
@@ -318,22 +324,12 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
         if ACCURACY in run.metrics:
             means[ACCURACY] = run.metrics[ACCURACY], run.metrics.get(ACCURACY_ERROR)
         measured = cells(run.overrides, sweep.varied, means)
-        runs.append([run.name, *measured, _count(run.steps, run.num_steps), run.state, duration(run.seconds)])
+        runs.append([run.name, *measured, count(run.steps, run.num_steps), run.state, duration(run.seconds)])
     names = [name for name in sweep.varied if name != SEED]
     settings = [["seeds", *names, REWARD, "accuracy", *extra]]
     for one in sweep.settings:
-        settings.append([_count(one.finished, one.runs), *cells(one.overrides, names, one.means)])
+        settings.append([count(one.finished, one.runs), *cells(one.overrides, names, one.means)])
     return [table for table in (runs, settings) if len(table) > 1]
-
-
-def _count(done: int, total: int | None) -> str:
-    return f"{done}" if total in (None, done) else f"{done} of {total}"
-
-
-def _number(value: float | None, error: float | None = None) -> str:
-    if value is None:
-        return _UNKNOWN
-    return f"{value:.4g}" + ("" if error is None else f" +/- {error:.2g}")
 
 
 def _escaped(text: str) -> str:

@@ -34,9 +34,6 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     Args:
         make_grader: of a task without a judge's terms.
         run_dir: where what the judge says is kept; None: nowhere.
-
-    Raises:
-        UserError: nobody answers there, or something cannot be read.
     """
     options = config.reward.judge
     if options.kind is None:

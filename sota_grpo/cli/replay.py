@@ -36,11 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay the step and print what came of it; 0 once it is computed, whether or not it agrees.
-
-    Raises:
-        UserError: the step cannot be replayed, or not under these options.
-    """
+    """Replay the step and print what came of it; 0 once it is computed, whether or not it agrees."""
     from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
     from sota_grpo.recording.run_files import save_replay
     from sota_grpo.run.entry import quiet_console

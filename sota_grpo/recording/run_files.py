@@ -117,11 +117,7 @@ def state_of(run_dir: Path) -> tuple[str, str]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` or ``rollouts.jsonl``, of a run that may be writing the last one just now.
-
-    Raises:
-        UserError: the file cannot be read, or a line of it is damaged.
-    """
+    """The lines of ``metrics.jsonl`` or ``rollouts.jsonl``, of a run that may be writing the last one just now."""
     return [json_line(line, path, number) for number, _, line in whole_lines(path)]
 
 
@@ -131,11 +127,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number from 1, offset in bytes, and text of each line that ends; nothing where there is no file.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Number from 1, offset in bytes, and text of each line that ends; nothing where there is no file."""
     offset = 0
     try:
         with open_file(path) as file:
@@ -165,11 +157,7 @@ def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The nested options in ``config.yaml``, as they stand there; empty where there is no such file.
-
-    Raises:
-        UserError: it cannot be read, or is no config.
-    """
+    """The nested options in ``config.yaml``, as they stand there; empty where there is no such file."""
     path = run_dir / CONFIG_FILE
     try:
         return _parsed_config(path, path.stat().st_mtime_ns)
@@ -215,11 +203,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
-    """Write a replay's ``title``, ``tables`` of text and ``notes`` in place of those of the same step and question.
-
-    Raises:
-        UserError: they cannot be written, or ``replays`` is a link that leaves the run.
-    """
+    """Write a replay's ``title``, ``tables`` of text and ``notes`` in place of those of the same step and question."""
     folder = run_dir / REPLAYS
     path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
     require_plain(folder, run_dir)

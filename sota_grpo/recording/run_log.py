@@ -55,21 +55,8 @@ _ROUNDING = 5e-5  # of rewards, which are kept in float32, and of the four digit
 class RunLog:
     """Appends one strict JSON line per step, and the best and worst sample of each group, to a run directory.
 
-    A line torn by a kill is removed when the files are opened.
-
-    Args:
-        run_dir: created where missing.
-        sinks: get a copy of everything written; closed with the log.
-
-    Raises:
-        UserError: the directory or one of its files cannot be written.
-
-    >>> import tempfile
-    >>> directory = tempfile.mkdtemp()
-    >>> with RunLog(directory) as log:
-    ...     log.write_step(0, {"reward": 0.5, "kl": None})
-    >>> print((Path(directory) / "metrics.jsonl").read_text(), end="")
-    {"step": 0, "reward": 0.5, "kl": null}
+    The directory is created where it is missing, and a line torn by a kill removed. The ``sinks`` get a copy of
+    everything written, and are closed with the log.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, sinks: Sequence[CopySink] = ()):
@@ -84,10 +71,6 @@ class RunLog:
         """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; evaluations write their own line of a step.
 
         None is a quantity that was looked for and could not be measured; one that does not exist is a missing key.
-
-        Raises:
-            ValueError: a name is not declared in the glossary, or a value is not finite.
-            TypeError: a value is not a number.
         """
         row: dict[str, float | int | None] = {}
         for name, value in metrics.items():
@@ -109,9 +92,6 @@ class RunLog:
             step: training step.
             rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS``, and perhaps with some of
                 ``SOME_FIELDS``, which the sinks are not given: they show a table.
-
-        Raises:
-            ValueError: a field is missing or unknown, or a number is not finite.
         """
         for row in rows:
             odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
@@ -134,9 +114,6 @@ class RunLog:
         """Drop every line whose step is ``first_step`` or later and return their number; each file changes atomically.
 
         Called before a resumed run writes its first step. Evaluations are lines of a step and go with it.
-
-        Raises:
-            UserError: a line that is not the last one is not JSON with a step, which no kill does.
         """
         dropped = 0
         for path in self._paths.values():
@@ -247,21 +224,8 @@ class ExamineLog:
 
     Every start of a run writes a file of its own; the steps that a resumed run does again stand in both. A step is
     flushed whole. Model text cannot drive the terminal that shows it, nor pass for a line of the log: every character
-    without a picture is escaped, every line of it begins with a bar, and none is wrapped.
-
-    Args:
-        run_dir: of the run; nothing is created in it before the first write.
-        num_examine: completions per step; 0 writes nothing at all.
-        term_weights: of the task; a term that is not in it (a penalty) weighs 1.
-
-    >>> import tempfile
-    >>> row = {"group_id": 7, "sample_id": 0, "query": "9 * 2?", "answer": "#### 18", "response": "#### 18",
-    ...        "reward": 1.0, "reward_terms": {"correct": 1.0}, "reward_info": {}, "advantage": 0.5, "success": True,
-    ...        "response_tokens": 5, "truncated": False, "policy_version": 3}
-    >>> log = ExamineLog(tempfile.mkdtemp(), 2, {"correct": 1.0})
-    >>> log.write(3, [row])
-    >>> [line for line in log.path.read_text().splitlines() if "correct" in line or "step" in line]
-    ['step 3, group 7, sample 0: best of 1', 'correct                 1.0000 x   1.0000 =   1.0000']
+    without a picture is escaped, every line of it begins with a bar, and none is wrapped. Without ``num_examine``
+    nothing is written; a term without a weight of the task (a penalty) weighs 1.
     """
 
     def __init__(

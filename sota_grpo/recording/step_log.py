@@ -52,11 +52,6 @@ class Progress:
         every_s: least seconds between two plain lines.
         by_reward: a success is no more than a reward above a limit, unless a reward function says what it is; so the
             reward alone is shown where none does.
-
-    >>> import io
-    >>> progress = Progress(60, stream=io.StringIO())
-    >>> progress.update(12, {"reward": 0.61, "success": 0.57})[:43]
-    'step 12/60  reward 0.61  success 57 %  ETA '
     """
 
     def __init__(

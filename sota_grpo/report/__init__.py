@@ -61,12 +61,6 @@ def write_report(
 
     Raises:
         UserError: there is no run, or something cannot be read or written.
-
-    >>> import tempfile
-    >>> run_dir = Path(tempfile.mkdtemp())
-    >>> _ = (run_dir / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\\n')
-    >>> write_report([run_dir], run_dir / "report.html").name
-    'report.html'
     """
     runs, left_out = read_runs(find_runs(run_dirs))
     library = _plotly()

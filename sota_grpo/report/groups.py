@@ -146,10 +146,8 @@ def spread(count: int) -> list[int]:
 def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: str = "k3") -> dict[str, Any]:
     """One group for the page, from rows with the fields of ``rollouts.jsonl`` and perhaps of a stored step.
 
-    Args:
-        rows: samples of one group of one step.
-        whole: these are all its samples, not just its best and worst.
-        estimator: of the KL to the reference, per token.
+    The rows are samples of one group of one step: all of them (``whole``), or the best and the worst. ``estimator`` is
+    that of the KL to the reference, per token.
     """
     first = rows[0]
     prompt = first["dialog"].get("prompt") if isinstance(first.get("dialog"), dict) else None
@@ -276,8 +274,29 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
     dialog = row.get("dialog")
     if not isinstance(dialog, dict):
         return None
-    stored = dialog.get("turns")
-    turns = [_turn(each, bool(row.get("pieces"))) for each in _dicts(stored)[:_MOST_TURNS]]
+
+    def call(asked: Mapping[str, Any]) -> dict[str, Any]:
+        reply, arguments = asked.get("reply"), asked.get("arguments")
+        fields = arguments if isinstance(arguments, dict) else {"": arguments}
+        return {
+            "name": clipped_name(asked.get("name")),
+            "arguments": {clipped_name(name): clipped(shown(value)) for name, value in fields.items()},
+            "reply": None if reply is None else clipped(shown(reply)),
+            "error": asked.get("error") is True,
+        }
+
+    turns = []
+    for turn in _dicts(dialog.get("turns"))[:_MOST_TURNS]:
+        calls = [call(each) for each in _dicts(turn.get("calls"))[:_MOST_CALLS]]
+        turns.append(
+            {
+                "role": clipped_name(turn.get("role")),
+                "said": int(turn.get("trained") is True),
+                "tokens": number(turn.get("tokens")) or 0,
+                **({} if row.get("pieces") else {"text": clipped(str(turn.get("text") or ""))}),
+                **({"calls": calls} if calls else {}),
+            }
+        )
     ended = {"ended": clipped_name(dialog.get("ended")), "lost": clipped_name(dialog.get("error"), 500)}
     return {"turns": turns, **{name: text for name, text in ended.items() if text}}
 
@@ -298,28 +317,6 @@ def clipped_name(name: Any, most: int = _MOST_NAME) -> str:
     """
     text = "" if name is None else shown(name)
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _turn(turn: Mapping[str, Any], has_pieces: bool) -> dict[str, Any]:
-    calls = [_call(each) for each in _dicts(turn.get("calls"))[:_MOST_CALLS]]
-    return {
-        "role": clipped_name(turn.get("role")),
-        "said": int(turn.get("trained") is True),
-        "tokens": number(turn.get("tokens")) or 0,
-        **({} if has_pieces else {"text": clipped(str(turn.get("text") or ""))}),
-        **({"calls": calls} if calls else {}),
-    }
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    reply, arguments = call.get("reply"), call.get("arguments")
-    fields = arguments if isinstance(arguments, dict) else {"": arguments}
-    return {
-        "name": clipped_name(call.get("name")),
-        "arguments": {clipped_name(name): clipped(shown(value)) for name, value in fields.items()},
-        "reply": None if reply is None else clipped(shown(reply)),
-        "error": call.get("error") is True,
-    }
 
 
 def _dicts(values: Any) -> Sequence[Mapping[str, Any]]:
