@@ -393,18 +393,10 @@ def phases(run: RunData) -> dict[str, Any]:
     >>> phases(RunData(Path("."), [row, row], {}, None, "stopped", "", None, 0.0))
     {'total': 18, 'parts': {'generate': 10, 'learn': 4, 'eval': 2}, 'other': 2}
     """
-    parts: dict[str, float] = {}
-    for name in METRICS:
-        spent = sum(_number(row, name) for row in run.rows) if name.startswith("time/") else 0.0
-        if spent and name != "time/step_s":
-            parts[name[len("time/") : -len("_s")]] = spent
-    total = sum(_number(row, "time/step_s") + _number(row, "time/eval_s") for row in run.rows)
-    rest = max(0.0, total - sum(parts.values()))
-    return {
-        "total": number(total),
-        "parts": {name: number(spent) for name, spent in parts.items()},
-        "other": number(rest),
-    }
+    spent = {name: sum(_number(row, name) for row in run.rows) for name in METRICS if name.startswith("time/")}
+    total = spent.pop("time/step_s") + spent["time/eval_s"]
+    parts = {name[len("time/") : -len("_s")]: number(seconds) for name, seconds in spent.items() if seconds}
+    return {"total": number(total), "parts": parts, "other": number(max(0.0, total - sum(spent.values())))}
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:
