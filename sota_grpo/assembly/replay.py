@@ -44,21 +44,19 @@ logger = logging.getLogger(__name__)
 #: What is compared, in the order shown: metrics of a step that follow from its rows, weights and options alone.
 FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
-    *("entropy_coef", "entropy_threshold"),
-    "distill/reverse_kl",
+    *("entropy_coef", "entropy_threshold", "distill/reverse_kl"),
     *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "gradient_share/max_token"),
     *("tokens/with_advantage", "tokens/with_gradient", "kl_approx", "mismatch_kl", "lr"),
 )
 TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
-_OF_THE_COLLECTION = [
-    f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")
-]
-_STEPS = ["train.epochs", "train.optim_batch_size"]  # into how many optimizer steps the training step is divided
+_OF_THE_COLLECTION = ["algorithm.overlong_buffer"]
+_OF_THE_COLLECTION += ["algorithm.dynamic_sampling", "algorithm.dynamic_sampling_max_draws"]
 _COMPARED = [
     *(name for name, _, _ in walk() if name.startswith("algorithm.") and name != "algorithm.name"),
-    *("policy.kl_coef", "train.kl_coef_in_loss", *_STEPS),
+    *("policy.kl_coef", "train.kl_coef_in_loss"),
+    *("train.epochs", "train.optim_batch_size"),  # into how many optimizer steps the training step is divided
 ]
 _MEMORY = "train.micro_batch_tokens"
 _CHUNK = 1 << 22  # numbers of a gradient that are read at a time
@@ -91,21 +89,14 @@ def replayed(
     Every algorithm takes the whole training step as a run under it would: the same responses, rewards and initial
     weights, and then its own optimizer steps.
 
-    Args:
-        run_dir: of the run; nothing is written there.
-        number: of the step; None: the last that can be replayed.
-        overrides: ``algorithm=A,B,..``, each a preset, ``FILE.py:FUNCTION`` (the run's algorithm with this objective)
-            or ``run``, its own; further options hold for all of them.
-        trust: consent to what the run's own config asks for.
+    Of the ``overrides``, ``algorithm=A,B,..`` names presets, ``FILE.py:FUNCTION`` (the run's algorithm with this
+    objective) or ``run``, its own; further options hold for all. ``number`` None is the last step that can be replayed.
 
     Returns:
         ``title``; ``step`` and ``checkpoint``; ``figures``: by name the values ``stored``, ``replayed`` and of each
         algorithm, None where nothing was measured; ``cosines``: between the gradients of ``replayed`` and of the
         algorithms, by name and name, empty without algorithms; ``agrees``: losses and gradient norm are the stored ones
         to ``TOLERANCE``; ``notes``: sentences, the first about that.
-
-    Raises:
-        UserError: the step cannot be replayed, or not under these options.
     """
     step = open_step(run_dir, number, trust=trust)
     own, others, left = replay_configs(step, run_dir, overrides)
@@ -231,12 +222,7 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
 
 
 def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
-    """Cosines between the gradients, by name and name, summed in float64; None beside a gradient of 0.
-
-    >>> one, two, zero = (torch.tensor(values) for values in ([3.0, 4.0], [4.0, 3.0], [0.0, 0.0]))
-    >>> cosines({"a": one, "b": two, "c": zero})["a"]
-    {'a': 1.0, 'b': 0.96, 'c': None}
-    """
+    """Cosines between the gradients, by name and name, summed in float64; None beside a gradient of 0."""
 
     def product(one: Tensor, two: Tensor) -> float:
         return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
@@ -253,18 +239,14 @@ def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None
 
 
 def scored_rows(step: Step, config: Config) -> RowTable:
-    """The rows as stored, their advantages computed anew; their rewards too where another KL is taken off them.
-
-    Penalties on length, and what a user's functions gave, are in the stored rewards.
-    """
+    """The rows as stored, their advantages computed anew; their rewards too where another KL is taken off them."""
     rows = step.stored.rows.without(keys.ADVANTAGE)
     coefficient = kl_in_reward(config)
     if coefficient != kl_in_reward(step.config):
-        reward = rows.get(keys.GRADED_REWARD, rows.get(keys.REWARD))
+        reward = rows.get(keys.GRADED_REWARD, rows.get(keys.REWARD))  # with penalties on length, and users' functions
         rows = rows.without(keys.GRADED_REWARD, keys.KL_TERM)
         rows.set(keys.REWARD, reward)
-        reference = rows.parts(keys.REF_LOG_PROBS)
-        write_reference(rows, reference, in_reward_coeff=coefficient)
+        write_reference(rows, rows.parts(keys.REF_LOG_PROBS), in_reward_coeff=coefficient)
     for _, transform in make_advantage(config):
         rows = transform(rows)
     return rows
@@ -284,8 +266,8 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
         if name != _MEMORY and (name not in _COMPARED or name in _OF_THE_COLLECTION):
             raise UserError(
                 f"{override} cannot change a step whose responses, rewards and weights are given; a replay takes "
-                f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, "
-                f"{', '.join(_STEPS)}, and {_MEMORY} for its memory."
+                f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, train.epochs, "
+                f"train.optim_batch_size, and {_MEMORY} for its memory."
             )
     own, differ = values(step.config, _COMPARED), False
     others, notes = {}, []
@@ -351,10 +333,6 @@ def compared(stored: Mapping[str, float | None], figures: Mapping[str, float | N
 
     A loss is a sum of advantages that may cancel, so its distance is in units of the mean absolute advantage where that
     is larger. A figure that only one side has is infinitely far.
-
-    >>> stored = {"loss/objective": 0.0, "grad_norm": 2.0, "advantage": 0.5}
-    >>> compared(stored, {"loss/objective": 1e-7, "grad_norm": 2.0})
-    (True, 'The replay agrees with the run: the largest relative difference is 2.0e-07 (loss/objective).')
     """
     distances = {}
     for name in (*_LOSSES, "grad_norm"):
