@@ -147,8 +147,8 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
         except UserError as error:  # of a damaged line: the curves are worth a page without them
             groups = Groups([], 0, [], [])
             left_out.append(f"The groups of {run.path}: {error}")
-        about = safe_json({"total": groups.total, "stored": groups.stored, "ages": groups.ages})
-        encoded.append(f'{body[:-1]},"record":{about},"groups":[{",".join(groups.encoded)}]}}')
+        record = safe_json({"total": groups.total, "stored": groups.stored, "ages": groups.ages})
+        encoded.append(f'{body[:-1]},"record":{record},"groups":[{",".join(groups.encoded)}]}}')
     rest = safe_json({"seeds": seeds_of_one_config(runs), "left_out": left_out})
     return f'{head[:-1]},{rest[1:-1]},"runs":[{",".join(encoded)}]}}'
 
