@@ -56,11 +56,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """An empty folder beside ``path`` for the block to fill; it takes the place of ``path`` when the block ends well.
-
-    Raises:
-        OSError: the file system refused; what was at ``path`` is still there.
-    """
+    """An empty folder beside ``path`` for the block to fill; it takes the place of ``path`` if the block ends well."""
     temporary, replaced = _beside(path), _beside(path, "old")
     temporary.mkdir(parents=True)
     try:
@@ -100,10 +96,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def folder_for_sockets(room: int) -> str:
-    """The temporary folder, or ``/tmp`` where the path of the former is so long that no Unix socket fits below it.
-
-    Args:
-        room: bytes that are needed below it.
+    """The temporary folder, or ``/tmp`` where below it no path of a Unix socket has ``room`` bytes.
 
     >>> folder_for_sockets(room=100)
     '/tmp'

@@ -147,16 +147,6 @@ def ending(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
-def _guard(watched: int, *pids: int) -> None:
-    """Wait for the end of ``watched``, then end the others."""
-    others = _handles(pids)
-    for handle in _handles([watched]):
-        select.select([handle], [], [])
-    for handle in others:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-
-
 def _handles(pids: Iterable[int]) -> list[int]:
     """Descriptors, which still mean the same processes when the pids mean others."""
     found = []
@@ -189,7 +179,13 @@ def _launch(parent: int, scratch: str, *command: str) -> None:
 
 if __name__ == "__main__":
     role, *rest = sys.argv[1:]
-    if role == "--guard":
-        _guard(*map(int, rest))
+    if role == "--guard":  # wait for the end of the first, then end the others
+        watched, *others = map(int, rest)
+        others = _handles(others)
+        for handle in _handles([watched]):
+            select.select([handle], [], [])
+        for handle in others:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
     else:
         _launch(int(rest[0]), *rest[1:])

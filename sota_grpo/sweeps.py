@@ -112,8 +112,31 @@ class Sweep:
             groups.setdefault(tuple(run.overrides.get(name) for name in names), []).append(run)
         if SEED not in self.varied or all(len(group) == 1 for group in groups.values()):
             return []
-        settings = [_setting(names, group) for group in groups.values()]
+        settings = []
+        for group in groups.values():
+            done = [run for run in group if run.state == "finished"]
+            means: dict[str, tuple[float, float | None]] = {}
+            for name in dict.fromkeys(name for run in done for name in run.metrics):
+                values = [run.metrics[name] for run in done if name in run.metrics]
+                error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+                means[name] = statistics.fmean(values), error
+            overrides = {name: group[0].overrides[name] for name in names if name in group[0].overrides}
+            settings.append(Setting(overrides, len(group), len(done), means))
         return sorted(settings, key=lambda one: self._rank(one.means.get(self.metric, (None, None))[0]))
+
+    @property
+    def headline(self) -> str:
+        """How many runs there are, and how they ended."""
+        states = [run.state for run in self.runs]
+        ended = [f"{states.count(state)} {state}" for state in ("finished", "running", "stopped", "failed")]
+        number = f"{len(states)} run" + ("s" if len(states) > 1 else "")
+        ended = [count for count in ended if not count.startswith("0 ")]
+        return f"{self.path}: {number}, {', '.join(ended)}; sorted by {self.metric}."
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say of single runs."""
+        return [f"run {run.name} {run.state}: {run.note}" for run in self.runs if run.note]
 
     def _rank(self, value: float | None) -> tuple[bool, float]:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
@@ -127,12 +150,8 @@ class Sweep:
 def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False) -> Sweep:
     """The runs below ``path``: a sweep's directory, finished or at work, or any folder of run directories.
 
-    Args:
-        metric: they are sorted by it; None: by accuracy where it was measured, else by reward.
-        ascending: the smallest first.
-
-    Raises:
-        UserError: there is no run below it, or it is itself one run.
+    They are sorted by ``metric``; None: by accuracy where it was measured, else by reward. It is an error when there is
+    no run below it, or it is itself one run.
     """
     if not path.is_dir():
         raise UserError(f"There is no folder {path}; give the directory of a sweep (multirun/DATE/TIME).")
@@ -149,20 +168,13 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
 
 
 def objective(run_dir: Path) -> float | None:
-    """What a sweeper optimises: the last held-out accuracy, else the mean reward of the last 10 steps.
-
-    None where neither was measured.
-    """
+    """What a sweeper optimises: the last held-out accuracy, else the mean reward of the last 10 steps, else None."""
     metrics, _, _ = read_metrics(run_dir / METRICS_FILE)
     return metrics.get(ACCURACY, metrics.get(REWARD))
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """The metrics, training steps and seconds of a run as in :class:`RunRow`. A line that a kill cut off is left out.
-
-    Raises:
-        UserError: another line is damaged.
-    """
+    """The metrics, training steps and seconds of a run, as in :class:`RunRow`."""
     recent: dict[str, deque[float]] = {}
     steps, seconds = 0, 0.0
     for row in read_rows(path):
@@ -228,27 +240,11 @@ def _overrides(path: Path) -> dict[str, str]:
     return overrides
 
 
-def _setting(names: list[str], group: list[RunRow]) -> Setting:
-    done = [run for run in group if run.state == "finished"]
-    metrics = dict.fromkeys(name for run in done for name in run.metrics)
-    means: dict[str, tuple[float, float | None]] = {}
-    for name in metrics:
-        values = [run.metrics[name] for run in done if name in run.metrics]
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-        means[name] = statistics.fmean(values), error
-    overrides = {name: group[0].overrides[name] for name in names if name in group[0].overrides}
-    return Setting(overrides, len(group), len(done), means)
-
-
 def as_text(sweep: Sweep, width: int | None = None) -> str:
-    """The tables and what there is to say of single runs, in plain characters.
-
-    Args:
-        width: of the terminal; None wraps nothing.
-    """
+    """The tables and what there is to say of single runs, in plain characters; wrapped to ``width``, if any."""
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(Text(_headline(sweep)), soft_wrap=True)
+        console.print(Text(sweep.headline), soft_wrap=True)
         for header, *rows in _tables(sweep):
             table = Table(box=box.ASCII)
             for name in header:
@@ -256,7 +252,7 @@ def as_text(sweep: Sweep, width: int | None = None) -> str:
             for row in rows:
                 table.add_row(*map(Text, row))  # not as markup: [0,1] is a value
             console.print(table)
-        for note in _notes(sweep):
+        for note in sweep.notes:
             console.print(Text(note), soft_wrap=True)
     return capture.get()
 
@@ -267,9 +263,9 @@ def as_markdown(sweep: Sweep) -> str:
     for header, *rows in _tables(sweep):
         lines = [header, ["---"] * len(header), *rows]
         tables.append("".join("| " + " | ".join(map(_escaped, line)) + " |\n" for line in lines))
-    notes = "".join(f"- {_escaped(note)}\n" for note in _notes(sweep))
+    notes = "".join(f"- {_escaped(note)}\n" for note in sweep.notes)
     rule = f"Accuracy and counters are the last measured, everything else the mean of the last {LAST_STEPS} steps.\n"
-    return "\n".join([f"# Sweep\n\n{_escaped(_headline(sweep))}\n", *tables, *([notes] if notes else []), rule])
+    return "\n".join([f"# Sweep\n\n{_escaped(sweep.headline)}\n", *tables, *([notes] if notes else []), rule])
 
 
 def as_csv(sweep: Sweep) -> str:
@@ -300,36 +296,25 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_summary(path: Path) -> Sweep:
-    """Write ``summary.md`` and ``summary.json`` into the sweep's directory ``path``; each changes atomically.
-
-    Raises:
-        UserError: there is no run below ``path``.
-        OSError: they cannot be written.
-    """
+    """Write ``summary.md`` and ``summary.json`` into the sweep's directory ``path``; each changes atomically."""
     sweep = read_sweep(path)
     write_text(path / f"{SUMMARY}.md", as_markdown(sweep))
     write_json(path / f"{SUMMARY}.json", as_json(sweep))
     return sweep
 
 
-def _headline(sweep: Sweep) -> str:
-    states = [run.state for run in sweep.runs]
-    counts = [f"{states.count(state)} {state}" for state in ("finished", "running", "stopped", "failed")]
-    number = f"{len(states)} run" + ("s" if len(states) > 1 else "")
-    ended = ", ".join(count for count in counts if not count.startswith("0 "))
-    return f"{sweep.path}: {number}, {ended}; sorted by {sweep.metric}."
-
-
-def _notes(sweep: Sweep) -> list[str]:
-    return [f"run {run.name} {run.state}: {run.note}" for run in sweep.runs if run.note]
-
-
 def _tables(sweep: Sweep) -> list[list[list[str]]]:
     """The runs, and the settings where several seeds were run of one; the first line of each has the titles."""
     extra = [] if sweep.metric in (ACCURACY, REWARD) else [sweep.metric]
 
+    def shown(value: float | None, error: float | None = None) -> str:
+        return _UNKNOWN if value is None else f"{value:.4g}" + ("" if error is None else f" +/- {error:.2g}")
+
+    def count(done: int, total: int | None) -> str:
+        return f"{done}" if total in (None, done) else f"{done} of {total}"
+
     def cells(overrides: Mapping[str, str], names: Sequence[str], means: Mapping[str, Any]) -> list[str]:
-        values = [_number(*means.get(name, (None,))) for name in (REWARD, *extra)]
+        values = [shown(*means.get(name, (None,))) for name in (REWARD, *extra)]
         values.insert(1, percent(*means.get(ACCURACY, (None,))))
         return [*(overrides.get(name, _UNKNOWN) for name in names), *values]
 
@@ -339,22 +324,12 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
         if ACCURACY in run.metrics:
             means[ACCURACY] = run.metrics[ACCURACY], run.metrics.get(ACCURACY_ERROR)
         measured = cells(run.overrides, sweep.varied, means)
-        runs.append([run.name, *measured, _count(run.steps, run.num_steps), run.state, duration(run.seconds)])
+        runs.append([run.name, *measured, count(run.steps, run.num_steps), run.state, duration(run.seconds)])
     names = [name for name in sweep.varied if name != SEED]
     settings = [["seeds", *names, REWARD, "accuracy", *extra]]
     for one in sweep.settings:
-        settings.append([_count(one.finished, one.runs), *cells(one.overrides, names, one.means)])
+        settings.append([count(one.finished, one.runs), *cells(one.overrides, names, one.means)])
     return [table for table in (runs, settings) if len(table) > 1]
-
-
-def _count(done: int, total: int | None) -> str:
-    return f"{done}" if total in (None, done) else f"{done} of {total}"
-
-
-def _number(value: float | None, error: float | None = None) -> str:
-    if value is None:
-        return _UNKNOWN
-    return f"{value:.4g}" + ("" if error is None else f" +/- {error:.2g}")
 
 
 def _escaped(text: str) -> str:
@@ -362,14 +337,8 @@ def _escaped(text: str) -> str:
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
-    """``arguments``, with the directory of the sweep that they continue, where ``train.resume=auto`` asks for one.
-
-    Args:
-        arguments: of ``grpo.py``.
-        root: where the sweeps are, ``DATE/TIME`` each.
-
-    >>> continued(["--multirun", "seed=1,2"])
-    ['--multirun', 'seed=1,2']
+    """``arguments`` of ``grpo.py``, with the directory of the sweep (``root/DATE/TIME``) that they continue, where
+    ``train.resume=auto`` asks for one.
     """
     kept = list(arguments)
     is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in kept)  # to Hydra
@@ -383,27 +352,16 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
     return kept
 
 
-def note_command(sweep_dir: Path, arguments: Sequence[str]) -> None:
-    """Write into a sweep's directory which command works there.
-
-    Raises:
-        UserError: it cannot be written.
+def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
+    """Write into a sweep's directory which command works there, and whether every run of it is finished; then
+    ``train.resume=auto`` begins another one.
     """
-    _write(sweep_dir, {"command": _identity(arguments), "complete": False})
-
-
-def mark_complete(sweep_dir: Path) -> None:
-    """Every run of the sweep is finished: ``train.resume=auto`` begins another one from now on."""
-    _write(sweep_dir, {**(read_json(sweep_dir / SWEEP_FILE) or {}), "complete": True})
+    try:
+        write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
+    except OSError as error:
+        raise UserError(f"The sweep's directory {sweep_dir} cannot be written ({error.strerror}).") from error
 
 
 def _identity(arguments: Sequence[str]) -> list[str]:
     """What makes two commands the same sweep; the order counts, because Hydra numbers the runs by it."""
     return [one for one in arguments if not _FREE.match(one)]
-
-
-def _write(sweep_dir: Path, content: dict[str, Any]) -> None:
-    try:
-        write_json(sweep_dir / SWEEP_FILE, content)
-    except OSError as error:
-        raise UserError(f"The sweep's directory {sweep_dir} cannot be written ({error.strerror}).") from error

@@ -92,9 +92,6 @@ def find_target(
             of the run's task are left behind. Of a mixture one task by its name there.
         step: take the checkpoint that the run saved after so many training steps.
         trust: run the code and ask the servers that the run's config names; else these options have to be given again.
-
-    Raises:
-        UserError: no such run, checkpoint or preset, or a config that contradicts itself.
     """
     run_dir = Path(name).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
@@ -106,28 +103,23 @@ def find_target(
     elif step is not None:
         raise UserError(f"--step {step} chooses a checkpoint, and {name} is no run ({CONFIG_FILE} is missing there).")
     else:
-        target = _model_target(name, overrides, config_name, task)
+        try:
+            is_here = Path(resolve_model_path(name)).is_dir()
+        except ModelNotFoundError as error:
+            raise UserError(f"{no_run_or_model(name)}.") from error
+        of_tasks = PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
+        preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
+        config = compose(preset, [*([] if task is None else [f"env.dataset={task}"]), *overrides])
+        config.model.name, config.model.size = name, ModelConfig().size
+        if config.device == "auto" and not torch.cuda.is_available() and not is_here:
+            raise UserError(
+                f"{no_run_or_model(name)}; if it is a model of the hub, it needs a GPU, which this machine has not, or "
+                "device=cpu."
+            )
+        target = Target(name, config)
     target.config.algorithm.objective = AlgorithmConfig().objective  # nothing is trained: its file need not be here
     validate(target.config)
     return target
-
-
-def _model_target(name: str, overrides: Sequence[str], config_name: str | None, task: str | None) -> Target:
-    try:
-        resolve_model_path(name)
-    except ModelNotFoundError as error:
-        raise UserError(f"{no_run_or_model(name)}.") from error
-    of_tasks = PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
-    preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
-    dataset = [] if task is None else [f"env.dataset={task}"]
-    config = compose(preset, [*dataset, *overrides])
-    config.model.name, config.model.size = name, ModelConfig().size
-    if config.device == "auto" and not torch.cuda.is_available() and not Path(resolve_model_path(name)).is_dir():
-        raise UserError(
-            f"{no_run_or_model(name)}; if it is a model of the hub, it needs a GPU, which this machine has not, or "
-            "device=cpu."
-        )
-    return Target(name, config)
 
 
 def _run_target(
@@ -162,11 +154,7 @@ def exported_steps(run_dir: Path, config: Config) -> int | None:
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
-    """The newest checkpoint of a run, or the one after ``step`` training steps, as (steps, path).
-
-    Raises:
-        UserError: there is none; the sentence names those that there are.
-    """
+    """The newest checkpoint of a run, or the one after ``step`` training steps, as (steps, path)."""
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
         raise UserError(f"{run_dir} has saved no checkpoint and no model; train on, or give another run.")
@@ -178,12 +166,7 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
 
 
 def load_trained(checkpoint: Path, model: nn.Module) -> None:
-    """Put a checkpoint's weights into ``model``, which is the run's own with its adapter; no optimizer is built.
-
-    Raises:
-        CheckpointError: the file is damaged.
-        UserError: it is of another model.
-    """
+    """Put a checkpoint's weights into ``model``, which is the run's own with its adapter; no optimizer is built."""
     saved = CheckpointStore.load(checkpoint, ["learner"])["learner"]["model"]
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}
@@ -201,11 +184,7 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
 
 @contextmanager
 def open_evaluator(target: Target) -> Iterator[Evaluator]:
-    """What measures the target, with its engine started and its weights in place; closed again at the end.
-
-    Raises:
-        UserError: the model, the data or the engine cannot be used.
-    """
+    """What measures the target, with its engine started and its weights in place; closed again at the end."""
     config = target.config
     device = resolve_device(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
@@ -269,12 +248,7 @@ def evaluate(
 
 
 def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """By greedy accuracy, ``after`` less ``before`` on the same problems, and the standard error of the difference.
-
-    Args:
-        before: ``counts`` of :func:`evaluate`.
-        after: the same of another model.
-    """
+    """By greedy accuracy ``after`` less ``before``, ``counts`` of :func:`evaluate` on the same problems; its error."""
     return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in after if name in before}
 
 
@@ -301,9 +275,6 @@ def check(
     Args:
         run_dir: where engines write, and ``gate.json`` goes; None: a folder that is gone afterwards.
         on_check: told of each outcome as it comes.
-
-    Raises:
-        UserError: the config breaks a rule, or its parts cannot be put together.
     """
     require_tokens()
     validate(config)

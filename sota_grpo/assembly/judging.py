@@ -34,19 +34,27 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     Args:
         make_grader: of a task without a judge's terms.
         run_dir: where what the judge says is kept; None: nowhere.
-
-    Raises:
-        UserError: nobody answers there, or something cannot be read.
     """
     options = config.reward.judge
     if options.kind is None:
         return task, make_grader(task)
-    judged = Judged(_rules(config), task.term_weights)
+    assert options.url is not None
+    if config.env.mixture is None:
+        rules: dict[str | None, Rules] = {None: _rules_of(config, TERM)}
+    else:
+        configs = task_configs(config).items()
+        rules = {
+            name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None
+        }
+    judged = Judged(rules, task.term_weights)
     changed = copy.copy(task)
     vars(changed).update(term_weights=judged.term_weights, gold_response=_no_gold_response, is_judged=True)
     starting("Asking for the judge")
-    judge = _judge(config, run_dir)
+    endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
+    cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
+    judge = JudgeClient(options.url, endpoint, cache, api_key=judge_key())
     try:
+        judge.connect()
         grader = make_grader(task)
     except BaseException:
         judge.close()
@@ -57,51 +65,21 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
 def _no_gold_response(example: Example) -> None: ...
 
 
-def _rules(config: Config) -> Mapping[str | None, Rules]:
-    """Of each task that is judged."""
-    if config.env.mixture is None:
-        return {None: _rules_of(config, TERM)}
-    configs = task_configs(config).items()
-    return {name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None}
-
-
 def _rules_of(config: Config, term: str) -> Rules:
     options = config.reward.judge
-    return Rules(
-        term,
-        options.weight,
-        _rubric(options.rubric),
-        options.reference,
-        config.reward.success_above if options.alone else None,
-    )
-
-
-def _rubric(rubric: str | None) -> str:
-    file = rubric_file(rubric)
-    if file is None:
-        return rubric or RUBRIC
-    try:
-        text = file.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"reward.judge.rubric={rubric} cannot be read ({type(error).__name__}); correct it.") from error
-    if not text.strip() or len(text) > _LONGEST_RUBRIC:
-        raise UserError(f"reward.judge.rubric={rubric} is empty, or longer than {_LONGEST_RUBRIC} characters; mend it.")
-    return text
-
-
-def _judge(config: Config, run_dir: Path | None) -> JudgeClient:
-    options = config.reward.judge
-    assert options.kind is not None
-    assert options.url is not None
-    endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
-    cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
-    judge = JudgeClient(options.url, endpoint, cache, api_key=judge_key())
-    try:
-        judge.connect()
-    except BaseException:
-        judge.close()
-        raise
-    return judge
+    rubric, file = options.rubric or RUBRIC, rubric_file(options.rubric)
+    if file is not None:
+        try:
+            rubric = file.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            kind = type(error).__name__
+            raise UserError(f"reward.judge.rubric={options.rubric} cannot be read ({kind}); correct it.") from error
+        if not rubric.strip() or len(rubric) > _LONGEST_RUBRIC:
+            raise UserError(
+                f"reward.judge.rubric={options.rubric} is empty, or longer than {_LONGEST_RUBRIC} characters; mend it."
+            )
+    success_above = config.reward.success_above if options.alone else None
+    return Rules(term, options.weight, rubric, options.reference, success_above)
 
 
 def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:

@@ -71,11 +71,7 @@ class Passed:
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
-        """Write the objects to ``run_dir`` and their places to ``config``.
-
-        Raises:
-            RunFailed: the disk is full, or may not be written.
-        """
+        """Write the objects to ``run_dir`` and their places to ``config``."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
         if self.train_rows is not None:
             config.env.dataset_path = _write(folder / "train.jsonl", self.train_rows)
@@ -95,12 +91,6 @@ class PassedObjective:
 
     So a config names it like an objective in a file of the user's, and what is known of those by reading holds for it.
     Until the run has a directory, the files are in a temporary one.
-
-    Args:
-        function: the surrogate.
-
-    Raises:
-        UserError: it reads what no surrogate is given, or cannot be written to a file.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -123,11 +113,7 @@ class PassedObjective:
         self.option = self.write(Path(self._scratch.name))
 
     def write(self, folder: Path) -> str:
-        """Write both files; the value of ``algorithm.objective``.
-
-        Raises:
-            RunFailed: the disk is full, or may not be written.
-        """
+        """Write both files; the value of ``algorithm.objective``."""
         _write(folder / f"objective{PICKLED}", self._pickle)
         return f"{_write(folder / 'objective.py', self._text.encode())}:{self.name}"
 
@@ -143,27 +129,26 @@ def take(
     environment: Any = None,
     objective: Any = None,
 ) -> Passed:
-    """Make of the objects what a run can use, and set the options of ``config`` that they stand for.
+    """Make of the objects (:func:`sota_grpo.train`) what a run can use, and set the options of ``config`` for them.
 
-    A path is no object: it becomes ``env.dataset_path`` or ``env.eval_path``.
-
-    Args:
-        config: changed in place.
-        overrides: of the caller, who may want another task than ``table``.
-        reward, dataset, eval_dataset, tools, environment, objective: see :func:`sota_grpo.train`.
-
-    Raises:
-        UserError: something cannot be used; the message says what and why.
+    A path is no object: it becomes ``env.dataset_path`` or ``env.eval_path``. The caller's ``overrides`` may want
+    another task than ``table``.
     """
     passed, named = Passed(), {override.lstrip("+").partition("=")[0] for override in overrides}
-    if eval_dataset is not None:
-        _require_unset(config.env.eval_path, "env.eval_path", "eval_dataset")
-        config.env.eval_path, passed.eval_rows = _place(eval_dataset, "eval_dataset")
-    if dataset is not None:
-        _require_unset(config.env.dataset_path, "env.dataset_path", "dataset")
-        config.env.dataset_path, passed.train_rows = _place(dataset, "dataset")
-        if "env.dataset" not in named:
-            config.env.dataset = "table"
+    for argument, option, table in (
+        ("eval_dataset", "eval_path", eval_dataset),
+        ("dataset", "dataset_path", dataset),
+    ):
+        if table is None:
+            continue
+        _require_unset(getattr(config.env, option), f"env.{option}", argument)
+        rows = None if isinstance(table, (str, os.PathLike)) else list(_lines(table, argument))
+        if rows == []:
+            raise UserError(f"{argument} has no rows.")
+        setattr(config.env, option, str(table) if rows is None else PASSED)
+        setattr(passed, "train_rows" if argument == "dataset" else "eval_rows", rows and b"".join(rows))
+    if dataset is not None and "env.dataset" not in named:
+        config.env.dataset = "table"
     if reward is not None:
         _take_functions(config, passed, reward)
     if tools is not None or environment is not None:
@@ -191,16 +176,6 @@ def _was_passed(path: str | None) -> bool:
     return path is not None and Path(path).parent.name == INPUTS
 
 
-def _place(table: Any, argument: str) -> tuple[str, bytes | None]:
-    """Where the config finds a table, and of a table that is an object its rows."""
-    if isinstance(table, (str, os.PathLike)):
-        return str(table), None
-    lines = list(_lines(table, argument))
-    if not lines:
-        raise UserError(f"{argument} has no rows.")
-    return PASSED, b"".join(lines)
-
-
 def _lines(table: Any, argument: str) -> Iterable[bytes]:
     rows = table.to_dict("records") if hasattr(table, "iterrows") else table  # a DataFrame iterates over its columns
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
@@ -220,35 +195,6 @@ def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
     _require_unset(config.reward.path, "reward.path", "reward")
     if not _was_passed(config.reward.path):
         _require_unset(config.reward.name, "reward.name", "reward")
-    named = _named(reward)
-    passed.functions = {name: one for name, one in named.items() if one != BUILTIN}
-    for name, function in passed.functions.items():
-        recognise(function, name, "reward")
-    try:
-        passed.reward_file = pickled(passed.functions)
-    except RewardFunctionError:
-        if config.env.reward_workers:
-            raise
-    config.reward.path, config.reward.name = PASSED, list(named) if len(named) > 1 else next(iter(named), None)
-
-
-def _take_tools(config: Config, passed: Passed, tools: Any, environment: Any) -> None:
-    if tools is not None and environment is not None:
-        raise UserError("tools and environment are both passed: make the functions methods of the environment.")
-    option, value = ("tools", tools) if environment is None else ("environment", [environment])
-    _require_unset(getattr(config.env, option), f"env.{option}", option)
-    if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
-        kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
-        raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
-    passed.tools, passed.tools_option = {_name_of(one): one for one in value}, option
-    if len(passed.tools) < len(value):
-        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
-    passed.tools_file = pickled(passed.tools, "tool", "make what it needs inside the function")
-    setattr(config.env, option, PASSED)
-
-
-def _named(reward: Any) -> dict[str, Any]:
-    """The functions by the names of their reward terms, in order."""
     if isinstance(reward, Mapping):
         pairs = [(str(name), one) for name, one in reward.items()]
     else:
@@ -267,7 +213,30 @@ def _named(reward: Any) -> dict[str, Any]:
             raise UserError(str(error)) from error
     if len(set(names)) < len(names) or not names:
         raise UserError(f"reward has the names {names}; give different ones with a dict, reward={{'name': function}}.")
-    return dict(pairs)
+    passed.functions = {name: one for name, one in pairs if one != BUILTIN}
+    for name, function in passed.functions.items():
+        recognise(function, name, "reward")
+    try:
+        passed.reward_file = pickled(passed.functions)
+    except RewardFunctionError:
+        if config.env.reward_workers:
+            raise
+    config.reward.path, config.reward.name = PASSED, names if len(names) > 1 else names[0]
+
+
+def _take_tools(config: Config, passed: Passed, tools: Any, environment: Any) -> None:
+    if tools is not None and environment is not None:
+        raise UserError("tools and environment are both passed: make the functions methods of the environment.")
+    option, value = ("tools", tools) if environment is None else ("environment", [environment])
+    _require_unset(getattr(config.env, option), f"env.{option}", option)
+    if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
+        kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
+        raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
+    passed.tools, passed.tools_option = {_name_of(one): one for one in value}, option
+    if len(passed.tools) < len(value):
+        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
+    passed.tools_file = pickled(passed.tools, "tool", "make what it needs inside the function")
+    setattr(config.env, option, PASSED)
 
 
 def _name_of(function: Any) -> str:

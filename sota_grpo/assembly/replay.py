@@ -11,8 +11,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -30,17 +29,14 @@ from sota_grpo.config import Config, model_name
 from sota_grpo.config.spelling import walk, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
-from sota_grpo.functional.surrogates import OPTIONS, readers
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.recording.run_files import STEPS_FOLDER
 from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
-from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_reference
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.training.learner import Learner, NonFiniteStep
+from sota_grpo.training.learner import NonFiniteStep
 from sota_grpo.training.runs import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
@@ -48,21 +44,20 @@ logger = logging.getLogger(__name__)
 #: What is compared, in the order shown: metrics of a step that follow from its rows, weights and options alone.
 FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
-    *("entropy_coef", "entropy_threshold"),
-    "distill/reverse_kl",
+    *("entropy_coef", "entropy_threshold", "distill/reverse_kl"),
     *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "gradient_share/max_token"),
     *("tokens/with_advantage", "tokens/with_gradient", "kl_approx", "mismatch_kl", "lr"),
 )
 TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
-_JUDGED = (*_LOSSES, "grad_norm")
 _ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
-_OF_THE_COLLECTION = (
-    *(f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")),
-)
-_ALGORITHM = {name for name, _, _ in walk() if name.startswith("algorithm.")} - {"algorithm.name"}
-_STEPS = ("train.epochs", "train.optim_batch_size")  # into how many optimizer steps the training step is divided
-_COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss", *_STEPS}
+_OF_THE_COLLECTION = ["algorithm.overlong_buffer"]
+_OF_THE_COLLECTION += ["algorithm.dynamic_sampling", "algorithm.dynamic_sampling_max_draws"]
+_COMPARED = [
+    *(name for name, _, _ in walk() if name.startswith("algorithm.") and name != "algorithm.name"),
+    *("policy.kl_coef", "train.kl_coef_in_loss"),
+    *("train.epochs", "train.optim_batch_size"),  # into how many optimizer steps the training step is divided
+]
 _MEMORY = "train.micro_batch_tokens"
 _CHUNK = 1 << 22  # numbers of a gradient that are read at a time
 
@@ -94,95 +89,92 @@ def replayed(
     Every algorithm takes the whole training step as a run under it would: the same responses, rewards and initial
     weights, and then its own optimizer steps.
 
-    Args:
-        run_dir: of the run; nothing is written there.
-        number: of the step; None: the last that can be replayed.
-        overrides: ``algorithm=A,B,..``, each a preset, ``FILE.py:FUNCTION`` (the run's algorithm with this objective)
-            or ``run``, its own; further options hold for all of them.
-        trust: consent to what the run's own config asks for.
+    Of the ``overrides``, ``algorithm=A,B,..`` names presets, ``FILE.py:FUNCTION`` (the run's algorithm with this
+    objective) or ``run``, its own; further options hold for all. ``number`` None is the last step that can be replayed.
 
     Returns:
-        ``figures``: by name ``stored``, ``replayed``, ``difference`` and, by algorithm, ``under``; None where nothing
-        was measured. ``agrees``: losses and gradient norm are the stored ones to ``TOLERANCE``. ``worst``: which of
-        them is furthest from it and how far, relatively; None where only one side has it. ``algorithms``: their names.
-        ``cosines``: between the gradients of ``replayed`` and of the algorithms, by name and name; None beside a
-        gradient of 0; empty without algorithms. ``notes``: sentences.
-
-    Raises:
-        UserError: the step cannot be replayed, or not under these options.
+        ``title``; ``step`` and ``checkpoint``; ``figures``: by name the values ``stored``, ``replayed`` and of each
+        algorithm, None where nothing was measured; ``cosines``: between the gradients of ``replayed`` and of the
+        algorithms, by name and name, empty without algorithms; ``agrees``: losses and gradient norm are the stored ones
+        to ``TOLERANCE``; ``notes``: sentences, the first about that.
     """
     step = open_step(run_dir, number, trust=trust)
-    own_config, others, notes = replay_configs(step, run_dir, overrides)
+    own, others, left = replay_configs(step, run_dir, overrides)
+    replays: dict[str, Replay] = {}
     with TemporaryDirectory() as folder:
-        files = {name: Path(folder) / str(index) for index, name in enumerate(["replayed", *others]) if others}
-        logger.info("Computing step %d as the run did.", step.stored.step)
-        own = replay(step, own_config, files.get("replayed"))
-        under = {}
-        for name, config in others.items():
-            logger.info("Computing it under %s.", name)
-            under[name] = replay(step, config, files[name])
-        rows = step.stored.rows
-        name, distance = worst_distance(step.stored.metrics, own.figures)
-        return {
-            "run": str(run_dir),
-            "step": step.stored.step,
-            "checkpoint": None if step.checkpoint is None else step.checkpoint.name,
-            "samples": len(rows),
-            "groups": len(rows.get(keys.GROUP_ID).unique()),
-            "optimizer_steps": own.optimizer_steps,
-            "overrides": list(overrides),
-            "algorithms": list(under),
-            "figures": _figures(step, own, under),
-            "agrees": distance <= TOLERANCE,
-            "worst": {"name": name, "relative_difference": distance if math.isfinite(distance) else None},
-            "cosines": cosines({"replayed": own, **under}) if under else {},
-            "notes": [*equal_ratios(under.values()), *replay_notes(step), *notes],
-        }
+        for name, config in {"replayed": own, **others}.items():
+            logger.info("Computing step %d%s.", step.stored.step, f" under {name}" if replays else " as the run did")
+            replays[name] = replay(step, config, Path(folder) / str(len(replays)) if others else None)
+        similar = cosines({name: one.gradient for name, one in replays.items() if one.gradient is not None})
+    columns = {"stored": step.stored.metrics} | {name: one.figures for name, one in replays.items()}
+    figures = {name: {column: values.get(name) for column, values in columns.items()} for name in FIGURES}
+    agrees, verdict = compared(step.stored.metrics, replays["replayed"].figures)
+    rows, steps = step.stored.rows, replays["replayed"].optimizer_steps
+    checkpoint = None if step.checkpoint is None else step.checkpoint.name
+    title = (
+        f"Step {step.stored.step}, {len(rows)} samples in {len(rows.get(keys.GROUP_ID).unique())} groups, {steps} "
+        f"optimizer step{'s' if steps != 1 else ''} from {checkpoint or 'the initial weights'}"
+    )
+    return {
+        "title": title + (f"; under {' '.join(overrides)}" if others else ""),
+        "step": step.stored.step,
+        "checkpoint": checkpoint,
+        "figures": {name: row for name, row in figures.items() if any(value is not None for value in row.values())},
+        "cosines": similar,
+        "agrees": agrees,
+        "notes": [verdict, *_notes(step, [replays[name] for name in others]), *left],
+    }
 
 
 def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) -> Step:
-    """Step ``number`` of a run, or the last that can be replayed.
-
-    Raises:
-        UserError: no run, no such step, or its checkpoint is not there; the message names the steps that can be had.
-    """
+    """Step ``number`` of a run, or the last that can be replayed; an error names those that can be had."""
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_SAMPLES)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
     stored = {step_of(path): path for path in stored_steps(run_dir)}
     replayable = [one for one in stored if one == 0 or one in checkpoints]
-    if not stored:
-        raise UserError(f"There is no stored step in {run_dir / STEPS_FOLDER}; logging.store_steps=true writes some.")
-    chosen = max(replayable, default=None) if number is None else number
-    if chosen in replayable:
-        return Step(config, read_step(stored[chosen]), checkpoints.get(chosen))
-    others = f"steps that can be replayed: {', '.join(map(str, replayable)) or 'none'}"
     if number is None:
-        raise UserError(f"The checkpoints of {run_dir} do not belong to its stored steps; {others}.")
-    if number in stored:
-        raise UserError(f"Step {number} of {run_dir} is stored, and the checkpoint with its weights is gone; {others}.")
-    more = "train.checkpoint_frequency=1 stores more, train.keep_checkpoints keeps them"
-    raise UserError(f"Step {number} of {run_dir} is not stored; {others} ({more}).")
+        number = max(replayable or stored, default=0)
+    if number in replayable:
+        return Step(config, read_step(stored[number]), checkpoints.get(number))
+    fault = "stored, and the checkpoint with its weights is gone" if number in stored else "not stored"
+    there = ", ".join(map(str, replayable)) or "none"
+    raise UserError(
+        f"Step {number} of {run_dir} is {fault}; steps that can be replayed: {there} (logging.store_steps=true with "
+        "train.checkpoint_frequency=1 stores all, train.keep_checkpoints keeps them)."
+    )
 
 
 def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Replay:
     """Compute the step once more, in float32 on the CPU, as the run did or under the algorithm of ``config``.
 
-    Args:
-        config: of the run but for its algorithm and its KL term.
-        gradient_file: where the gradient is kept, 4 bytes a trained parameter. None: it is not.
-
-    Raises:
-        UserError: the model is not there, the step is not finite under ``config``, or the gradient has no room.
-        CheckpointError: the checkpoint is damaged.
+    Its gradient is kept in ``gradient_file``, where there is one: 4 bytes a trained parameter.
     """
-    rows = scored_rows(step, config)
-    with _restored(step, config) as learner:
-        gradient = None if gradient_file is None else _summed_gradient(learner.parameters, gradient_file)
-        before = learner.optimizer_steps
-        try:
+    rows, origin, threads = scored_rows(step, config), step.stored.origin, torch.get_num_threads()
+    options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
+    options["train_model.log_probs"] = "tiled"
+    if config.model.attn_implementation not in (None, "sdpa", "eager"):  # kernels of GPUs
+        options["model.attn_implementation"] = "sdpa"
+    config = with_options(config, options)
+    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    try:
+        if origin.device == "cpu" and origin.num_ranks == 0:  # the last bits depend on the threads
+            torch.set_num_threads(min(origin.num_threads, os.cpu_count() or 1))
+        with TemporaryDirectory() as dump, torch.random.fork_rng(devices=[]):
+            policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
+            learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=CountedLoss)
+            if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
+                learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
+            if origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
+                torch.manual_seed(sample_seed(step.config.seed, learner.version, 0))
+            else:
+                torch.set_rng_state(origin.rng)
+            gradient = None if gradient_file is None else _summed_gradient(learner.parameters, gradient_file)
+            before = learner.optimizer_steps
             update = learner.update(rows)
-        except NonFiniteStep as error:
-            raise UserError(f"Step {step.stored.step} is not finite when it is computed like this.") from error
+    except NonFiniteStep as error:
+        raise UserError(f"Step {step.stored.step} is not finite when it is computed like this.") from error
+    finally:
+        torch.set_num_threads(threads)
     advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()
     sampled = torch.tensor([float(mask.sum()) for mask in rows.parts(keys.ASSISTANT_MASK)])
     count = sampled.sum().item() or math.nan
@@ -191,27 +183,6 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
     values["tokens/with_gradient"] = learner.loss.moved / count / config.train.epochs  # type: ignore[attr-defined]
     figures = {name: values[name] for name in FIGURES if name in values}
     return Replay(figures, learner.optimizer_steps - before, gradient)
-
-
-@contextmanager
-def _restored(step: Step, config: Config) -> Iterator[Learner]:
-    """The learner of ``config`` as it was before the step, in float32 on the CPU, its random streams included."""
-    options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
-    options["train_model.log_probs"] = "tiled"
-    if config.model.attn_implementation not in (None, "sdpa", "eager"):  # kernels of GPUs
-        options["model.attn_implementation"] = "sdpa"
-    config = with_options(config, options)
-    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
-    with TemporaryDirectory() as dump, _as_it_was_computed(step):
-        policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
-        learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=CountedLoss)
-        if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
-            learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
-        if step.stored.origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
-            torch.manual_seed(sample_seed(step.config.seed, learner.version, 0))
-        else:
-            torch.set_rng_state(step.stored.origin.rng)
-        yield learner
 
 
 class CountedLoss(GRPOLoss):
@@ -232,11 +203,7 @@ class CountedLoss(GRPOLoss):
 
 
 def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
-    """Return a flat float32 vector in ``file`` to which every backward pass adds the parameters' gradients.
-
-    Raises:
-        UserError: the file has no room.
-    """
+    """A flat float32 vector in ``file`` to which every backward pass adds the parameters' gradients."""
     size = sum(parameter.numel() for parameter in parameters)
     free = shutil.disk_usage(file.parent).free
     if 4 * size > free:  # a mapped file that the disk cannot hold kills the process
@@ -254,217 +221,130 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
     return flat
 
 
-def cosines(replays: Mapping[str, Replay]) -> dict[str, dict[str, float | None]]:
-    """Cosines between the gradients, by name and name, summed in float64; None beside a gradient of 0.
-
-    >>> one, two, zero = (Replay({}, 1, torch.tensor(values)) for values in ([3.0, 4.0], [4.0, 3.0], [0.0, 0.0]))
-    >>> cosines({"a": one, "b": two, "c": zero})["a"]
-    {'a': 1.0, 'b': 0.96, 'c': None}
-    """
-    vectors = {name: replay.gradient for name, replay in replays.items() if replay.gradient is not None}
+def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
+    """Cosines between the gradients, by name and name, summed in float64; None beside a gradient of 0."""
 
     def product(one: Tensor, two: Tensor) -> float:
         return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
 
-    squares = {name: product(vector, vector) for name, vector in vectors.items()}
+    squares = {name: product(vector, vector) for name, vector in gradients.items()}
     # not from the norms: the root of a square is exact, so that the cosine of two equal gradients is 1
     return {
         name: {
             other: product(one, two) / size if (size := math.sqrt(squares[name] * squares[other])) > 0 else None
-            for other, two in vectors.items()
+            for other, two in gradients.items()
         }
-        for name, one in vectors.items()
+        for name, one in gradients.items()
     }
 
 
 def scored_rows(step: Step, config: Config) -> RowTable:
-    """The rows as stored, their advantages computed anew; their rewards too where another KL is taken off them.
-
-    Penalties on length, and what a user's functions gave, are in the stored rewards.
-    """
+    """The rows as stored, their advantages computed anew; their rewards too where another KL is taken off them."""
     rows = step.stored.rows.without(keys.ADVANTAGE)
     coefficient = kl_in_reward(config)
     if coefficient != kl_in_reward(step.config):
-        reward = rows.get(keys.GRADED_REWARD, rows.get(keys.REWARD))
+        reward = rows.get(keys.GRADED_REWARD, rows.get(keys.REWARD))  # with penalties on length, and users' functions
         rows = rows.without(keys.GRADED_REWARD, keys.KL_TERM)
         rows.set(keys.REWARD, reward)
-        reference = rows.parts(keys.REF_LOG_PROBS)
-        write_reference(rows, reference, in_reward_coeff=coefficient)
+        write_reference(rows, rows.parts(keys.REF_LOG_PROBS), in_reward_coeff=coefficient)
     for _, transform in make_advantage(config):
         rows = transform(rows)
     return rows
 
 
-@contextmanager
-def _as_it_was_computed(step: Step) -> Iterator[None]:
-    """The number of threads of the run, on which the last bits depend; the random streams are given back afterwards."""
-    origin, now = step.stored.origin, torch.get_num_threads()
-    if origin.device == "cpu" and origin.num_ranks == 0:
-        torch.set_num_threads(min(origin.num_threads, os.cpu_count() or 1))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        torch.set_num_threads(now)
-
-
 def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, dict[str, Config], list[str]]:
-    """What a step is replayed under.
-
-    Returns:
-        The run's options; by name those of the algorithms, none where nothing but memory is changed; a sentence for
-        each whose preset sets options that act while responses are collected: those stay the run's.
-
-    Raises:
-        UserError: an override that does not exist, contradicts another, cannot matter to a step whose responses are
-            given, or needs what was not stored; or no algorithm differs from the run's.
+    """The run's options; by name those of the algorithms, none where nothing but memory is changed; and a sentence for
+    each whose preset sets options that act while responses are collected: those stay the run's.
     """
+
+    def values(config: Config, names: Sequence[str]) -> dict[str, Any]:
+        return {name: attrgetter(name)(config) for name in names}
+
     names, common = algorithms_of(overrides)
-    for name, override in by_option(common).items():
-        if name not in (_MEMORY, *_COMPARED):
+    for override in common:
+        name = override.lstrip("+").partition("=")[0]
+        if name != _MEMORY and (name not in _COMPARED or name in _OF_THE_COLLECTION):
             raise UserError(
                 f"{override} cannot change a step whose responses, rewards and weights are given; a replay takes "
-                f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, "
-                f"{', '.join(_STEPS)}, and {_MEMORY} for its memory."
+                f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, train.epochs, "
+                f"train.optim_batch_size, and {_MEMORY} for its memory."
             )
+    own, differ = values(step.config, _COMPARED), False
     others, notes = {}, []
     for name in names:
         try:
-            others[name], left = _under(step, run_dir, overrides_under(name, common))
+            changed = load_config(run_dir, overrides_under(name, common), trust=True)  # the run's has consent already
+            theirs = values(changed, _OF_THE_COLLECTION)
+            left = [option for option, value in theirs.items() if value != own[option]]
+            changed = others[name] = with_options(changed, {option: own[option] for option in left})
+            if values(changed, _COMPARED) != own:
+                differ = True
+                _require_stored(step, changed)
+                validate(changed)
         except UserError as error:
             raise UserError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
         if left:
-            sentence = "is read while responses are collected, so left as the run had it"
-            notes.append(f"{name}: {', '.join(left)} {sentence}.")
-    own = with_options(step.config, {_MEMORY: others[names[0]].train.micro_batch_tokens})
-    if by_option(overrides).keys() <= {_MEMORY}:
-        return own, {}, []
-    if all(attrgetter(name)(changed) == attrgetter(name)(own) for name in _COMPARED for changed in others.values()):
+            notes.append(f"{name}: {', '.join(left)} is read while responses are collected, so left as the run had it.")
+    if not differ and any(not override.startswith(_MEMORY) for override in overrides):
         raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
-    return own, others, notes
+    config = with_options(step.config, {_MEMORY: others[names[0]].train.micro_batch_tokens})
+    return config, others if differ else {}, notes
 
 
-def _under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    """The run's options under ``overrides``, and which of them act while responses are collected: those stay the run's.
-
-    Raises:
-        UserError: an override that does not exist, does not fit, has no effect or needs what was not stored.
-    """
-    changed = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
-    options = {name: attrgetter(name)(step.config) for name in _OF_THE_COLLECTION}
-    left = {name: value for name, value in options.items() if attrgetter(name)(changed) != value}
-    changed, by_name = with_options(changed, left), by_option(overrides)
-    for name, override in by_name.items():
-        missing = _missing(name, changed)
-        if missing is not None:
-            raise UserError(f"{override} has no effect without {missing}.")
-    _require_stored(step, changed, by_name)
-    if any(attrgetter(name)(changed) != attrgetter(name)(step.config) for name in _COMPARED):
-        validate(changed)
-    return changed, list(left)
+def _require_stored(step: Step, changed: Config) -> None:
+    has = f"step {step.stored.step} has"
+    if changed.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
+        raise UserError(
+            f"algorithm.decouple_terms=true needs the weights of the reward terms, which {has} where the run decoupled "
+            "them itself."
+        )
+    for name in ("policy.kl_coef", "algorithm.distill_coef"):
+        coefficient = attrgetter(name)(changed)
+        if coefficient > 0 and not step.stored.rows.has(keys.REF_LOG_PROBS):
+            raise UserError(
+                f"{name}={coefficient:g} needs the reference's log-probs, and {has} none: the run had policy.kl_coef=0 "
+                "and no teacher."
+            )
 
 
-def by_option(overrides: Sequence[str]) -> dict[str, str]:
-    """The overrides by the option that each sets.
-
-    >>> by_option(["algorithm=dapo", "+seed=3"])
-    {'algorithm': 'algorithm=dapo', 'seed': '+seed=3'}
-    """
-    return {override.lstrip("+").partition("=")[0]: override for override in overrides}
-
-
-def replay_notes(step: Step) -> list[str]:
-    """What keeps a replay from giving the run's very numbers; a sentence each."""
+def _notes(step: Step, others: Sequence[Replay]) -> list[str]:
+    """What keeps algorithms from differing, and a replay from giving the run's very numbers."""
     origin, options = step.stored.origin, step.config.train_model
     weights = options.torch_dtype if options.torch_dtype in ("bfloat16", "float16") else "float32"
     notes = []
-    if origin.device != "cpu" or origin.precision != "fp32" or weights != "float32":
+    if any(one.optimizer_steps == 1 and 1 - (one.figures.get("ess") or 0.0) <= _ROUNDING for one in others):
         notes.append(
-            f"The run computed in {origin.precision} with {weights} weights on {origin.device}, the replay in float32 "
-            "on the CPU: their differences are the dtype's and the device's."
+            "The step is a single optimizer step on the policy's own responses: every ratio is 1, and surrogates of a "
+            "ratio have the same gradient there; train.epochs=2, or a smaller train.optim_batch_size, compares them "
+            "where optimizer steps have moved the policy."
         )
-    if origin.num_ranks > 1:
-        notes.append(f"The learner of the run had {origin.num_ranks} ranks, which add up in another order.")
-    if options.lora.enabled and options.lora.dropout > 0 and (origin.device != "cpu" or origin.num_ranks > 1):
-        notes.append("The run's dropout dropped other inputs than the replay's; losses and gradient differ by that.")
+    if (origin.device, origin.precision, weights) != ("cpu", "fp32", "float32") or origin.num_ranks > 1:
+        ranks = f" by {origin.num_ranks} ranks" if origin.num_ranks > 1 else ""
+        dropout = " Its dropout dropped other inputs." if options.lora.enabled and options.lora.dropout > 0 else ""
+        notes.append(
+            f"The run computed in {origin.precision} with {weights} weights on {origin.device}{ranks}, the replay in "
+            f"float32 on the CPU by one process: their figures differ by that.{dropout}"
+        )
     return notes
 
 
-def equal_ratios(replays: Iterable[Replay]) -> list[str]:
-    """Of single optimizer steps on the policy's own responses: that no surrogate can show what it does to a ratio."""
-    shares = [replay.figures.get("ess") for replay in replays if replay.optimizer_steps == 1]
-    if not any(ess is not None and 1 - ess <= _ROUNDING for ess in shares):
-        return []
-    return [
-        "The step is a single optimizer step on the policy's own responses: every ratio is 1, and surrogates of a "
-        "ratio have the same gradient there; train.epochs=2, or a smaller train.optim_batch_size, compares them where "
-        "optimizer steps have moved the policy."
-    ]
-
-
-def _missing(name: str, config: Config) -> str | None:
-    """What an option has no effect without; None where it has one."""
-    algorithm, option = config.algorithm, name.removeprefix("algorithm.")
-    if option in OPTIONS and not surrogate(algorithm.objective).reads(option):
-        return f"algorithm.objective={readers(option)}"
-    if option in ("correction_mode", "correction_cap", "correction_floor") and algorithm.correction == "none":
-        return "algorithm.correction"
-    return "policy.kl_coef above 0" if name == "train.kl_coef_in_loss" and config.policy.kl_coef == 0 else None
-
-
-def _require_stored(step: Step, changed: Config, by_name: dict[str, str]) -> None:
-    """Refuse what needs the weights of the reward terms, or the reference's log-probs, where the step has none."""
-    if changed.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
-        raise UserError(
-            f"algorithm.decouple_terms=true needs the weights of the reward terms, which step {step.stored.step} has "
-            "where the run decoupled them itself."
-        )
-    if step.stored.rows.has(keys.REF_LOG_PROBS):
-        return
-    asks = [
-        override for name, override in by_name.items() if name in ("algorithm.kl_estimator", "algorithm.kl_unbiased")
-    ]
-    if changed.policy.kl_coef > 0:
-        asks = [by_name.get("policy.kl_coef", f"policy.kl_coef={changed.policy.kl_coef:g}")]
-    if changed.algorithm.distill_coef > 0:
-        asks = [f"algorithm.distill_coef={changed.algorithm.distill_coef:g}"]
-    if asks:
-        raise UserError(
-            f"{asks[0]} needs the reference's log-probs, and step {step.stored.step} has none: the run had "
-            "policy.kl_coef=0 and no teacher."
-        )
-
-
-def worst_distance(stored: Mapping[str, float | None], figures: Mapping[str, float | None]) -> tuple[str, float]:
-    """The loss term, or the gradient norm, that is furthest from the stored one, and how far, relatively.
+def compared(stored: Mapping[str, float | None], figures: Mapping[str, float | None]) -> tuple[bool, str]:
+    """Whether losses and gradient norm are the stored ones to ``TOLERANCE``, and a sentence that says so.
 
     A loss is a sum of advantages that may cancel, so its distance is in units of the mean absolute advantage where that
     is larger. A figure that only one side has is infinitely far.
-
-    >>> stored = {"loss/objective": 0.0, "grad_norm": 2.0, "advantage": 0.5}
-    >>> worst_distance(stored, {"loss/objective": 1e-7, "grad_norm": 2.0})
-    ('loss/objective', 2e-07)
     """
-    worst = ("grad_norm", 0.0)
-    for name in _JUDGED:
+    distances = {}
+    for name in (*_LOSSES, "grad_norm"):
         one, two = stored.get(name), figures.get(name)
-        if one is None and two is None:
-            continue
-        floor = (stored.get("advantage") or 0.0) if name in _LOSSES else 0.0
-        distance = float("inf")
         if one is not None and two is not None:
-            distance = abs(two - one) / max(abs(one), floor, 1e-30)
-        if distance > worst[1]:
-            worst = (name, distance)
-    return worst
-
-
-def _figures(step: Step, own: Replay, under: Mapping[str, Replay]) -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = {}
-    for name in FIGURES:
-        stored, again = step.stored.metrics.get(name), own.figures.get(name)
-        others = {algorithm: replay.figures.get(name) for algorithm, replay in under.items()}
-        if any(value is not None for value in (stored, again, *others.values())):
-            difference = None if stored is None or again is None else again - stored
-            table[name] = {"stored": stored, "replayed": again, "difference": difference, "under": others}
-    return table
+            floor = (stored.get("advantage") or 0.0) if name in _LOSSES else 0.0
+            distances[name] = abs(two - one) / max(abs(one), floor, 1e-30)
+        elif one is not two:
+            return False, f"The replay does not agree with the run: only one of them has {name}."
+    distance, name = max((distance, name) for name, distance in distances.items())
+    if distance == 0:
+        return True, "The replay gives the losses and the gradient norm of the run exactly."
+    agrees = distance <= TOLERANCE
+    outcome = "agrees" if agrees else "does not agree"
+    return agrees, f"The replay {outcome} with the run: the largest relative difference is {distance:.1e} ({name})."

@@ -36,29 +36,32 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay the step and print what came of it; 0 once it is computed, whether or not it agrees.
-
-    Raises:
-        UserError: the step cannot be replayed, or not under these options.
-    """
-    from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, algorithms_of, load_config, overrides_under
+    """Replay the step and print what came of it; 0 once it is computed, whether or not it agrees."""
+    from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
+    from sota_grpo.recording.run_files import save_replay
     from sota_grpo.run.entry import quiet_console
 
     quiet_console()
     run_dir = Path(options.run_dir)
-    config = load_config(run_dir, trust=options.trust_run, unused=UNUSED_WITHOUT_SAMPLES)
-    tell_trust(options, config)
-    algorithms, common = algorithms_of(options.overrides)
-    for name in algorithms:  # what is wrong with the names is said before torch is imported
-        load_config(run_dir, overrides_under(name, common), trust=True)
+    tell_trust(options, load_config(run_dir, trust=options.trust_run, unused=UNUSED_WITHOUT_SAMPLES))
     from sota_grpo.assembly.replay import replayed
 
     result = replayed(run_dir, options.step, options.overrides, trust=options.trust_run)
-    print(json.dumps(result, indent=2) if options.json else as_text(result), end="\n" if options.json else "")
-    if result["algorithms"]:
-        from sota_grpo.recording.replays import save_replay
-
-        record = {"title": _title(result), "tables": _tables(result), "notes": [_verdict(result), *result["notes"]]}
+    tables = [_table("", result["figures"])]
+    if result["cosines"]:
+        tables.append(_table("cosine of gradients", result["cosines"]))
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(f"{run_dir}: {result['title']}\n")
+        for table in tables:
+            widths = [max(map(len, column)) for column in zip(*table)]
+            for name, *cells in table:
+                print("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
+            print()
+        print(*result["notes"], sep="\n")
+    if result["cosines"]:
+        record = {"title": result["title"], "tables": tables, "notes": result["notes"]}
         try:
             path = save_replay(run_dir, result["step"], options.overrides, record)
             print(f"{path}; sota-grpo report {run_dir} shows it.", file=sys.stderr)
@@ -67,50 +70,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def as_text(result: Mapping[str, Any]) -> str:
-    """What :func:`sota_grpo.assembly.replay.replayed` found, for a person to read."""
-    lines = [f"{result['run']}: {_title(result)}", ""]
-    for rows in _tables(result):
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        cells = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-        lines += [*("  ".join(row).rstrip() for row in cells), ""]
-    return "\n".join([*lines, _verdict(result), *result["notes"], ""])
+def _table(corner: str, rows: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
+    """Text of the rows below a head; nine digits tell float32 values apart.
 
-
-def _title(result: Mapping[str, Any]) -> str:
-    steps = result["optimizer_steps"]
-    under = f"; under {' '.join(result['overrides'])}" if result["algorithms"] else ""
-    return (
-        f"Step {result['step']}, {result['samples']} samples in {result['groups']} groups, {steps} optimizer "
-        f"step{'s' if steps != 1 else ''} from {result['checkpoint'] or 'the initial weights'}{under}"
-    )
-
-
-def _tables(result: Mapping[str, Any]) -> list[list[list[str]]]:
-    """The figures and, with other algorithms, the cosines between the gradients; the first row of each is its head."""
-    columns = ("stored", "replayed", "difference")
-    figures = [["", *columns, *result["algorithms"]]]
-    for name, row in result["figures"].items():
-        figures.append([name, *map(_number, [*(row[column] for column in columns), *row["under"].values()])])
-    cosines = [["cosine of gradients", *result["cosines"]]]
-    cosines += [[name, *map(_number, row.values())] for name, row in result["cosines"].items()]
-    return [figures, cosines] if result["cosines"] else [figures]
-
-
-def _number(value: float | None) -> str:
-    """Nine digits, which tell float32 values apart.
-
-    >>> _number(None), _number(0.0), _number(-0.5), _number(1 / 3)
-    ('-', '0', '-0.5', '0.333333333')
+    >>> _table("", {"kl": {"stored": 1 / 3, "dapo": None}})
+    [['', 'stored', 'dapo'], ['kl', '0.333333333', '-']]
     """
-    return "-" if value is None else f"{value:.9g}"
-
-
-def _verdict(result: Mapping[str, Any]) -> str:
-    name, distance = result["worst"]["name"], result["worst"]["relative_difference"]
-    if distance is None:
-        return f"The replay does not agree with the run: only one of them has {name}."
-    if distance == 0:
-        return "The replay gives the losses and the gradient norm of the run exactly."
-    outcome = "agrees" if result["agrees"] else "does not agree"
-    return f"The replay {outcome} with the run: the largest relative difference is {distance:.1e} ({name})."
+    head = [corner, *next(iter(rows.values()))]
+    return [head, *([n, *("-" if v is None else f"{v:.9g}" for v in row.values())] for n, row in rows.items())]

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,16 +32,14 @@ from sota_grpo.assembly.sampling import make_env, task_of
 from sota_grpo.config import Config, model_name, responses_per_step
 from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_folder
-from sota_grpo.migration.data import Account, Facts, verl_rows, write_parquet
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
-from sota_grpo.migration.verl import verl_options, verl_script
+from sota_grpo.migration.verl import Account, Facts, verl_options, verl_rows, verl_script, write_parquet
 from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.task import Task
 from sota_grpo.tasks import task_class
 from sota_grpo.text import one_line
 
@@ -51,7 +49,7 @@ _VERL_REWARD = '''"""The reward of {name}: sota_grpo's own grader, as verl calls
 
 from pathlib import Path
 
-from sota_grpo.migration.data import verl_reward
+from sota_grpo.migration.verl import verl_reward
 
 compute_score = verl_reward(Path(__file__).with_name("config.yaml"))
 '''
@@ -71,9 +69,6 @@ def write_hf(
     The model that a finished run exported is copied; else, or in a ``dtype`` of its own, it is made from a checkpoint.
     ``trust`` consents to what the run's config asks this machine to run
     (:func:`sota_grpo.assembly.compose.needs_consent`).
-
-    Raises:
-        UserError: no run, no such checkpoint, an adapter of a run without LoRA, or a folder that is in use.
     """
     config = load_config(run_dir, trust=trust, unused=(*UNUSED_WITHOUT_LOSS, *UNUSED_WITHOUT_SAMPLES))
     if adapter and not config.train_model.lora.enabled:
@@ -103,33 +98,9 @@ def write_hf(
 
 
 def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Account:
-    """verl's command line, its data and its reward function; ``trust`` as in :func:`write_hf`.
+    """verl's command line, its data and its reward function; ``trust`` as in :func:`write_hf`."""
+    from omegaconf import OmegaConf
 
-    Raises:
-        UserError: no run, data that cannot be loaded, or a folder that is in use.
-    """
-    config, task, facts = _opened(run_dir, trust)
-    ours = _versions()["sota_grpo"]
-    options, account = verl_options(config, facts)
-    heading = [
-        f"{facts.name}, a run of sota_grpo {ours}, as a command of verl {VERL_VERSION}, whose options are in",
-        f"verl/trainer/config at the tag v{VERL_VERSION} of github.com/verl-project/verl.",
-        "reward.py is sota_grpo's grader: install it where verl runs (pip install --no-deps . in a checkout of it).",
-    ]
-    with _new_folder(out, run_dir) as folder:
-        write_parquet(folder / "train.parquet", verl_rows(task, task.train, "train"))
-        heldout = task.heldout[: config.eval.num_samples]
-        write_parquet(folder / "heldout.parquet", verl_rows(task, heldout, "heldout"))
-        _write_config(config, folder)
-        (folder / "reward.py").write_text(_VERL_REWARD.format(name=facts.name), encoding="utf-8")
-        script = folder / "run_verl.sh"
-        script.write_text(verl_script(options, account, heading), encoding="utf-8")
-        script.chmod(0o755)
-    return account
-
-
-def _opened(run_dir: Path, trust: bool) -> tuple[Config, Task, Facts]:
-    """The config, the task with its data, and what else a translation asks for."""
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     _copy(config, run_dir, trust, "rows", "env.dataset_path", "env.eval_path")
     if config.env.mixture is not None:
@@ -143,7 +114,29 @@ def _opened(run_dir: Path, trust: bool) -> tuple[Config, Task, Facts]:
     model = resolve_model_path(model_name(config))
     if Path(model).is_dir():
         model = str(Path(model).resolve())
-    return config, task, Facts(model, script_name(run_dir), env.check_prompts(), len(task.train))
+    facts = Facts(model, script_name(run_dir), env.check_prompts(), len(task.train))
+    options, account = verl_options(config, facts)
+    heading = [
+        f"{facts.name}, a run of sota_grpo {_versions()['sota_grpo']}, as a command of verl {VERL_VERSION}, whose",
+        f"options are in verl/trainer/config at the tag v{VERL_VERSION} of github.com/verl-project/verl.",
+        "reward.py is sota_grpo's grader: install it where verl runs (pip install --no-deps . in a checkout of it).",
+    ]
+    plain = asdict(config)
+    plain["engine"]["url"] = None  # a secret may stand in it
+    with _new_folder(out, run_dir) as folder:
+        write_parquet(folder / "train.parquet", verl_rows(task, task.train, "train"))
+        heldout = task.heldout[: config.eval.num_samples]
+        write_parquet(folder / "heldout.parquet", verl_rows(task, heldout, "heldout"))
+        if config.reward.path is not None:  # a file of reward functions comes along
+            source = Path(config.reward.path).expanduser()
+            shutil.copy(source, folder / source.name)
+            plain["reward"]["path"] = source.name
+        (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
+        (folder / "reward.py").write_text(_VERL_REWARD.format(name=facts.name), encoding="utf-8")
+        script = folder / "run_verl.sh"
+        script.write_text(verl_script(options, account, heading), encoding="utf-8")
+        script.chmod(0o755)
+    return account
 
 
 def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) -> None:
@@ -169,42 +162,19 @@ def script_name(run_dir: Path) -> str:
     return re.sub(r"[^\w .,:+@=-]", "_", run_dir.resolve().name)
 
 
-def _write_config(config: Config, folder: Path) -> None:
-    """What the grader reads, without secrets; a file of reward functions comes along."""
-    from omegaconf import OmegaConf
-
-    plain = asdict(config)
-    plain["engine"]["url"] = None
-    path = config.reward.path
-    if path is not None:
-        source = Path(path).expanduser()
-        shutil.copy(source, folder / source.name)
-        plain["reward"]["path"] = source.name
-    (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
-
-
 @contextmanager
 def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place at the end; only our own earlier export is replaced.
-
-    Raises:
-        UserError: ``out`` is in use, or cannot be written.
-        RunFailed: the file system refused later.
-    """
+    """A folder beside ``out`` that takes its place at the end; only our own earlier export is replaced."""
     is_ours = out.resolve().parent == run_dir.resolve() / "export"  # not where a link of that name leads
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is not empty; give another folder, or empty it.")
     try:
-        with ExitStack() as stack:
-            try:
-                partial = stack.enter_context(atomic_folder(out))
-            except OSError as error:
-                raise UserError(f"--out {out} cannot be written ({error.strerror}).") from error
+        with atomic_folder(out) as partial:
             yield partial
+    except UserError:
+        raise
     except OSError as error:
-        if isinstance(error, UserError):
-            raise
-        raise RunFailed(f"--out {out} cannot be written ({error.strerror or error}).") from error
+        raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
 
 
 _SHOWN = ("algorithm.", "optimizer.", "policy.", "train_model.lora.")  # hyperparameters, defaults included
@@ -281,7 +251,7 @@ def model_card(
     from omegaconf import OmegaConf
 
     public = published(config)
-    base = public.model.name or model_name(public)
+    base, data = public.model.name or model_name(public), public.env.dataset_path
     named = {*_AMOUNTS, *(name for name in changed_options(public) if name.startswith("reward."))}
     shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in named]
     return _TEXT.format(
@@ -290,7 +260,7 @@ def model_card(
         base=base,
         steps=steps,
         algorithm=config.algorithm.name,
-        task=_data_of(public),
+        task=tasks_named(config) + (f" ({data})" if config.env.mixture is None and data is not None else ""),
         measuring=_measuring(config),
         responses=steps * responses_per_step(config),
         version=_versions()["sota_grpo"],
@@ -320,13 +290,6 @@ def _measuring(config: Config) -> str:
     command = shlex.join(["sota-grpo", "eval", "FOLDER", *task, *overrides_of(options)])
     where = ", where the files that it names are in the current folder" if files else ""
     return f"It is measured again with this{where}:\n\n```bash\n{command}\n```"
-
-
-def _data_of(config: Config) -> str:
-    """The tasks and the files of their data."""
-    if config.env.mixture is not None:
-        return tasks_named(config)
-    return config.env.dataset + ("" if config.env.dataset_path is None else f" ({config.env.dataset_path})")
 
 
 def published(config: Config) -> Config:
@@ -374,23 +337,22 @@ def _results(config: Config, evaluations: Sequence[Mapping[str, Any]]) -> list[s
     if not evaluations:
         return ["The run made no evaluation."]
     count = config.eval.avg_at_k
+
+    def share(row: Mapping[str, Any], mean: str, error: str) -> str:
+        return f"{100 * row[mean]:.1f} ± {100 * row[error]:.1f} %" if row.get(mean) is not None else "-"
+
     rewarded = any(row.get("eval/reward", row["eval/accuracy"]) != row["eval/accuracy"] for row in evaluations)
     columns = ["steps", "problems", "greedy", *([f"avg@{count}"] if count else []), *(["reward"] if rewarded else [])]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in evaluations:
-        shares = [_share(row, "eval/accuracy", "eval/stderr")]
-        shares += [_share(row, "eval/avg_at_k", "eval/avg_at_k_stderr")] if count else []
-        shares += [_mean(row)] if rewarded else []
-        lines.append(f"| {row['step']} | {row.get('eval/num_samples') or '-'} | {' | '.join(shares)} |")
+        cells = [str(row["step"]), str(row.get("eval/num_samples") or "-"), share(row, "eval/accuracy", "eval/stderr")]
+        if count:
+            cells.append(share(row, "eval/avg_at_k", "eval/avg_at_k_stderr"))
+        if rewarded:
+            known = "eval/reward" in row
+            cells.append(f"{row['eval/reward']:.3g} ± {row['eval/reward_stderr']:.2g}" if known else "-")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def _share(row: Mapping[str, Any], mean: str, error: str) -> str:
-    return f"{100 * row[mean]:.1f} ± {100 * row[error]:.1f} %" if row.get(mean) is not None else "-"
-
-
-def _mean(row: Mapping[str, Any]) -> str:
-    return f"{row['eval/reward']:.3g} ± {row['eval/reward_stderr']:.2g}" if "eval/reward" in row else "-"
 
 
 def _versions() -> dict[str, str]:

@@ -1,25 +1,40 @@
-"""The command line of verl 0.9.0 that trains as a config of ours does.
+"""What a run takes along to verl 0.9.0: its options as a command line, its data, and its grader.
 
 Names, choices and defaults of verl's options are those of the tag v0.9.0 of verl-project/verl, ``verl/trainer/config``;
 what its losses and advantages compute is in ``verl/trainer/ppo/core_algos.py`` there. verl counts batches in prompts,
 ours in responses. The options of 0.9.1 that are used here have the same names and meaning.
+
+An exported ``reward.py`` calls the grader with the ``config.yaml`` beside it, so that a run that has moved is rewarded
+as before; ``query``, ``answer`` and ``extra`` in the exported data hold the example.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config, most_kept, responses_per_step
+from sota_grpo.assembly.compose import load_config
+from sota_grpo.assembly.sampling import task_of
+from sota_grpo.config import AlgorithmConfig, Config, most_kept, responses_per_step
 from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import longest_response
-from sota_grpo.config.spelling import quoted
+from sota_grpo.config.shared import SHARED
+from sota_grpo.config.spelling import quoted, walk
+from sota_grpo.config.validators import READERS
 from sota_grpo.engines import ENGINES, is_server
-from sota_grpo.migration.data import Account, Facts
+from sota_grpo.errors import UserError
+from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.records import Example, total_reward
+from sota_grpo.rl.task import Task
 
 VERSION = "0.9.0"
 ACTOR = "actor_rollout_ref.actor"
@@ -44,8 +59,90 @@ _REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_
 _BY_ROWS = ("gspo", "sapo", "geo_mean")  # losses that weigh by sequence whatever loss_agg_mode says
 
 
+_WIDTH = 118
+#: Options that the data and the reward beside the translation stand for.
+FILES = (
+    *("env.dataset", "env.max_samples", "env.num_heldout", *READERS),
+    *("reward.path", "reward.name", "reward.weights", "reward.success_above", "eval.num_samples"),
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a translation needs beside the config."""
+
+    model: str  # path or hub name of the policy
+    name: str  # of the run
+    longest_prompt: int  # tokens
+    num_train: int  # problems that are trained on
+
+
 class Beside(str):
     """A path below the script's folder, which the script itself calls ``$HERE``; no text of a config is one."""
+
+
+class Account:
+    """The options of a config as they are translated: each is carried over, noted, or left behind.
+
+    Attributes:
+        carried: options that the translation was made from.
+        notes: why others mean something else there, or nothing.
+
+    >>> account = Account(Config())
+    >>> account["env.repeats"]
+    8
+    >>> account.note("policy.kl_coef", "there is no reference here.")
+    >>> "env.repeats" in account.left(), "policy.kl_coef" in account.left(), "optimizer.lr" in account.left()
+    (False, False, True)
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._values = {name: value for name, _, value in walk(config)}
+        self.notes: dict[str, str] = {}
+        self.carried = set(FILES)
+
+    def __getitem__(self, option: str) -> Any:
+        """The value of an option, which counts as carried over."""
+        self.carried.add(option)
+        return self._values[option]
+
+    def num_devices(self, role: str) -> int:
+        """Devices of ``train_model`` or ``inference_model``: those that are listed, else so many, else one."""
+        devices, count = self[f"{role}.devices"], self[f"{role}.num_devices"]
+        if count == SHARED:
+            return self.num_devices("train_model")
+        return len(devices) if devices else count or 1
+
+    def note(self, option: str, text: str) -> None:
+        """Add to what is said of an option."""
+        self.notes[option] = " ".join(filter(None, [self.notes.get(option), text]))
+
+    def left(self) -> list[str]:
+        """Options that were neither carried over nor noted, in the order of the schema."""
+        return [option for option in self._values if option not in self.carried and option not in self.notes]
+
+    def comment(self) -> list[str]:
+        """The account as lines without a comment sign: notes first, then what is left behind."""
+        values, defaults = self._values, {name: value for name, _, value in walk()}
+        changed = [option for option in self.left() if values[option] != defaults[option]]
+        unchanged = [option for option in self.left() if option not in changed]
+        notes = [f"{option}={values[option]}: {self.notes[option]}" for option in values if option in self.notes]
+        others = [f"{option}={values[option]}" for option in changed]
+        item = textwrap.TextWrapper(_WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        lines = []
+        for title, texts in (
+            ("Not the same there:", notes),
+            ("Left behind (no counterpart, or off), and not at their defaults here:", others),
+        ):
+            lines += [title] if texts else []
+            for text in texts:
+                lines += item.wrap(text)
+        for title, names in (
+            ("Left behind, at their defaults:", unchanged),
+            ("In the data and reward files beside this one:", FILES),
+        ):
+            lines += [title, *textwrap.wrap(", ".join(names), _WIDTH)] if names else []
+        return lines
 
 
 def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Account]:
@@ -65,18 +162,16 @@ def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Account]
 
 def verl_script(options: Mapping[str, Any], ours: Account, heading: Sequence[str]) -> str:
     """A shell script around ``python3 -m verl.trainer.main_ppo``; what is given to it is added to the command."""
+
+    def word(name: str, value: Any) -> str:
+        """``name=value`` as one word of the shell, the value as Hydra reads it."""
+        return f"{name}=\"'{value}'\"" if isinstance(value, Beside) else shlex.quote(f"{name}={quoted(value)}")
+
     comment = [*heading, "", *ours.comment()]
     lines = ["#!/usr/bin/env bash", *(f"# {line}".rstrip() for line in comment), "set -euo pipefail"]
     lines += ['HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', "exec python3 -m verl.trainer.main_ppo \\"]
-    lines += [f"    {_word(name, value)} \\" for name, value in options.items()]
+    lines += [f"    {word(name, value)} \\" for name, value in options.items()]
     return "\n".join([*lines, '    "$@"', ""])
-
-
-def _word(name: str, value: Any) -> str:
-    """``name=value`` as one word of the shell, the value as Hydra reads it."""
-    if isinstance(value, Beside):
-        return f"{name}=\"'{value}'\""
-    return shlex.quote(f"{name}={quoted(value)}")
 
 
 def _advantage(config: Config, ours: Account) -> dict[str, Any]:
@@ -107,9 +202,20 @@ def _advantage(config: Config, ours: Account) -> dict[str, Any]:
 
 def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
     """verl's loss of the same gradient. Its CISPO clips the ratio from below too: at 0 here, where it never is."""
-    algorithm = config.algorithm
-    loss = ours.loss()
-    low, high = ours.clips()
+    algorithm, ratio, name = config.algorithm, ours["algorithm.ratio"], ours["algorithm.objective"]
+    low, high = ours["algorithm.clip_low"], ours["algorithm.clip_high"]
+    losses = surrogate(name).verl
+    if not losses:
+        losses, default = SURROGATES["clipped"].verl, AlgorithmConfig()
+        ours.note("algorithm.objective", "there is no such loss; this is the clipped one.")
+        if name in SURROGATES:
+            if (low, high) != (default.clip_low, default.clip_high):
+                for option in ("algorithm.clip_low", "algorithm.clip_high"):
+                    ours.note(option, f"of {name}; the clipped loss has its own default.")
+            low, high = default.clip_low, default.clip_high
+    elif ratio not in losses:
+        ours.note("algorithm.ratio", f"verl's {name} takes the ratio per token.")
+    loss = losses.get(ratio, losses["token"])
     if loss in _BY_ROWS and algorithm.aggregation != "sequence":
         later = "; 0.9.1 heeds it" if loss == "gspo" else ""
         text = f"verl 0.9.0's {loss} weighs by sequence whatever loss_agg_mode says{later}."
@@ -156,9 +262,9 @@ def _correction(config: Config, ours: Account) -> dict[str, Any]:
             )
         return {f"{prefix}.bypass_mode": used_once and is_plain}
     cap, floor, mode = algorithm.correction_cap, algorithm.correction_floor, algorithm.correction_mode
-    ours.carry("algorithm.correction_mode", "algorithm.correction_cap")
+    ours.carried.update(["algorithm.correction_mode", "algorithm.correction_cap"])
     if mode == "reject":  # verl bounds the inverse of our weight
-        ours.carry("algorithm.correction_floor")
+        ours.carried.add("algorithm.correction_floor")
         return {
             f"{prefix}.bypass_mode": False,
             f"{prefix}.rollout_rs": _REJECTIONS[algorithm.correction],
@@ -170,7 +276,7 @@ def _correction(config: Config, ours: Account) -> dict[str, Any]:
     if floor and mode == "truncate":
         ours.note("algorithm.correction_floor", "verl truncates above only.")
     else:
-        ours.carry("algorithm.correction_floor")
+        ours.carried.add("algorithm.correction_floor")
     return {
         f"{prefix}.bypass_mode": False,
         f"{prefix}.rollout_is": algorithm.correction,
@@ -222,9 +328,9 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
 
 
 def _data(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
-    ours.carry("train.dialog_turns_per_batch")
+    ours.carried.add("train.dialog_turns_per_batch")
     if config.mode == "async":
-        ours.carry("train.weight_update_frequency")
+        ours.carried.add("train.weight_update_frequency")
     if config.env.max_steps > 1:
         ours.note("env.max_steps", "verl's dialogs need an agent loop of your own; each response is one turn here.")
     if ours["env.reasoning"]:
@@ -246,7 +352,7 @@ def _data(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
 
 
 def _model(ours: Account, facts: Facts) -> dict[str, Any]:
-    ours.carry("model.name", "model.size")
+    ours.carried.update(["model.name", "model.size"])
     trusted = ours["model.trust_remote_code"]
     options: dict[str, Any] = {
         f"{_MODEL}.path": facts.model,
@@ -274,7 +380,7 @@ def _actor(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
     if size % repeats:
         ours.note("train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step.")
     longest = facts.longest_prompt + longest_response(config)
-    ours.carry("train.micro_batch_tokens")
+    ours.carried.add("train.micro_batch_tokens")
     budget = micro_batch_tokens(config)
     if budget < longest:
         ours.note("train.micro_batch_tokens", f"raised to the longest sequence, {longest}; it counts every prompt.")
@@ -357,3 +463,72 @@ def _trainer(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
         f"{_ROLLOUT}.n_gpus_per_node": ours.num_devices("inference_model"),
         f"{_ROLLOUT}.checkpoint_engine.backend": "nccl",
     }
+
+
+def example_columns(example: Example) -> dict[str, str]:
+    """An example as three columns of text, which every table can hold.
+
+    >>> example = Example("2 + 2?", "4", {"level": 1})
+    >>> example_columns(example)
+    {'query': '2 + 2?', 'answer': '4', 'extra': '{"level": 1}'}
+    >>> example_of(example_columns(example)) == example
+    True
+    """
+    return {"query": example.query, "answer": example.answer, "extra": json.dumps(dict(example.extra))}
+
+
+def example_of(columns: Mapping[str, str]) -> Example:
+    """The example of :func:`example_columns`."""
+    return Example(columns["query"], columns["answer"], json.loads(columns["extra"]))
+
+
+def verl_rows(task: Task, examples: Sequence[Example], split: str) -> Iterator[dict[str, Any]]:
+    """verl's five columns; the example stands in ``extra_info``, where our grader looks for it.
+
+    >>> from sota_grpo.tasks import make_task
+    >>> task = make_task("arithmetic", num_train=1, num_heldout=1)
+    >>> list(next(verl_rows(task, task.train, "train")))
+    ['data_source', 'prompt', 'ability', 'reward_model', 'extra_info']
+    """
+    for index, example in enumerate(examples):
+        yield {
+            "data_source": task.name,
+            "prompt": task.messages(example),
+            "ability": task.name,
+            "reward_model": {"style": "rule", "ground_truth": example.answer},
+            "extra_info": {"index": index, "split": split, **example_columns(example)},
+        }
+
+
+def write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    """All rows in one file; it is an error when there are none."""
+    import pyarrow
+    import pyarrow.parquet
+
+    listed = list(rows)
+    if not listed:
+        raise UserError(f"There is nothing to write to {path.name}: the task has no such problems.")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), path)
+
+
+def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
+    """``compute_score`` for verl: the reward as ``score``, and whether the response is right as ``acc``.
+
+    A response at which the grader fails earns 0, as in training.
+
+    Args:
+        config_file: of the run; its folder holds what it names.
+    """
+    folder = Path(config_file).parent
+    config = load_config(folder, trust=True)
+    if config.reward.path is not None:  # the functions stand beside the config, and beside the script that calls this
+        config.reward.path = str(folder / config.reward.path)
+    task = task_of(config, bare=True)
+
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
+    ) -> dict[str, float]:
+        (score,) = guarded_scores(task.score, task.term_weights, [(solution_str, example_of(extra_info))])
+        return {"score": total_reward(score.terms, task.term_weights), "acc": float(score.success)}
+
+    return compute_score

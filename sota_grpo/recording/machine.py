@@ -38,12 +38,14 @@ def this_start() -> dict[str, Any]:
 
     package = Path(__file__).parents[1]
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None  # not just installed below a tree
-    commits = {"commit": _commit(package) if tracked else None, "working_tree": _commit(Path.cwd())}
+    described = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    commits = {"commit": _git(package, *described) if tracked else None, "working_tree": _git(Path.cwd(), *described)}
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    models = sorted({_model(path) for path in _GPUS.glob("*/information")})
+    lines = [line.partition(":") for path in _GPUS.glob("*/information") for line in path.read_text().splitlines()]
+    models = sorted({value.strip() for name, _, value in lines if name == "Model"})
     count = torch.cuda.device_count()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -114,10 +116,6 @@ def system_metrics() -> dict[str, float]:
     return values
 
 
-def _commit(folder: Path) -> str | None:
-    return _git(folder, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-
-
 def _git(folder: Path, *arguments: str) -> str | None:
     """What git prints of the tree that ``folder`` is in; None without git or a tree, or where it takes too long."""
     command = ["git", "-C", str(folder), "--no-optional-locks", *arguments]
@@ -126,8 +124,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _model(information: Path) -> str:
-    lines = information.read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "GPU")

@@ -182,9 +182,6 @@ def declared(name: str) -> Metric:
     """The metric of that name; any ``reward/<term>`` that is not declared itself is a reward term, any
     ``grader/<name>`` a number that the grader gave, ``eval/task/<name>`` an accuracy of the task's benchmark.
 
-    Raises:
-        ValueError: the name is not in the glossary.
-
     >>> declared("kl").reduction, declared("reward/format").name
     ('mean', 'reward/<term>')
     """
@@ -214,11 +211,7 @@ def term_metric(term: str) -> str:
 
 
 def info_metric(name: str, task: str | None = None) -> str:
-    """The metric's name for a number that a grader gave beside its terms; odd characters become ``_``.
-
-    Args:
-        name: of the number.
-        task: of the mixture, whose it is; None outside of mixtures.
+    """The metric's name for a number that a grader gave beside its terms, in a ``task`` of a mixture or in none.
 
     >>> info_metric("acc"), info_metric("pass rate", "maths")
     ('grader/acc', 'grader/maths/pass_rate')
@@ -239,9 +232,6 @@ def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, f
     """Combine the metrics of one step's optimizer steps, each by its declared reduction.
 
     A name is reduced over the updates that measured it; it stays None where none of those that carry it did.
-
-    Raises:
-        ValueError: a name is not declared.
 
     >>> reduce_updates([{"kl": 1.0, "policy_age/max": 2}, {"kl": 3.0, "policy_age/max": 1, "lr": 0.1}])
     {'kl': 2.0, 'policy_age/max': 2, 'lr': 0.1}

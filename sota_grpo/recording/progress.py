@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO, cast
 
 from sota_grpo.text import Output
@@ -39,11 +39,7 @@ def started() -> None:
 
 
 class Heartbeat(logging.Handler):
-    """While it is open, and something is being started: no long silence on the console.
-
-    Args:
-        every_s: longest silence before each line of a stage, to within a second; the last holds for all that follow.
-    """
+    """While it is open, and something is being started: no silence on the console longer than ``every_s``."""
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)
@@ -105,8 +101,7 @@ def closing_table(
     """Print what the run gained and where its time went; return the same as plain text, for ``training.log``.
 
     Args:
-        before: the ``eval/*`` metrics before training; empty when nothing was evaluated.
-        after: the same after training.
+        before, after: the ``eval/*`` metrics before and after training; empty when nothing was evaluated.
         phase_seconds: seconds by phase (``generate``, ``learn``, ...), summed over the run.
         avg_at_k: the k of ``eval/avg_at_k``.
         wall_s: duration of the run, of which the shares are; the time of no phase is shown as ``other``. Phases that
@@ -125,8 +120,14 @@ def closing_table(
         if old is not None or new is not None:
             gain = "-" if old is None or new is None else f"{100 * (new - old):+.1f} points"
             gains.add_row(label, *(percent(row.get(mean), row.get(stderr)) for row in (before, after)), gain)
-    for row in _reward_rows(before, after):
-        gains.add_row(*row)
+    for name in _reward_names(before, after):
+        cells = []
+        for row in (before, after):
+            value, error = row.get(name), row.get("eval/reward_stderr") if name == "eval/reward" else None
+            cells.append("-" if value is None else f"{value:.3g}" + ("" if error is None else f" +/- {error:.2g}"))
+        old, new = before.get(name), after.get(name)
+        label = "reward" if name == "eval/reward" else f"  {name.removeprefix('eval/reward/')}"
+        gains.add_row(label, *cells, "-" if old is None or new is None else f"{new - old:+.3g}")
     times = figures("phase", "seconds", "share")
     for phase, seconds in [*phase_seconds.items(), ("other", wall_s - sum(phase_seconds.values()))]:
         if phase != "other" or seconds > 0:
@@ -138,27 +139,16 @@ def closing_table(
     with plain.capture() as capture:
         plain.print(tables)
     text = capture.get()
-    output = cast(TextIO, Output())
-    if is_terminal(output):
-        Console(file=output).print(tables)
-    else:
-        output.write(text)
+    cast(TextIO, Output()).write(text)
     return text
 
 
-def _reward_rows(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> Iterator[list[str]]:
-    """Held-out reward and its terms, unless the reward is the accuracy and says no more."""
-    names = [name for name in {**before, **after} if name.startswith("eval/reward/")]
-    for name in ("eval/reward", *(names if len(names) > 1 else [])):
-        if all(row.get("eval/reward") == row.get("eval/accuracy") for row in (before, after)):
-            return
-        cells = []
-        for row in (before, after):
-            value, error = row.get(name), row.get("eval/reward_stderr") if name == "eval/reward" else None
-            cells.append("-" if value is None else f"{value:.3g}" + ("" if error is None else f" +/- {error:.2g}"))
-        old, new = before.get(name), after.get(name)
-        gain = "-" if old is None or new is None else f"{new - old:+.3g}"
-        yield ["reward" if name == "eval/reward" else f"  {name.removeprefix('eval/reward/')}", *cells, gain]
+def _reward_names(*measured: Mapping[str, float | None]) -> list[str]:
+    """The held-out reward and its terms, unless the reward is the accuracy and says no more."""
+    if all(row.get("eval/reward") == row.get("eval/accuracy") for row in measured):
+        return []
+    terms = dict.fromkeys(name for row in measured for name in row if name.startswith("eval/reward/"))
+    return ["eval/reward", *(terms if len(terms) > 1 else [])]
 
 
 def percent(share: float | None, error: float | None = None) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 from sota_grpo.config.spelling import walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_json
-from sota_grpo.text import sentence
-from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml
+from sota_grpo.text import readable, sentence
+from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml, require_plain
 
 RUN_FILE = "run.json"  # written when training begins: signature, steps asked for, whether they are done
 CONFIG_FILE = "config.yaml"
@@ -36,8 +37,9 @@ OWN_FOLDERS = (CHECKPOINTS, EXPORTED, INPUTS, STEPS_FOLDER, DEBUG_FOLDER, REPLAY
 GATE_FILE = "gate.json"
 FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it trains again
 LOCK_FILE = ".lock"
-OLD_NAMES = {"groups/zero_signal": "groups/zero_advantage"}  # of metrics, in older runs
 _LINE_BYTES = 256 << 20  # of one line, more than any run writes
+_REPLAY_BYTES = 64 << 10  # of a replay: two tables of 23 algorithms are 20 kB
+_MOST_REPLAYS = 16  # that are read, the newest
 
 
 def is_run(path: Path) -> bool:
@@ -98,55 +100,34 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split()) if isinstance(error, UserError) else sentence(error)
 
 
-def read_failure(run_dir: Path) -> str | None:
-    """Why the run ended, where it failed and has not trained since."""
-    record = read_json(run_dir / FAILURE_FILE)
-    return None if record is None else str(record.get("reason", "unknown"))
-
-
 def state_of(run_dir: Path) -> tuple[str, str]:
     """``finished``, ``running``, ``failed`` or ``stopped``, and why, where there is something to say.
 
     A run that asks about itself is running until it has noted that it is finished.
     """
-    record, failure = read_record(run_dir), read_failure(run_dir)
+    record, failure = read_record(run_dir), read_json(run_dir / FAILURE_FILE)
     if (record or {}).get("finished"):
         return "finished", ""
     if is_held(run_dir):
         return "running", "starting" if record is None else ""
     if failure is not None:
-        return "failed", failure
+        return "failed", str(failure.get("reason", "unknown"))
     began = record is not None or next(whole_lines(run_dir / METRICS_FILE), None) is not None
     return "stopped", "" if began else "before its first step"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` or ``rollouts.jsonl``, of a run that may be writing the last one just now.
-
-    Raises:
-        UserError: the file cannot be read, or a line of it is damaged.
-    """
-    rows = [json_line(line, path, number) for number, _, line in whole_lines(path)]
-    for row in rows:
-        row |= {new: row.pop(old) for old, new in OLD_NAMES.items() if old in row}
-    return rows
+    """The lines of ``metrics.jsonl`` or ``rollouts.jsonl``, of a run that may be writing the last one just now."""
+    return [json_line(line, path, number) for number, _, line in whole_lines(path)]
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl`` that are evaluations, in order.
-
-    Raises:
-        UserError: as :func:`read_rows`.
-    """
+    """The rows of ``metrics.jsonl`` that are evaluations, in order."""
     return [row for row in read_rows(run_dir / METRICS_FILE) if EVALUATED in row]
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number from 1, offset in bytes, and text of each line that ends; nothing where there is no file.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Number from 1, offset in bytes, and text of each line that ends; nothing where there is no file."""
     offset = 0
     try:
         with open_file(path) as file:
@@ -164,11 +145,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """The object in a line; numbers that JSON does not have are None.
-
-    Raises:
-        UserError: it is no object with a step.
-    """
+    """The object in a line; numbers that JSON does not have are None. It is an error when it has no step."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
         row["step"] = int(row["step"])
@@ -180,11 +157,7 @@ def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The nested options in ``config.yaml``, as they stand there; empty where there is no such file.
-
-    Raises:
-        UserError: it cannot be read, or is no config.
-    """
+    """The nested options in ``config.yaml``, as they stand there; empty where there is no such file."""
     path = run_dir / CONFIG_FILE
     try:
         return _parsed_config(path, path.stat().st_mtime_ns)
@@ -227,3 +200,54 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):  # of another user, or of another program
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
+    """Write a replay's ``title``, ``tables`` of text and ``notes`` in place of those of the same step and question."""
+    folder = run_dir / REPLAYS
+    path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
+    require_plain(folder, run_dir)
+    try:
+        folder.mkdir(exist_ok=True)
+        write_json(path, dict(replay))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}), so the report will not show this replay."
+        ) from error
+    return path
+
+
+def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The newest replays of a run by name, and of each file that is none a sentence."""
+    replays, sentences = [], []
+    try:
+        # no link is followed here: its file is opened below, or refused
+        paths = sorted((run_dir / REPLAYS).glob("*.json"), key=lambda path: (path.lstat().st_mtime_ns, path.name))
+    except OSError:
+        return [], []
+    for path in sorted(paths[-_MOST_REPLAYS:]):
+        try:
+            with open_file(path, most_bytes=_REPLAY_BYTES, levels=2) as file:
+                record = json.loads(file.read())
+            if not _is_replay(record):
+                raise ValueError(path)
+            replays.append(record)
+        except (OSError, ValueError, RecursionError) as error:
+            problem = getattr(error, "strerror", None) or "it is not what sota-grpo replay writes"
+            sentences.append(readable(f"{path} cannot be shown ({problem}); remove it, or replay again.", keep=""))
+    return replays, sentences
+
+
+def _is_replay(record: Any) -> bool:
+    """Whether it is text and tables of text, every table with a head and rows as long as it."""
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+    if not (isinstance(record, dict) and texts([record.get("title")]) and texts(record.get("notes"))):
+        return False
+    tables = record.get("tables")
+    return isinstance(tables, list) and all(
+        isinstance(rows, list) and rows and all(texts(row) and row and len(row) == len(rows[0]) for row in rows)
+        for rows in tables
+    )

@@ -8,7 +8,6 @@ in the files, and what comes after it is dropped and written again.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import numbers
@@ -22,9 +21,10 @@ from typing import Any
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import declared
-from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, whole_lines
+from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, json_line, whole_lines
 from sota_grpo.recording.sinks import CopySink
-from sota_grpo.text import ReadableFormatter, json_line, one_line, readable
+from sota_grpo.text import ReadableFormatter, one_line, readable
+from sota_grpo.text import json_line as as_json
 
 TRAINING_LOG = "training.log"
 ROLLOUT_FIELDS = (
@@ -55,41 +55,32 @@ _ROUNDING = 5e-5  # of rewards, which are kept in float32, and of the four digit
 class RunLog:
     """Appends one strict JSON line per step, and the best and worst sample of each group, to a run directory.
 
-    A line torn by a kill is removed when the files are opened.
-
-    Args:
-        run_dir: created where missing.
-        sinks: get a copy of everything written; closed with the log.
-
-    Raises:
-        UserError: the directory or one of its files cannot be written.
-
-    >>> import tempfile
-    >>> directory = tempfile.mkdtemp()
-    >>> with RunLog(directory) as log:
-    ...     log.write_step(0, {"reward": 0.5, "kl": None})
-    >>> print((Path(directory) / "metrics.jsonl").read_text(), end="")
-    {"step": 0, "reward": 0.5, "kl": null}
+    The directory is created where it is missing, and a line torn by a kill removed. The ``sinks`` get a copy of
+    everything written, and are closed with the log.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, sinks: Sequence[CopySink] = ()):
         self._paths = {name: Path(run_dir) / name for name in (METRICS_FILE, ROLLOUTS_FILE)}
         self._sinks = tuple(sinks)
         for path in self._paths.values():
-            _cut_torn_line(path)
+            end = max((offset + len(line) for _, offset, line in whole_lines(_writable(path))), default=0)
+            if end < path.stat().st_size:
+                os.truncate(path, end)
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; evaluations write their own line of a step.
 
         None is a quantity that was looked for and could not be measured; one that does not exist is a missing key.
-
-        Raises:
-            ValueError: a name is not declared in the glossary, or a value is not finite.
-            TypeError: a value is not a number.
         """
-        if "step" in metrics:
-            raise ValueError("'step' is the first argument of write_step, not one of its metrics.")
-        row = {name: _number(name, value, step) for name, value in metrics.items()}
+        row: dict[str, float | int | None] = {}
+        for name, value in metrics.items():
+            declared(name)
+            if not isinstance(value, numbers.Real | None):
+                kind = type(value).__name__
+                raise TypeError(f"The metric {name} at step {step} is a {kind}, not a number: call .item().")
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"The metric {name} at step {step} is {value}: write None if it was not measured.")
+            row[name] = None if value is None else _plain(value)
         self._append(METRICS_FILE, [{"step": step, **row}])
         for sink in self._sinks:
             sink.log(step, row)
@@ -101,12 +92,15 @@ class RunLog:
             step: training step.
             rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS``, and perhaps with some of
                 ``SOME_FIELDS``, which the sinks are not given: they show a table.
-
-        Raises:
-            ValueError: a field is missing or unknown, or a number is not finite.
         """
         for row in rows:
-            _check_rollout(step, row)
+            odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
+            if odd:
+                raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
+            for name in ("reward", "advantage"):
+                if not math.isfinite(row[name]):
+                    where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
+                    raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
         picked = best_and_worst(rows)
         lines, samples = (
             [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]
@@ -120,11 +114,19 @@ class RunLog:
         """Drop every line whose step is ``first_step`` or later and return their number; each file changes atomically.
 
         Called before a resumed run writes its first step. Evaluations are lines of a step and go with it.
-
-        Raises:
-            UserError: a line that is not the last one is not JSON with a step, which no kill does.
         """
-        dropped = sum(_drop_from(path, first_step) for path in self._paths.values())
+        dropped = 0
+        for path in self._paths.values():
+            with path.open("rb") as lines:
+                is_kept = [json_line(line, path, number)["step"] < first_step for number, line in enumerate(lines, 1)]
+            if not all(is_kept):
+                with (
+                    atomic_file(path, durable=True) as temporary,
+                    path.open("rb") as lines,
+                    temporary.open("wb") as kept,
+                ):
+                    kept.writelines(itertools.compress(lines, is_kept))
+            dropped += is_kept.count(False)
         for sink in self._sinks:
             sink.rewind(first_step)
         return dropped
@@ -142,7 +144,7 @@ class RunLog:
 
     def _append(self, name: str, rows: Iterable[Row]) -> None:
         try:
-            lines = [json_line(row, allow_nan=False, default=_plain) + "\n" for row in rows]
+            lines = [as_json(row, allow_nan=False, default=_plain) + "\n" for row in rows]
             with self._paths[name].open("ab") as file:
                 file.write("".join(lines).encode())
         except OSError as error:
@@ -173,27 +175,6 @@ def best_and_worst(rows: Sequence[Row]) -> list[Row]:
     return picked
 
 
-def _number(name: str, value: Any, step: int) -> float | int | None:
-    declared(name)
-    if value is None:
-        return None
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"The metric {name} at step {step} is a {type(value).__name__}, not a number: call .item().")
-    if not math.isfinite(value):
-        raise ValueError(f"The metric {name} at step {step} is {value}: write None if it could not be measured.")
-    return _plain(value)
-
-
-def _check_rollout(step: int, row: Row) -> None:
-    odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
-    if odd:
-        raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
-    for name in ("reward", "advantage"):
-        if not math.isfinite(row[name]):
-            where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
-            raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
-
-
 def _plain(value: Any) -> float | int:
     """The JSON number of a foreign scalar type (numpy's)."""
     if isinstance(value, numbers.Integral):
@@ -201,28 +182,6 @@ def _plain(value: Any) -> float | int:
     if isinstance(value, numbers.Real):
         return float(value)
     raise TypeError(f"A {type(value).__name__} has no place in a JSON line: pass plain values.")
-
-
-def _cut_torn_line(path: Path) -> None:
-    end = max((offset + len(line) for _, offset, line in whole_lines(_writable(path))), default=0)
-    if end < path.stat().st_size:
-        os.truncate(path, end)
-
-
-def _drop_from(path: Path, first_step: int) -> int:
-    with path.open("rb") as lines:
-        is_kept = [_step_of(line, path, number) < first_step for number, line in enumerate(lines, 1)]
-    if not all(is_kept):
-        with atomic_file(path, durable=True) as temporary, path.open("rb") as lines, temporary.open("wb") as kept:
-            kept.writelines(itertools.compress(lines, is_kept))
-    return is_kept.count(False)
-
-
-def _step_of(line: bytes, path: Path, number: int) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"Line {number} of {path} is not JSON with a step: remove it to resume.") from error
 
 
 class _TrainingLog(logging.FileHandler):
@@ -233,9 +192,6 @@ def setup_logging(run_dir: str | os.PathLike[str], level: str = "info") -> loggi
     """Write the records of the ``sota_grpo`` loggers at ``level`` and above to ``training.log``.
 
     Other handlers stay as they are and get what they got, INFO and above. Called again, it replaces only its own.
-
-    Raises:
-        UserError: the log cannot be written.
     """
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
@@ -268,21 +224,8 @@ class ExamineLog:
 
     Every start of a run writes a file of its own; the steps that a resumed run does again stand in both. A step is
     flushed whole. Model text cannot drive the terminal that shows it, nor pass for a line of the log: every character
-    without a picture is escaped, every line of it begins with a bar, and none is wrapped.
-
-    Args:
-        run_dir: of the run; nothing is created in it before the first write.
-        num_examine: completions per step; 0 writes nothing at all.
-        term_weights: of the task; a term that is not in it (a penalty) weighs 1.
-
-    >>> import tempfile
-    >>> row = {"group_id": 7, "sample_id": 0, "query": "9 * 2?", "answer": "#### 18", "response": "#### 18",
-    ...        "reward": 1.0, "reward_terms": {"correct": 1.0}, "reward_info": {}, "advantage": 0.5, "success": True,
-    ...        "response_tokens": 5, "truncated": False, "policy_version": 3}
-    >>> log = ExamineLog(tempfile.mkdtemp(), 2, {"correct": 1.0})
-    >>> log.write(3, [row])
-    >>> [line for line in log.path.read_text().splitlines() if "correct" in line or "step" in line]
-    ['step 3, group 7, sample 0: best of 1', 'correct                 1.0000 x   1.0000 =   1.0000']
+    without a picture is escaped, every line of it begins with a bar, and none is wrapped. Without ``num_examine``
+    nothing is written; a term without a weight of the task (a penalty) weighs 1.
     """
 
     def __init__(
@@ -298,11 +241,7 @@ class ExamineLog:
         self._term_weights, self._clock = dict(term_weights), clock
 
     def write(self, step: int, rows: Sequence[Row]) -> None:
-        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of step ``step``.
-
-        Raises:
-            RunFailed: the file cannot be written.
-        """
+        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of step ``step``."""
         if not self.num_examine or not rows:
             return
         picked = pick(rows, self.num_examine, step)
@@ -345,23 +284,6 @@ def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) 
     success = "yes" if row["success"] else "no"
     facts = [f"advantage {row['advantage']:.4f}", f"success {success}", f"policy version {row['policy_version']}"]
     facts += [one_line(f"grader: {name} = {value}", limit=None) for name, value in row["reward_info"].items()]
-    paragraphs = [
-        f"{_RULE}\nstep {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",
-        f"question\n{_quoted(row['query'])}",
-        f"gold answer\n{_quoted(row['answer'])}",
-        f"completion, {row['response_tokens']} tokens{cut}\n{_quoted(row['response'])}",
-        "reward\n" + "\n".join(_reward_lines(row, term_weights)),
-        "\n".join(facts),
-    ]
-    return "\n\n".join(paragraphs) + "\n\n\n"
-
-
-def _quoted(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in readable(text).split("\n"))
-
-
-def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:
-    """A line per term: value, weight, contribution; then what else changed the reward, and the total."""
     terms = dict.fromkeys(term_weights) | dict(row["reward_terms"])
     tasks = {name.partition("/")[0] for name in row["reward_terms"] if "/" in name}  # of a mixture: one
     terms = {name: value for name, value in terms.items() if "/" not in name or name.partition("/")[0] in tasks}
@@ -375,4 +297,17 @@ def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:
         lines.append(f"{one_line(name, limit=None):<20}  {value:8.4f} x {weight:8.4f} = {weight * value:8.4f}")
     if abs(row["reward"] - total) > _ROUNDING * max(1.0, abs(total)):
         lines.append(f"{'(other)':<20}  {'':>22}{row['reward'] - total:8.4f}")
-    return [*lines, f"{'total':<20}  {'':>22}{row['reward']:8.4f}"]
+    lines.append(f"{'total':<20}  {'':>22}{row['reward']:8.4f}")
+    paragraphs = [
+        f"{_RULE}\nstep {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",
+        f"question\n{_quoted(row['query'])}",
+        f"gold answer\n{_quoted(row['answer'])}",
+        f"completion, {row['response_tokens']} tokens{cut}\n{_quoted(row['response'])}",
+        "\n".join(["reward", *lines]),
+        "\n".join(facts),
+    ]
+    return "\n\n".join(paragraphs) + "\n\n\n"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in readable(text).split("\n"))

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, str]]
-Turn = dict[str, Any]
 
-_DRAW_EVERY_S = 0.25  # in a notebook; each is a message to the browser
 _WINDOW = 20  # steps of the moving average: long enough to smooth evaluations, short enough to follow the lengths
 SHARE, FREE_S = 0.03, 30.0  # of the run's time that keeping whole steps may take; seconds that are not counted
 _PATIENCE = 3  # steps in a row; one alone happens to good runs, and a run may be shorter
@@ -54,11 +52,6 @@ class Progress:
         every_s: least seconds between two plain lines.
         by_reward: a success is no more than a reward above a limit, unless a reward function says what it is; so the
             reward alone is shown where none does.
-
-    >>> import io
-    >>> progress = Progress(60, stream=io.StringIO())
-    >>> progress.update(12, {"reward": 0.61, "success": 0.57})[:43]
-    'step 12/60  reward 0.61  success 57 %  ETA '
     """
 
     def __init__(
@@ -84,39 +77,14 @@ class Progress:
             from rich.live import Live
 
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
-        self._notebook = NotebookLine() if in_notebook(stream or sys.stdout) else None
+        self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
         """Show and return the line after ``done`` steps of the run; what was not measured is left out."""
         now = self._clock()
         self._marks.append((done, now))
-        line = self._line(done, metrics)
-        if self._live is not None:
-            from rich.text import Text
-
-            self._live.start()
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif self._notebook is not None:
-            self._notebook.show(line)
-        elif done >= self.total or now - self._printed_at >= self._every_s:
-            self._printed_at = now
-            self._stream.write(line + "\n")
-        return line
-
-    def close(self) -> None:
-        """Leave the last line standing and give the terminal back. Idempotent."""
-        if self._live is not None:
-            self._live.stop()
-        if self._notebook is not None:
-            self._notebook.close()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _line(self, done: int, metrics: Mapping[str, float | None]) -> str:
+        verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
+        hidden = {"success"} if self._by_reward and not any(verdicts) else set()
         parts = [f"step {done}/{self.total}"]
         for name, style in (
             ("reward", "reward {:.2f}"),
@@ -124,71 +92,47 @@ class Progress:
             ("kl", "kl {:.2g}"),
             ("tokens_per_s", "{:,.0f} tok/s"),
         ):
-            value = metrics.get(name)
-            if name == "success" and self._by_reward and not any(map(_is_verdict, metrics)):
-                continue
+            value = None if name in hidden else metrics.get(name)
             if value is not None:
                 parts.append(style.format(value).replace("%", " %"))
-        failed = metrics.get("reward_errors")
-        if failed:
+        if failed := metrics.get("reward_errors"):
             parts.append(f"{failed:.0f} not graded")
         (first, began), (last, now) = self._marks[0], self._marks[-1]
         if last > first:
             parts.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
-        return "  ".join(parts)
+        line = "  ".join(parts)
+        if self._live is not None:
+            from rich.text import Text
 
-
-class NotebookLine:
-    """Draws a line where it was drawn first, at most four times a second.
-
-    IPython's display is used as it is, without widgets: those need a package beside the notebook, and are empty in a
-    saved one.
-    """
-
-    def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        if display is None:
+            self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._in_notebook:  # without widgets, which need a package beside it and are empty in a saved notebook
             import IPython.display
 
-            display = IPython.display.display
-        self._display, self._clock = display, clock
-        self._handle: Any = None
-        self._line: str | None = None  # what is still to be drawn
-        self._drawn_at = -float("inf")
-
-    def show(self, line: str) -> None:
-        """Draw ``line`` now, or with the next one, or when the line is closed."""
-        self._line = line
-        if self._clock() - self._drawn_at >= _DRAW_EVERY_S:
-            self._draw()
+            content = {"text/plain": line}
+            if self._cell is None:
+                self._cell = IPython.display.display(content, raw=True, display_id=True)
+            else:
+                self._cell.update(content, raw=True)
+        elif done >= self.total or now - self._printed_at >= self._every_s:
+            self._printed_at = now
+            self._stream.write(line + "\n")
+        return line
 
     def close(self) -> None:
-        """Leave the last line standing. Idempotent."""
-        if self._line is not None:
-            self._draw()
+        """Give the terminal back; the last line stays. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
 
-    def _draw(self) -> None:
-        content = {"text/plain": self._line}
-        if self._handle is None:
-            self._handle = self._display(content, raw=True, display_id=True)
-        else:
-            self._handle.update(content, raw=True)
-        self._line, self._drawn_at = None, self._clock()
+    def __enter__(self) -> Progress:
+        return self
 
-
-def _is_verdict(metric: str) -> bool:
-    """Whether a metric is the mean of what a reward function said beside its reward of a response being right."""
-    return metric.startswith("grader/") and metric.rpartition("/")[2] in VERDICTS
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class ZeroAdvantageWatch:
-    """Watches the rewards of a run of ``total`` steps; each warning is given once.
-
-    >>> watch = ZeroAdvantageWatch(total=2)
-    >>> watch.look(0, {"advantage": 0.0, "reward": 1.0})
-    >>> watch.look(1, {"advantage": 0.0, "reward": 1.0})  # logs the warning
-    >>> watch.num_steps
-    2
-    """
+    """Watches the rewards of a run of ``total`` steps; each warning is given once."""
 
     def __init__(self, total: int) -> None:
         self._patience = min(_PATIENCE, total)
@@ -229,16 +173,16 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     said = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn goes on from one to the next
     turns = (said[1:] & ~said[:-1]).sum() / len(batch)
     prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
-    reward = _column(batch, keys.REWARD)
+    reward, success, truncated = (_column(batch, key) for key in (keys.REWARD, keys.SUCCESS, keys.TRUNCATED))
     age = version - _column(batch, keys.POLICY_VERSION)
     values = {
         "reward": reward.mean(),
         "reward/std": reward.std(correction=0),
-        "success": _column(batch, keys.SUCCESS).mean(),
+        "success": success.mean(),
         "reward_errors": _column(batch, keys.REWARD_ERROR).sum(),
         "reward_timeouts": _column(batch, keys.REWARD_TIMEOUT).sum(),
         "advantage": _column(batch, keys.ADVANTAGE).abs().mean(),
-        "truncated": _column(batch, keys.TRUNCATED).mean(),
+        "truncated": truncated.mean(),
         "response_tokens/mean": lengths.mean(),
         "response_tokens/max": lengths.max(),
         "prompt_tokens/mean": prompts.mean(),
@@ -253,19 +197,14 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     rows = batch.rows(
         keys.EXTRA, keys.REWARD_INFO, *((*keys.REWARD_TERMS, name) for name in batch.names(keys.REWARD_TERMS))
     )
-    terms, extras = [_terms(row) for row in rows], _extras(rows)
+    extras = _extras(rows)
     numbers = [
         {info_metric(name, task_of_example(extra)): value for name, value in _info(row).items() if is_number(value)}
         for row, extra in zip(rows, extras, strict=True)
     ]
-    means |= {term_metric(name): value for name, value in _means(terms).items()}
+    means |= {term_metric(name): value for name, value in _means([_terms(row) for row in rows]).items()}
     means |= _means(numbers)
-    own = {
-        "reward": reward,
-        "success": _column(batch, keys.SUCCESS),
-        "truncated": _column(batch, keys.TRUNCATED),
-        "response_tokens": lengths,
-    }
+    own = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
     tasks = [metric_tasks(extra) for extra in extras]
     for task in sorted({task for each in tasks for task in each}):
         mask = torch.tensor([task in each for each in tasks])
@@ -317,6 +256,8 @@ def rollout_rows(
         group_id = int(row[keys.GROUP_ID])
         if group_id not in prompts:
             prompts[group_id] = tokenizer.decode(row[keys.PROMPT_TOKENS])
+        response = row[keys.RESPONSE_TOKENS]
+        at_one_go = bool(row[keys.ASSISTANT_MASK][-len(response) :].all())
         plain.append(
             {
                 "group_id": group_id,
@@ -324,7 +265,8 @@ def rollout_rows(
                 "query": row[keys.QUERY],
                 "answer": row[keys.ANSWER],
                 "prompt": prompts[group_id],
-                "response": _dialog(row, tokenizer),
+                # as it was graded; where user or tool turns stand in it, all of it with the marks of its turns
+                "response": row[keys.RESPONSE_TEXT] if at_one_go else tokenizer.decode(response),
                 "response_tokens": int(row[keys.ASSISTANT_MASK].sum()),
                 "success": bool(row[keys.SUCCESS]),
                 "reward": float(row[keys.REWARD]),
@@ -342,14 +284,6 @@ def rollout_rows(
             example = Example(row[keys.QUERY], row[keys.ANSWER], extra)
             plain[-1]["dialog"] = dialog if messages is None else {"prompt": messages(example), **dialog}
     return plain
-
-
-def _dialog(row: Row, tokenizer: Any) -> str:
-    """The response as it was graded; where user or tool turns stand in it, all of it with the marks of its turns."""
-    response = row[keys.RESPONSE_TOKENS]
-    if bool(row[keys.ASSISTANT_MASK][-len(response) :].all()):
-        return row[keys.RESPONSE_TEXT]
-    return tokenizer.decode(response)
 
 
 @dataclass
@@ -416,7 +350,7 @@ class StoredSteps:
     Args:
         learner: a :class:`sota_grpo.training.learner.Learner`, or its facade over several processes.
         run_dir: where ``steps/`` is.
-        tokenizer: decodes the tokens one by one.
+        tokenizer: decodes the tokens.
         device: ``cpu`` or ``cuda``, the learner's.
         enabled: False stores nothing.
     """
@@ -468,13 +402,16 @@ class StoredSteps:
         began = time.perf_counter()
         measured, origin, seconds = self._before
         self._before = None
-        ids = [each.tolist() for each in batch.parts(keys.RESPONSE_TOKENS)]
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._alone(ids[0]) if len(ids) == 1 else self.tokenizer.decode(ids)
+
         stored = StoredStep(
             step=step,
             metrics=metrics,
             rows=batch,
             fields=fields,
-            pieces=[text_pieces(each, self._decode) for each in ids],
+            pieces=[text_pieces(ids.tolist(), decode) for ids in batch.parts(keys.RESPONSE_TOKENS)],
             measured=list(measured.split(batch.lengths(keys.FULL_TOKENS), dim=-1)),
             origin=origin,
         )
@@ -482,9 +419,6 @@ class StoredSteps:
         seconds += time.perf_counter() - began
         self._spent_s += seconds
         return seconds
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._alone(ids[0]) if len(ids) == 1 else self.tokenizer.decode(ids)
 
 
 def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
@@ -507,30 +441,23 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
     if record is None and bool(said.all()):
         return None
     turns, start = [], 0
+    told, replied = iter(_told(record or {})), ["user"]  # what stands before the policy's first turn is of a user
     for trained, each in groupby(said.tolist()):
         count = len(list(each))
         text = tokenizer.decode(ids[start : start + count])
-        turns.append({"role": "assistant", "trained": trained, "tokens": count, "text": text})
+        turn = {"role": "assistant", "trained": trained, "tokens": count, "text": text}
+        if trained:
+            calls, replied = next(told, ([], []))
+            turn |= {"calls": calls} if calls else {}
+        else:
+            turn["role"] = " and ".join(dict.fromkeys(replied)) or "unknown"
+        turns.append(turn)
         start += count
-    _name_others(turns, record or {})
     ended = {name: record[name] for name in ("ended", "error") if record and name in record}
     return {"turns": turns, **ended}
 
 
-def _name_others(turns: Sequence[Turn], record: Mapping[str, Any]) -> None:
-    """Roles of masked turns, and calls of the others; what stands before the policy's first turn is of a user."""
-    told = iter(_told(record))
-    replied: Sequence[str] = ("user",)
-    for turn in turns:
-        if turn["trained"]:
-            calls, replied = next(told, ([], ()))
-            if calls:
-                turn["calls"] = calls
-        else:
-            turn["role"] = " and ".join(dict.fromkeys(replied)) or "unknown"
-
-
-def _told(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], Sequence[str]]]:
+def _told(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
     """For each turn of the policy: its calls, and the roles of those who answered."""
     for replies in record.get("replies", ()):
         yield [], [reply["role"] for reply in replies]

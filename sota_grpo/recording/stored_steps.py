@@ -35,7 +35,6 @@ _NAME = re.compile(r"step_(\d{6,})\.pt")
 _OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
 _LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
 _ROW_TEXTS: tuple[Key, ...] = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.RESPONSE_TEXT, keys.REWARD_INFO)
-_FIELD_TEXTS = ("query", "answer", "prompt", "response")
 _HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
 _MOST_HELD = 64  # tokens that are decoded together before their text is given up as one
 
@@ -90,12 +89,7 @@ class StoredStep:
 
 
 def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """The stored steps of a run, the earliest first; none where the folder is missing.
-
-    >>> import tempfile
-    >>> stored_steps(tempfile.mkdtemp())
-    []
-    """
+    """The stored steps of a run, the earliest first; none where the folder is missing."""
     folder = Path(run_dir) / STEPS_FOLDER
     paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(paths, key=step_of)
@@ -114,14 +108,26 @@ def step_of(path: Path) -> int:
 
 
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
-    """Write a step under its name once complete, then drop the oldest others above ``most_bytes``, step 0 last.
-
-    Raises:
-        RunFailed: the file system refused.
-    """
+    """Write a step under its name once complete, then drop the oldest others above ``most_bytes``, step 0 last."""
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
+    tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
+    saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
+    content = {  # what torch.load(weights_only=True) reads, whatever characters the texts have
+        "step": stored.step,
+        "metrics": {name: None if value is None else float(value) for name, value in stored.metrics.items()},
+        "columns": [
+            (each["path"], each["rows"].tolist(), each["shapes"].tolist(), each["values"].detach().cpu())
+            for each in saved
+        ],
+        "prompt_tokens": torch.tensor(stored.rows.lengths(keys.PROMPT_TOKENS)),
+        "row_texts": json.dumps([[row.get(key) for row in stored.rows] for key in _ROW_TEXTS]),
+        "fields": json.dumps(stored.fields),
+        "pieces": json.dumps(stored.pieces),
+        "measured": None if stored.measured is None else torch.cat(stored.measured, dim=-1),
+        "origin": asdict(stored.origin),
+    }
     buffer = io.BytesIO()  # torch's own writer would hide why a disk refuses
-    torch.save(_content(stored), buffer)
+    torch.save(content, buffer)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as temporary:
@@ -141,18 +147,32 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
 
 
 def read_step(path: str | os.PathLike[str]) -> StoredStep:
-    """Read one file of :func:`stored_steps`; no code in it is run.
-
-    Raises:
-        UserError: it cannot be read, or is not a stored step.
-    """
+    """Read one file of :func:`stored_steps`; no code in it is run."""
     try:
         file = open_file(path, most_bytes=2 * MOST_BYTES, levels=2)
     except OSError as error:
         raise UserError(f"The stored step {path} cannot be read: {error.strerror}.") from error
     try:
         with file:
-            return _stored(torch.load(file, map_location="cpu", weights_only=True))
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        prompt_tokens, measured = content["prompt_tokens"].tolist(), content["measured"]
+        names = ("path", "rows", "shapes", "values")
+        saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in content["columns"]]
+        rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
+        full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
+        rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
+        rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
+        for name, column in zip(_ROW_TEXTS, json.loads(content["row_texts"]), strict=True):
+            rows.set(name, column)
+        return StoredStep(
+            step=content["step"],
+            metrics=content["metrics"],
+            rows=rows,
+            fields=json.loads(content["fields"]),
+            pieces=json.loads(content["pieces"]),
+            measured=None if measured is None else list(measured.split(rows.lengths(keys.FULL_TOKENS), dim=-1)),
+            origin=Origin(**content["origin"]),
+        )
     except (OSError, *NO_TENSORS) as error:  # OSError: torch seeks before the beginning of a short file
         raise UserError(f"{path} is damaged, or no stored step of this program ({type(error).__name__}).") from error
 
@@ -163,72 +183,6 @@ def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
         if step_of(path) >= first_step:
             path.unlink()
     drop_leftovers(Path(run_dir) / STEPS_FOLDER)
-
-
-def _content(stored: StoredStep) -> dict[str, Any]:
-    """Tensors, numbers and JSON: what ``torch.load(weights_only=True)`` reads, whatever characters the texts have."""
-    texts: dict[str, int] = {}  # every text once, and its index; siblings share theirs
-
-    def index(text: str) -> int:
-        return texts.setdefault(text, len(texts))
-
-    fields = [{**each, **{name: index(each[name]) for name in _FIELD_TEXTS}} for each in stored.fields]
-    texts_of_rows = [[row.get(key) for row in stored.rows] for key in _ROW_TEXTS]
-    tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
-    saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
-    return {
-        "step": stored.step,
-        "metrics": {name: None if value is None else float(value) for name, value in stored.metrics.items()},
-        "columns": [
-            (each["path"], each["rows"].tolist(), each["shapes"].tolist(), each["values"].detach().cpu())
-            for each in saved
-        ],
-        "prompt_tokens": torch.tensor(stored.rows.lengths(keys.PROMPT_TOKENS)),
-        "row_texts": [[None if one is None else index(one) for one in each] for each in texts_of_rows],
-        "fields": json.dumps(fields),
-        "pieces": json.dumps(["".join(pieces) for pieces in stored.pieces]),
-        "piece_lengths": [torch.tensor([len(piece) for piece in pieces]) for pieces in stored.pieces],
-        "measured": None if stored.measured is None else torch.cat(stored.measured, dim=-1),
-        "texts": json.dumps(list(texts)),
-        "origin": asdict(stored.origin),
-    }
-
-
-def _stored(content: Mapping[str, Any]) -> StoredStep:
-    texts = json.loads(content["texts"])
-    rows = _rows(content["columns"], content["prompt_tokens"].tolist())
-    for name, column in zip(_ROW_TEXTS, content["row_texts"], strict=True):
-        rows.set(name, [None if index is None else texts[index] for index in column])
-    fields = json.loads(content["fields"])
-    for each in fields:
-        each.update({name: texts[each[name]] for name in _FIELD_TEXTS})
-    measured = content["measured"]
-    return StoredStep(
-        step=content["step"],
-        metrics=content["metrics"],
-        rows=rows,
-        fields=fields,
-        pieces=[_cut(text, ends) for text, ends in zip(json.loads(content["pieces"]), content["piece_lengths"])],
-        measured=None if measured is None else list(measured.split(rows.lengths(keys.FULL_TOKENS), dim=-1)),
-        origin=Origin(**content["origin"]),
-    )
-
-
-def _rows(
-    columns: Sequence[tuple[list[str], list[int], list[list[int]], Tensor]], prompt_tokens: list[int]
-) -> RowTable:
-    names = ("path", "rows", "shapes", "values")
-    saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in columns]
-    rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
-    full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
-    rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
-    rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
-    return rows
-
-
-def _cut(text: str, lengths: Tensor) -> list[str]:
-    ends = lengths.cumsum(0).tolist()
-    return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 
 def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
@@ -245,23 +199,14 @@ def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> l
     held: list[int] = []
     for token in ids:
         held.append(token)
-        end = None
-        if len(held) <= _MOST_HELD:
-            end = _end(whole, at, decode(held))
-        pieces.append("" if end is None else whole[at:end])
-        if end is not None:
+        text, start = decode(held) if len(held) <= _MOST_HELD else _HALF, at
+        while not whole.startswith(text, start) and whole.startswith(" ", start):
+            start += 1
+        is_whole = not text.endswith(_HALF) and whole.startswith(text, start)
+        end = start + len(text) if is_whole else at
+        pieces.append(whole[at:end])
+        if is_whole:
             at, held = end, []
     if pieces:
         pieces[-1] += whole[at:]
     return pieces
-
-
-def _end(whole: str, at: int, text: str) -> int | None:
-    """Where ``text`` ends if ``whole`` goes on with it at ``at``, perhaps behind spaces; None: not, or not yet."""
-    if text.endswith(_HALF):
-        return None
-    while not whole.startswith(text, at):
-        if not whole.startswith(" ", at):
-            return None
-        at += 1
-    return at + len(text)

@@ -22,19 +22,8 @@ from sota_grpo.assembly.compose import PATH_OPTIONS
 from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
-from sota_grpo.recording.replays import read_replays
-from sota_grpo.recording.run_files import INPUTS, METRICS_FILE
-from sota_grpo.report.charts import charts
-from sota_grpo.report.data import (
-    RunData,
-    curves,
-    find_runs,
-    phases,
-    read_runs,
-    safe_json,
-    shown,
-    stride_for,
-)
+from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, read_replays
+from sota_grpo.report.data import RunData, charts, curves, find_runs, phases, read_runs, safe_json, shown, stride_for
 from sota_grpo.report.groups import Groups, choose_groups
 from sota_grpo.text import sentence
 from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS
@@ -45,17 +34,7 @@ REPORT_FILE = "report.html"
 MAX_BYTES = 9_500_000  # of the file; plotly is half of it
 _MOST_DATA = 4_500_000
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = (
-    "base.js",
-    "lines.js",
-    "curves.js",
-    "runs.js",
-    "tokens.js",
-    "dialogs.js",
-    "groups.js",
-    "tables.js",
-    "start.js",
-)
+_SCRIPTS = ("base", "lines", "curves", "runs", "tokens", "dialogs", "groups", "tables", "start")  # in this order
 _PLACE = re.compile(r"@@(\w+)@@")
 _HIDDEN = "(hidden)"  # a page is passed on; a secret in it would be too
 _SHARE = 0.005  # of the run's time at most
@@ -82,12 +61,6 @@ def write_report(
 
     Raises:
         UserError: there is no run, or something cannot be read or written.
-
-    >>> import tempfile
-    >>> run_dir = Path(tempfile.mkdtemp())
-    >>> _ = (run_dir / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\\n')
-    >>> write_report([run_dir], run_dir / "report.html").name
-    'report.html'
     """
     runs, left_out = read_runs(find_runs(run_dirs))
     library = _plotly()
@@ -106,31 +79,26 @@ def write_report(
 
 def _html(library: str, data: str) -> str:
     """The page: the library's JavaScript, and the data as JSON that is safe in HTML."""
-    script = _script(f'(() => {{\n"use strict";\n{"".join(map(_asset, _SCRIPTS))}}})();\n')
-    library = _script(library)
+
+    def asset(name: str) -> str:
+        return (_ASSETS / name).read_text(encoding="utf-8")
+
+    own = "".join(asset(f"{name}.js") for name in _SCRIPTS)
+    library, script = (  # the parser makes one line end of two characters, and looks for </script
+        re.sub(r"</(?=script)", r"<\\/", text.replace("\r\n", "\n").replace("\r", "\n"), flags=re.IGNORECASE)
+        for text in (library, f'(() => {{\n"use strict";\n{own}}})();\n')
+    )
+    # by which the page's security policy knows a script
+    known = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)]
     parts = {
-        "POLICY": f"default-src 'none'; script-src {_digest(library)} {_digest(script)}; "
+        "POLICY": f"default-src 'none'; script-src 'sha256-{known[0]}' 'sha256-{known[1]}'; "
         "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'",
-        "STYLE": _asset("report.css"),
+        "STYLE": asset("report.css"),
         "DATA": data,
         "LIBRARY": library,
         "SCRIPT": script,
     }
-    return _PLACE.sub(lambda match: parts[match[1]], _asset("page.html"))
-
-
-def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8")
-
-
-def _script(text: str) -> str:
-    """As it can stand in an HTML file: the parser makes one line end of two characters, and looks for ``</script``."""
-    return re.sub(r"</(?=script)", r"<\\/", text.replace("\r\n", "\n").replace("\r", "\n"), flags=re.IGNORECASE)
-
-
-def _digest(script: str) -> str:
-    """By which the page's security policy knows a script."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    return _PLACE.sub(lambda match: parts[match[1]], asset("page.html"))
 
 
 def _plotly() -> str:
@@ -146,12 +114,9 @@ def _plotly() -> str:
 
 
 def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
-    """The page's data as JSON that is safe in HTML.
+    """The page's data as JSON that is safe in HTML, of ``budget`` bytes: curves first, then groups, each run the same.
 
-    Args:
-        runs: at least one.
-        left_out: of each run that cannot be shown, a sentence that says why; unreadable groups and replays are added.
-        budget: bytes of the whole text. Curves come first, groups get what is left, each run the same.
+    ``left_out`` has a sentence for each run that cannot be shown; unreadable groups and replays are added.
     """
     stride = stride_for(runs)
     plots = [curves(run, stride) for run in runs]
@@ -167,7 +132,13 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
     for run, name, plot in zip(runs, run_names(runs), plots):
         replays, sentences = read_replays(run.path)
         left_out += sentences
-        bodies.append(safe_json(_about(run, name) | {"replays": replays} | plot))
+        written = f"{datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M} UTC"
+        about = {
+            **{"name": name, "path": str(run.path), "done": run.steps, "asked": run.num_steps, "state": run.state},
+            **{"note": run.note, "starts": list(run.starts), "written": written, "phases": phases(run)},
+            **{"concurrent": run.config.get("mode") == "async", "gate": _gate(run.gate), "replays": replays},
+        }
+        bodies.append(safe_json(about | plot))
     share = max(0, budget - sum(map(len, [head, *bodies]))) // len(runs)
     encoded = []
     for run, body in zip(runs, bodies):
@@ -176,8 +147,8 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
         except UserError as error:  # of a damaged line: the curves are worth a page without them
             groups = Groups([], 0, [], [])
             left_out.append(f"The groups of {run.path}: {error}")
-        about = safe_json({"total": groups.total, "stored": groups.stored, "ages": groups.ages})
-        encoded.append(f'{body[:-1]},"record":{about},"groups":[{",".join(groups.encoded)}]}}')
+        record = safe_json({"total": groups.total, "stored": groups.stored, "ages": groups.ages})
+        encoded.append(f'{body[:-1]},"record":{record},"groups":[{",".join(groups.encoded)}]}}')
     rest = safe_json({"seeds": seeds_of_one_config(runs), "left_out": left_out})
     return f'{head[:-1]},{rest[1:-1]},"runs":[{",".join(encoded)}]}}'
 
@@ -198,33 +169,33 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     rows = []
     for name in ordered:
         says, default = schema.get(name, ("", None))
-        values = [_value(name, config[name]) if name in config else None for config in configs]
+        secret = name.endswith(("_token", "_secret", "password", "api_key"))  # of another program
+        values = [
+            None if name not in config else _HIDDEN if secret and config[name] is not None else shown(config[name])
+            for config in configs
+        ]
         differs = len(set(values)) > 1
         rows.append({"name": name, "help": says, "default": default, "values": values, "differs": differs})
     return rows
 
 
 def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
-    """Indices of the runs that differ in nothing but their seed and what changes no result, one alone too.
-
-    A run without a config is alone.
-    """
+    """Indices of the runs that differ in nothing but their seed and what changes no result; each run is in one list."""
     free = {".".join(names) for names in FREE_OPTIONS} | {"seed"}
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
+        # the path of what was passed in Python says nothing; its digest does
+        inputs = PATH_OPTIONS if run.passed else ()
         signed = frozenset(
             (name, shown(value))
             for name, value in flat(run.config).items()
-            if name not in free and name.partition(".")[0] not in FREE_SECTIONS and not _was_passed(run, name, value)
+            if name not in free
+            and name.partition(".")[0] not in FREE_SECTIONS
+            and not (name in inputs and Path(str(value)).parent.name == INPUTS)
         )
-        key = (signed, safe_json(run.passed)) if signed else index
+        key = (signed, safe_json(run.passed)) if signed else index  # a run without a config is alone
         groups.setdefault(key, []).append(index)
     return list(groups.values())
-
-
-def _was_passed(run: RunData, name: str, value: Any) -> bool:
-    """Whether an option names one of the run's own inputs, which its path does not distinguish."""
-    return bool(run.passed) and name in PATH_OPTIONS and Path(str(value)).parent.name == INPUTS
 
 
 def run_names(runs: Sequence[RunData]) -> list[str]:
@@ -240,22 +211,6 @@ def run_names(runs: Sequence[RunData]) -> list[str]:
         return ["/".join(paths[0].parts[-2:])]
     common = os.path.commonpath(paths)
     return [os.path.relpath(path, common) for path in paths]
-
-
-def _about(run: RunData, name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "path": str(run.path),
-        "done": run.steps,
-        "asked": run.num_steps,
-        "state": run.state,
-        "note": run.note,
-        "starts": list(run.starts),
-        "written": f"{datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M} UTC",
-        "phases": phases(run),
-        "concurrent": run.config.get("mode") == "async",
-        "gate": _gate(run.gate),
-    }
 
 
 def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -275,24 +230,8 @@ def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"mode": str(record.get("mode")), "checks": checks}
 
 
-def _value(name: str, value: Any) -> str:
-    secret = name.endswith(("_token", "_secret", "password", "api_key"))  # of another program
-    return _HIDDEN if secret and value is not None else shown(value)
-
-
 class TrainingReport:
-    """``report.html`` in a run's directory.
-
-    Args:
-        run_dir: of the run; before its first line of metrics nothing is written.
-
-    >>> import tempfile
-    >>> run_dir = Path(tempfile.mkdtemp())
-    >>> _ = (run_dir / METRICS_FILE).write_text('{"step": 0, "reward": 0.5}\\n')
-    >>> seconds = TrainingReport(run_dir).finish()
-    >>> (run_dir / REPORT_FILE).is_file()
-    True
-    """
+    """``report.html`` in a run's directory; before the run's first line of metrics nothing is written."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.recording.machine import in_words, starts_of
-from sota_grpo.recording.metrics import METRICS
+from sota_grpo.recording.metrics import METRICS, Metric, declared
 from sota_grpo.recording.run_files import (
     GATE_FILE,
     METRICS_FILE,
@@ -77,6 +77,26 @@ BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "eval/reward": ("eval/reward_stderr, over problems", lambda row: row.get("eval/reward_stderr")),
     "eval/avg_at_k": ("eval/avg_at_k_stderr, over problems", lambda row: row.get("eval/avg_at_k_stderr")),
 }
+#: What a chart is called where its metric's name would say too little.
+TITLES = {
+    "turns/mean": "Turns per dialog",
+    "turn_tokens/mean": "Tokens per turn",
+    "grader/tool_calls": "Tool calls per dialog",
+    "grader/tool_errors": "Tool errors per dialog",
+    "grader/ended_by_turns": "Dialogs ended by the most turns",
+    "grader/ended_by_calls": "Dialogs ended by the most calls",
+    "grader/ended_by_seconds": "Dialogs ended by the clock",
+    "grader/ended_by_observation": "Dialogs ended by a long answer",
+    "task/*/reward": "Reward",
+    "task/*/success": "Success",
+    "task/*/truncated": "Truncated responses",
+    "task/*/response_tokens": "Tokens per response",
+    "task/*/responses": "Responses in the batch",
+    "eval/task/*": "Held-out accuracies",
+}
+_OF_A_TASK = "*"  # in the key of a chart: where the names of its lines stand
+_BAND_OF_TASK = f"{EVAL_TASK_ERROR}.., over problems"
+_LAST = ("reward/", "eval/reward/", "grader/")  # of a mixture they have a task's name before their own
 _HEAD, _TAIL = 16_000, 4_000  # characters that are kept of a longer text
 _DEPTH = 4  # folders between the one named and a run: DATE/TIME/JOB and one to spare
 
@@ -103,11 +123,7 @@ class RunData:
 
 
 def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The run directories among ``paths`` and below them, in natural order, each once.
-
-    Raises:
-        UserError: a path is not there, or no run is.
-    """
+    """The run directories among ``paths`` and below them, in natural order, each once."""
     runs: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -123,11 +139,7 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
-    """The runs that have something to show, and of each other one a sentence that says why it has not.
-
-    Raises:
-        UserError: none has; the sentence is that of the first.
-    """
+    """The runs that have something to show, and of each other one why it has not; an error where none has."""
     runs, sentences = [], []
     for path in paths:
         try:
@@ -151,11 +163,7 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def read_run(path: Path) -> RunData:
-    """Read the run in ``path``; a last line that is still being written is left alone.
-
-    Raises:
-        UserError: it has no finished step, a file cannot be read, or it is not what a run writes.
-    """
+    """Read the run in ``path``, which has finished a step; a last line that is still being written is left alone."""
     rows: dict[int, dict[str, Any]] = {}
     for row in read_rows(path / METRICS_FILE):
         rows.setdefault(row["step"], {}).update(row)
@@ -180,11 +188,7 @@ def read_run(path: Path) -> RunData:
 
 
 def safe_json(value: Any) -> str:
-    """``value`` as JSON that can stand in an HTML ``<script>`` element, whatever the texts in it hold.
-
-    Raises:
-        ValueError: a number is not finite; ``number`` lets none through.
-    """
+    """``value`` as JSON that can stand in an HTML ``<script>`` element, whatever the texts in it hold."""
     return json_line(value, html=True, allow_nan=False, separators=(",", ":"))
 
 
@@ -296,6 +300,91 @@ def place_of(name: str) -> tuple[int, int]:
     return len(FAMILIES), 0
 
 
+def charts(metrics: Iterable[str]) -> list[dict[str, Any]]:
+    """The charts of a page, in its order; ``members`` are label and metric of each line, that of a single line empty.
+
+    Metrics that differ in the name of a task only are one chart, of its ``name`` with ``*`` for that: those of the
+    entries of a mixture, and those of the tasks within an entry.
+
+    >>> names = ["kl", "task/a/reward", "task/b/reward", "task/b/x/reward", "task/b/y/reward", "eval/task/a", "lr"]
+    >>> for chart in charts(names):
+    ...     print(chart["title"] or chart["name"], chart["members"])
+    Reward by task [('a', 'task/a/reward'), ('b', 'task/b/reward')]
+    Held-out accuracies [('', 'eval/task/a')]
+    Reward by task of b [('x', 'task/b/x/reward'), ('y', 'task/b/y/reward')]
+    kl [('', 'kl')]
+    lr [('', 'lr')]
+    """
+    lines: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name in sorted(metrics, key=place_of):
+        key, within, label = _split(name)
+        lines.setdefault((key, within), []).append((label, name))
+
+    def place(chart: tuple[str, str]) -> tuple[int, str, int]:
+        key, within = chart
+        index, member = place_of(_plain(key))
+        return index, within, member
+
+    return [_chart(key, within, sorted(lines[key, within])) for key, within in sorted(lines, key=place)]
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """A metric's chart, the entry of a mixture that this is within (or an empty text), and the metric's label there.
+
+    >>> [_split(name) for name in ("kl", "task/b/x/reward", "eval/task/b/x", "reward/b/correct", "reward/correct")][1:4]
+    [('task/*/reward', 'b', 'x'), ('eval/task/*', 'b', 'x'), ('reward/*/correct', '', 'b')]
+    """
+    metric = _declared(name)
+    for prefix in _LAST if metric else ():
+        if name.startswith(prefix):
+            task, _, last = name.removeprefix(prefix).rpartition("/")
+            return (f"{prefix}{_OF_A_TASK}/{last}", "", task) if task else (name, "", "")
+    before, is_family, behind = (metric.name if metric else name).partition("<")
+    if metric is None or not is_family or metric.name == name:
+        return name, "", ""
+    after = behind.partition(">")[2]
+    within, _, label = name[len(before) : len(name) - len(after)].rpartition("/")
+    return f"{before}{_OF_A_TASK}{after}", within, label
+
+
+def _plain(key: str) -> str:
+    """The metric without its tasks, by which a chart has its place and its sentence.
+
+    >>> _plain("grader/*/tool_calls"), _plain("task/*/reward"), _plain("eval/task/*")
+    ('grader/tool_calls', 'task/*/reward', 'eval/task/*')
+    """
+    return key.replace(f"{_OF_A_TASK}/", "") if key.startswith(_LAST) else key
+
+
+def _chart(key: str, within: str, lines: list[tuple[str, str]]) -> dict[str, Any]:
+    metric, plain = _declared(lines[0][1]), _plain(key)
+    title = TITLES.get(plain, "")
+    if len(lines) == 1:
+        name, lines = lines[0][1], [("", lines[0][1])]
+    else:
+        name = key.replace(_OF_A_TASK, f"{within}/{_OF_A_TASK}") if within else key
+        placeholder = metric.name.partition("<")[2].partition(">")[0] if metric else ""
+        what = "task" if key.startswith(_LAST) else placeholder
+        title = (title or plain) + (f" by {what}" if what != "name" else "") + (f" of {within}" if within else "")
+    chart: dict[str, Any] = {
+        "name": name,
+        "title": title,
+        "family": family(plain),
+        "sentence": metric.sentence if metric else "",
+        "unit": metric.unit if metric else "",
+        "members": lines,
+    }
+    band = _BAND_OF_TASK if key.startswith(EVAL_TASK) else BANDS[key][0] if key in BANDS else None
+    return chart | ({} if band is None else {"band": band})
+
+
+def _declared(name: str) -> Metric | None:
+    try:
+        return declared(name)
+    except ValueError:  # of another version of the program, or written by hand
+        return None
+
+
 def phases(run: RunData) -> dict[str, Any]:
     """Seconds by phase, summed over the run, and of the steps and evaluations as a whole.
 
@@ -304,18 +393,10 @@ def phases(run: RunData) -> dict[str, Any]:
     >>> phases(RunData(Path("."), [row, row], {}, None, "stopped", "", None, 0.0))
     {'total': 18, 'parts': {'generate': 10, 'learn': 4, 'eval': 2}, 'other': 2}
     """
-    parts: dict[str, float] = {}
-    for name in METRICS:
-        spent = sum(_number(row, name) for row in run.rows) if name.startswith("time/") else 0.0
-        if spent and name != "time/step_s":
-            parts[name[len("time/") : -len("_s")]] = spent
-    total = sum(_number(row, "time/step_s") + _number(row, "time/eval_s") for row in run.rows)
-    rest = max(0.0, total - sum(parts.values()))
-    return {
-        "total": number(total),
-        "parts": {name: number(spent) for name, spent in parts.items()},
-        "other": number(rest),
-    }
+    spent = {name: sum(_number(row, name) for row in run.rows) for name in METRICS if name.startswith("time/")}
+    total = spent.pop("time/step_s") + spent["time/eval_s"]
+    parts = {name[len("time/") : -len("_s")]: number(seconds) for name, seconds in spent.items() if seconds}
+    return {"total": number(total), "parts": parts, "other": number(max(0.0, total - sum(spent.values())))}
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:

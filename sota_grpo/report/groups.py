@@ -7,9 +7,8 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ _STEP_BYTES = 400_000  # of the groups of one stored step
 _MOST_TURNS, _MOST_CALLS = 200, 50  # of a dialog and of a turn; what a run writes is far below
 _MOST_NAME = 100
 
-Values = Sequence[float]
 GroupKey = tuple[int, int]  # step and group
+Line = tuple[int, int, int]  # its number, its offset in the file and its size
 
 
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
@@ -54,7 +53,12 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
         figures["ratio"] = [math.exp(min(new - old, _OVERFLOW)) for new, old in zip(policy, behaviour)]
     newest = policy or behaviour
     if newest is not None and reference is not None:
-        figures["kl"] = _divergences(newest, reference, estimator)
+        import torch
+
+        from sota_grpo.functional.divergences import KL_ESTIMATORS, kl_k3
+
+        pair = torch.tensor([newest, reference], dtype=torch.float64)
+        figures["kl"] = KL_ESTIMATORS.get(estimator, kl_k3)(*pair).tolist()
     columns: dict[str, Any] = {"pieces": _ends(pieces)}
     if not all(said):
         columns["said"] = _ends([int(one) for one in said])
@@ -69,23 +73,6 @@ def _ends(column: Sequence[Any]) -> list[Any]:
     return list(column) if len(column) <= _FIRST + _LAST else [*column[:_FIRST], *column[-_LAST:]]
 
 
-def _divergences(policy: Values, reference: Values, estimator: str) -> Values:
-    import torch
-
-    from sota_grpo.functional.divergences import KL_ESTIMATORS, kl_k3
-
-    pair = torch.tensor([policy, reference], dtype=torch.float64)
-    return KL_ESTIMATORS.get(estimator, kl_k3)(*pair).tolist()
-
-
-@dataclass
-class Index:
-    """Where each group stands in ``rollouts.jsonl``, found without parsing it."""
-
-    lines: dict[GroupKey, list[tuple[int, int, int]]] = field(default_factory=dict)  # number, offset and size of each
-    ages: Counter[int] = field(default_factory=Counter)  # responses by the age of their policy, in versions
-
-
 @dataclass(frozen=True)
 class Groups:
     """What a page holds of a run's groups."""
@@ -93,54 +80,49 @@ class Groups:
     encoded: list[str]  # each as JSON, safe in HTML
     total: int  # groups in the record; those that are not in ``encoded`` are left out
     stored: list[int]  # steps of which whole groups with tokens are among them
-    ages: list[tuple[int, int]]  # as in Index
+    ages: list[tuple[int, int]]  # ages of policies in versions, and how many responses are of each
 
 
 def choose_groups(run: RunData, budget: int) -> Groups:
-    """At most ``budget`` bytes of groups: of the newest step, the first, then evenly spread ones; few of each at first.
-
-    Raises:
-        UserError: a line of the record is broken.
-    """
+    """At most ``budget`` bytes of groups, few of each step at first: the newest, the first, then evenly spread ones."""
     path = run.path / ROLLOUTS_FILE
-    index = scan(path)
+    lines, ages = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
-    weight = sum(size for lines in index.lines.values() for *_, size in lines)
+    weight = sum(size for own in lines.values() for *_, size in own)
     most = max(budget // 2, budget - weight)
     stored, left = _stored(run.path, estimator, most)
-    rest = [key for key in _in_order(index.lines) if key not in stored]
-    extremes, _ = _fitting(_extremes(path, {key: index.lines[key] for key in rest}), budget - most + left)
+    rest = [key for key in _in_order(lines) if key not in stored]
+    extremes, _ = _fitting(_extremes(path, {key: lines[key] for key in rest}), budget - most + left)
     chosen = stored | extremes
     return Groups(
         encoded=[chosen[key] for key in sorted(chosen)],
-        total=len(index.lines.keys() | chosen.keys()),
+        total=len(lines.keys() | chosen.keys()),
         stored=sorted({step for step, _ in stored}),
-        ages=sorted(index.ages.items()),
+        ages=sorted(ages.items()),
     )
 
 
-def scan(path: Path) -> Index:
-    """Find the groups of ``rollouts.jsonl``; a line in another form than the trainer's is parsed.
+def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
+    """The lines of each group in ``rollouts.jsonl``, and the responses by the age of their policy, in versions.
 
-    Raises:
-        UserError: a line is broken.
+    A line in another form than the trainer's is parsed.
     """
-    index = Index()
+    lines: dict[GroupKey, list[Line]] = {}
+    ages: Counter[int] = Counter()
     for line_number, offset, line in whole_lines(path):
         head, tail = _HEAD.match(line), _TAIL.search(line, max(0, len(line) - 64))
         if head and tail:
             step, group, version = int(head[1]), int(head[2]), int(tail[1])
         else:
             row = json_line(line, path, line_number)
-            step, group = row["step"], _integer(row.get("group_id"), 0)
-            version = _integer(row.get("policy_version"), step)
-        index.lines.setdefault((step, group), []).append((line_number, offset, len(line)))
-        index.ages[step - version] += 1
-    return index
-
-
-def _integer(value: Any, default: int) -> int:
-    return value if isinstance(value, int) else default
+            step = row["step"]
+            group, version = (
+                row[name] if isinstance(row.get(name), int) else default
+                for name, default in (("group_id", 0), ("policy_version", step))
+            )
+        lines.setdefault((step, group), []).append((line_number, offset, len(line)))
+        ages[step - version] += 1
+    return lines, ages
 
 
 def spread(count: int) -> list[int]:
@@ -164,10 +146,8 @@ def spread(count: int) -> list[int]:
 def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: str = "k3") -> dict[str, Any]:
     """One group for the page, from rows with the fields of ``rollouts.jsonl`` and perhaps of a stored step.
 
-    Args:
-        rows: samples of one group of one step.
-        whole: these are all its samples, not just its best and worst.
-        estimator: of the KL to the reference, per token.
+    The rows are samples of one group of one step: all of them (``whole``), or the best and the worst. ``estimator`` is
+    that of the KL to the reference, per token.
     """
     first = rows[0]
     prompt = first["dialog"].get("prompt") if isinstance(first.get("dialog"), dict) else None
@@ -230,7 +210,7 @@ def _fitting(texts: Iterable[tuple[GroupKey, str]], budget: int) -> tuple[dict[G
     return fitting, budget
 
 
-def _extremes(path: Path, lines: Mapping[GroupKey, list[tuple[int, int, int]]]) -> Iterator[tuple[GroupKey, str]]:
+def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tuple[GroupKey, str]]:
     """The groups of ``rollouts.jsonl`` as JSON."""
     if not lines:  # nor a file, perhaps
         return
@@ -290,21 +270,33 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
     is trained on it), ``tokens`` and ``text``, which is missing where the tokens themselves are in the page; ``calls``
     with ``name``, ``arguments``, ``reply`` (null: none came) and ``error``. ``ended`` and ``lost`` say how a dialog
     with tools ended. Other than what a run writes is left out: the file may be anybody's.
-
-    >>> found = dialog_columns({"pieces": ["4", "?"], "assistant": [True, False]})
-    >>> [(turn["role"], turn["said"], turn["tokens"]) for turn in found["turns"]]
-    [('assistant', 1, 1), ('', 0, 1)]
     """
-    dialog, mask = row.get("dialog"), row.get("assistant")
+    dialog = row.get("dialog")
     if not isinstance(dialog, dict):
-        if not mask or all(mask):
-            return None
-        runs = [(said, len(list(each))) for said, each in groupby(map(bool, mask))]
-        if len(runs) > _MOST_TURNS:
-            return None
-        return {"turns": [{"role": "assistant" if said else "", "said": int(said), "tokens": n} for said, n in runs]}
-    stored = dialog.get("turns")
-    turns = [_turn(each, bool(row.get("pieces"))) for each in _dicts(stored)[:_MOST_TURNS]]
+        return None
+
+    def call(asked: Mapping[str, Any]) -> dict[str, Any]:
+        reply, arguments = asked.get("reply"), asked.get("arguments")
+        fields = arguments if isinstance(arguments, dict) else {"": arguments}
+        return {
+            "name": clipped_name(asked.get("name")),
+            "arguments": {clipped_name(name): clipped(shown(value)) for name, value in fields.items()},
+            "reply": None if reply is None else clipped(shown(reply)),
+            "error": asked.get("error") is True,
+        }
+
+    turns = []
+    for turn in _dicts(dialog.get("turns"))[:_MOST_TURNS]:
+        calls = [call(each) for each in _dicts(turn.get("calls"))[:_MOST_CALLS]]
+        turns.append(
+            {
+                "role": clipped_name(turn.get("role")),
+                "said": int(turn.get("trained") is True),
+                "tokens": number(turn.get("tokens")) or 0,
+                **({} if row.get("pieces") else {"text": clipped(str(turn.get("text") or ""))}),
+                **({"calls": calls} if calls else {}),
+            }
+        )
     ended = {"ended": clipped_name(dialog.get("ended")), "lost": clipped_name(dialog.get("error"), 500)}
     return {"turns": turns, **{name: text for name, text in ended.items() if text}}
 
@@ -325,28 +317,6 @@ def clipped_name(name: Any, most: int = _MOST_NAME) -> str:
     """
     text = "" if name is None else shown(name)
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _turn(turn: Mapping[str, Any], has_pieces: bool) -> dict[str, Any]:
-    calls = [_call(each) for each in _dicts(turn.get("calls"))[:_MOST_CALLS]]
-    return {
-        "role": clipped_name(turn.get("role")),
-        "said": int(turn.get("trained") is True),
-        "tokens": number(turn.get("tokens")) or 0,
-        **({} if has_pieces else {"text": clipped(str(turn.get("text") or ""))}),
-        **({"calls": calls} if calls else {}),
-    }
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    reply, arguments = call.get("reply"), call.get("arguments")
-    fields = arguments if isinstance(arguments, dict) else {"": arguments}
-    return {
-        "name": clipped_name(call.get("name")),
-        "arguments": {clipped_name(name): clipped(shown(value)) for name, value in fields.items()},
-        "reply": None if reply is None else clipped(shown(reply)),
-        "error": call.get("error") is True,
-    }
 
 
 def _dicts(values: Any) -> Sequence[Mapping[str, Any]]:

@@ -34,7 +34,7 @@ from sota_grpo.errors import CRASHED, USER_MISTAKE, RunFailed, UserError, run_co
 from sota_grpo.files import write_text
 from sota_grpo.recording.progress import Heartbeat
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
-from sota_grpo.sweeps import SUMMARY, as_text, continued, mark_complete, note_command, objective, write_summary
+from sota_grpo.sweeps import SUMMARY, as_text, continued, note_command, objective, write_summary
 from sota_grpo.text import Output, ReadableFormatter, readable, say
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
 
@@ -339,7 +339,7 @@ class Jobs:
             if self._waits:  # a sweeper that looks for the best run goes on after a job that failed
                 self._codes += [CRASHED for one in sweep.runs if one.state == "failed"]
             if completed and not any(self._codes):
-                mark_complete(self._sweep_dir)
+                note_command(self._sweep_dir, self._arguments, complete=True)
         except (OSError, UserError) as error:
             self._say(f"the summary of the sweep cannot be written ({error}).")
             return

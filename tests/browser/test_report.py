@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.replays import save_replay
-from sota_grpo.recording.run_files import note_failure
+from sota_grpo.recording.run_files import note_failure, save_replay
 from sota_grpo.report import write_report
 from sota_grpo.training.gate import write_gate
 from sota_grpo.training.subject import Check
@@ -462,18 +461,11 @@ def test_of_a_thousand_steps_only_the_charts_near_the_window_are_drawn(opened: C
     assert len(lines(page, "kl")[0]["x"]) == 1000
 
 
-def test_one_run_has_nothing_to_compare(opened: Callable, tmp_path: Path) -> None:
-    page = opened(write_report([write_run(tmp_path / "run", steps=1)], tmp_path / "report.html"))
-    assert page.inner_text("#differences") == page.inner_text("#key") == ""
-    assert page.is_hidden("#means")
-    assert page.locator("#config-kind option").count() == 2
-    assert page.locator("#config-table tbody tr").count() > 80
-    assert "No checks are recorded of this run." in page.inner_text("#gate-table")
-    assert lines(page, "reward")[0]["y"] == rewards(steps=1)
-
-
 def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "0", steps=3)
+    """Of the one that can be: nothing is compared, and each start says which code and machine made it."""
+    run_dir = write_run(tmp_path / "runs" / "0", steps=1)
+    starts = [{"command": f"python grpo.py seed={seed}", "commit": "abc-dirty", "host": "<b>a</b>"} for seed in (1, 2)]
+    (run_dir / "run.json").write_text(json.dumps({"num_steps": 1, "finished": True, "starts": starts}))
     for number in range(1, 5):
         folder = tmp_path / "runs" / str(number)
         folder.mkdir()
@@ -485,6 +477,13 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, t
     told = page.locator("#left-out li").all_inner_texts()
     assert len(told) == 4
     assert told[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")
+    assert page.inner_text("#differences") == page.inner_text("#key") == ""
+    assert page.is_hidden("#means")
+    assert page.locator("#config-table tbody tr").count() > 80
+    assert "No checks are recorded of this run." in page.inner_text("#gate-table")
+    assert lines(page, "reward")[0]["y"] == rewards(steps=1)
+    shown = [text.strip() for text in page.locator("#starts li").all_text_contents()]
+    assert shown == [f"python grpo.py seed={seed} · commit abc-dirty · <b>a</b>" for seed in (1, 2)]
 
 
 def test_steps_under_other_algorithms_are_tables(opened: Callable, tmp_path: Path) -> None:
@@ -505,13 +504,3 @@ def test_steps_under_other_algorithms_are_tables(opened: Callable, tmp_path: Pat
     assert "<img src=x onerror" in second.inner_text()
     assert page.evaluate("window.hacked") is None
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_each_start_of_a_run_says_which_code_and_machine_made_it(opened: Callable, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
-    record = json.loads((run_dir / "run.json").read_text())
-    starts = [{"command": f"python grpo.py seed={seed}", "commit": "abc-dirty", "host": "<b>a</b>"} for seed in (1, 2)]
-    (run_dir / "run.json").write_text(json.dumps({**record, "starts": starts}))
-    page = opened(write_report([run_dir], tmp_path / "report.html"))
-    shown = [text.strip() for text in page.locator("#starts li").all_text_contents()]
-    assert shown == [f"python grpo.py seed={seed} · commit abc-dirty · <b>a</b>" for seed in (1, 2)]

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from sota_grpo.migration.data import Facts
-from sota_grpo.migration.verl import VERSION, verl_options, verl_script
+from sota_grpo.migration.verl import VERSION, Facts, verl_options, verl_script
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
 
 pytestmark = pytest.mark.bench

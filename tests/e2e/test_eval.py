@@ -17,14 +17,8 @@ from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics
 
 OPTIONS = (
-    *(
-        *SMALL,
-        "engine=transformers",
-        "env.reward_workers=0",
-        "env.num_heldout=32",
-        "check.mode=off",
-        "train.total_dialog_turns=32",
-    ),
+    *(*SMALL, "engine=transformers", "check.mode=off", "train.total_dialog_turns=32"),
+    *("env.reward_workers=0", "env.num_heldout=32"),
     *("eval.num_samples=16", "eval.avg_at_k=4", "eval.every=0", "optimizer.lr=1e-3", "inference_model.max_tokens=48"),
 )
 LORA = ("train_model.lora.enabled=true", "train_model.lora.r=4")
@@ -86,13 +80,7 @@ def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys:
     small = ("engine=transformers", "env.reward_workers=0", "inference_model.max_tokens=32")
     command = ("tiny", *small, "--k", "4", "--num-samples", "8")
     found = evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3")
-    assert (found["model"], found["task"], found["k"], found["temperature"], found["seed"]) == (
-        "tiny",
-        "arithmetic",
-        4,
-        0.5,
-        3,
-    )
+    assert [found[name] for name in ("model", "task", "k", "temperature", "seed")] == ["tiny", "arithmetic", 4, 0.5, 3]
     assert list(found["pass_at_k"]) == ["1", "2", "4"]
     assert found["pass_at_k"]["1"] == {name: found["sampled"][name] for name in ("accuracy", "stderr")}
     assert found == evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3") | {"seconds": found["seconds"]}
@@ -130,13 +118,8 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row | {"prompt": f"Say {number}."}) + "\n" for number in range(3)))
     options = ("--engine", "transformers", "env.reward_workers=0", "inference_model.max_tokens=8", "device=cpu")
     found = evaluated(tmp_path, "tiny", "--task", "ifeval", "--k", "0", *options, f"env.eval_path={file}")
-    assert list(found["counts"]) == [
-        "accuracy",
-        "prompt_strict",
-        "prompt_loose",
-        "instruction_strict",
-        "instruction_loose",
-    ]
+    kinds = [f"{level}_{kind}" for level in ("prompt", "instruction") for kind in ("strict", "loose")]
+    assert list(found["counts"]) == ["accuracy", *kinds]
     assert found["counts"]["instruction_strict"] == [[2 * hits, 2] for hits, _ in found["counts"]["prompt_strict"]]
 
 
@@ -144,18 +127,14 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["nowhere/at/all"], "There is neither a run (config.yaml) nor a model (config.json) in nowhere/at/all"),
-        (["outpts"], "There is neither a run (config.yaml) nor a model (config.json) in outpts; if it is a model of"),
         (["tiny", "--step", "3"], "tiny is no run"),
-        (["tiny", "env.repeat=4"], "There is no option env.repeat; did you mean env.repeats?"),
         (["tiny", "four"], "'four' is not OPTION=VALUE"),
         (["tiny", "--config-name", "grpo_cpus"], "There is no config grpo_cpus"),
         (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),
         (["tiny", "--out", "nowhere/at/all.json"], "--out nowhere/at/all.json cannot be written"),
         (["tiny", "--responses", "nowhere/at/all.jsonl"], "--responses nowhere/at/all.jsonl cannot be written"),
-        (["tiny", "--against", "nowhere.json"], "--against nowhere.json cannot be read"),
         (["tiny", "--against", "pyproject.toml"], "--against pyproject.toml cannot be read"),
         (["tiny", "--k", "-1"], "is not a whole number, 0 or more"),
-        (["tiny", "--num-samples", "0"], "is not a whole number, 1 or more"),
         (["tiny", "--temperature", "0"], "is not a temperature above 0"),
     ],
 )

@@ -18,14 +18,8 @@ from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics
 
 OPTIONS = (
-    *(
-        *SMALL,
-        "engine=transformers",
-        "env.reward_workers=0",
-        "env.num_heldout=32",
-        "check.mode=off",
-        "train.total_dialog_turns=32",
-    ),
+    *(*SMALL, "engine=transformers", "check.mode=off", "train.total_dialog_turns=32"),
+    *("env.reward_workers=0", "env.num_heldout=32"),
     *("eval.num_samples=16", "env.max_samples=40", "train.checkpoint_frequency=1", "optimizer.lr=1e-3"),
 )
 LORA = ("train_model.lora.enabled=true", "train_model.lora.r=4")
@@ -135,8 +129,6 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
         (["nowhere", "--to", "hf"], "There is no run in nowhere"),
         (["RUN", "--to", "hf", "--step", "9"], "has no checkpoint after 9 steps; there are those after 1, 2."),
         (["RUN", "--to", "verl", "--step", "1"], "--step goes with --to hf"),
-        (["RUN", "--to", "verl", "--adapter"], "--adapter goes with --to hf"),
-        (["RUN", "--to", "verl", "--dtype", "bfloat16"], "--dtype goes with --to hf"),
         (["RUN", "--to", "hf", "--adapter", "--dtype", "bfloat16"], "--dtype goes without --adapter"),
     ],
 )

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.policy.load import resolve_model_path
-from sota_grpo.recording.run_files import read_failure
+from sota_grpo.recording.run_files import FAILURE_FILE, read_json
 from sota_grpo.recording.step_log import Progress
 from sota_grpo.run.app import train
 from tests.config.test_config import composed
@@ -210,4 +210,4 @@ def test_what_ends_a_run_is_in_its_log(tmp_path: Path, monkeypatch: pytest.Monke
         train(composed("grpo_cpu", *SCRIPTED, "eval.mode=off"), tmp_path)
     log = (tmp_path / "training.log").read_text()
     assert "Traceback" in log
-    assert read_failure(tmp_path) == "ZeroDivisionError: integer division or modulo by zero"
+    assert read_json(tmp_path / FAILURE_FILE)["reason"] == "ZeroDivisionError: integer division or modulo by zero"

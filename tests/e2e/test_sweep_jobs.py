@@ -60,12 +60,8 @@ def test_a_job_that_is_killed_goes_on_by_the_same_command(
     tmp_path: Path, sweep: Callable[..., subprocess.Popen]
 ) -> None:
     runs = [tmp_path / "sweep" / name for name in ("0", "1")]
-    options = (
-        "hydra/launcher=submitit_local",
-        "seed=1,2",
-        "train.total_dialog_turns=1600",
-        "train.checkpoint_frequency=10",
-    )
+    options = ("hydra/launcher=submitit_local", "seed=1,2")
+    options += ("train.total_dialog_turns=1600", "train.checkpoint_frequency=10")
     first = sweep(*options)
     killed = job_of(first, runs[1], steps=12)
     killed.kill()

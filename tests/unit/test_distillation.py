@@ -134,7 +134,7 @@ def test_a_run_learns_from_its_teacher_and_is_replayed(name: str, teacher: str, 
         assert row["distill/reverse_kl"] != row["kl"] > 0  # k1 and k3 of the same
         assert replayed(tmp_path / "run", step)["agrees"]
     other = replayed(tmp_path / "run", 1, ["algorithm.distill_coef=2"])["figures"]["grad_norm"]
-    assert other["under"]["run"] != other["replayed"]
+    assert other["run"] != other["replayed"]
     assert "rewards were equal" not in (tmp_path / "run" / "training.log").read_text()
 
 

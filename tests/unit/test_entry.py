@@ -17,7 +17,7 @@ from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.progress import Heartbeat
-from sota_grpo.recording.run_files import read_failure, read_json
+from sota_grpo.recording.run_files import FAILURE_FILE, read_json
 from sota_grpo.run import entry
 from sota_grpo.run.app import CONTINUES, train
 from sota_grpo.sweeps import SWEEP_FILE
@@ -195,7 +195,7 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
 
     assert command(train, "--multirun", "seed=1,2,3") == code
     assert trained == [2, 3]
-    assert read_failure(tmp_path / "sweep" / "0") == reason
+    assert read_json(tmp_path / "sweep" / "0" / FAILURE_FILE)["reason"] == reason
     said = capsys.readouterr()
     assert f"run 0 failed: {reason}" in said.out.splitlines()
     assert said.err.count("Traceback") == (1 if isinstance(error, ZeroDivisionError) else 0)
@@ -209,7 +209,7 @@ def test_a_run_that_is_refused_leaves_another_runs_directory_alone(command, tmp_
         raise RunRefused("That is another run's.")
 
     assert command(train, "--multirun", "seed=1") == 2
-    assert read_failure(tmp_path / "sweep" / "0") is None
+    assert read_json(tmp_path / "sweep" / "0" / FAILURE_FILE) is None
 
 
 def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

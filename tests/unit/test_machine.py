@@ -21,32 +21,24 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", folder, *own, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def test_the_commit_is_that_of_the_tree_and_says_whether_tracked_files_differ(tmp_path: Path) -> None:
-    assert machine._commit(tmp_path) is None
+def test_a_start_has_the_commit_of_the_tree_that_it_is_in(tmp_path: Path, monkeypatch) -> None:
+    """A package that is only installed below a tree has none; a tree with changed tracked files says so."""
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "venv" / "sota_grpo" / "recording" / "machine.py"))
+    monkeypatch.setattr(machine.sys, "orig_argv", ["python", "my run.py", "engine.api_key=abc", "seed=1"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "venv" / "sota_grpo").mkdir(parents=True)
+    assert not {"commit", "working_tree"} & machine.this_start.__wrapped__().keys()
     git(tmp_path, "init")
     (tmp_path / "code.py").write_text("1")
-    git(tmp_path, "add", ".")
+    git(tmp_path, "add", "code.py")
     git(tmp_path, "commit", "-m", "A first one")
     git(tmp_path, "tag", "v1")  # the commit is wanted, not its name
-    commit = git(tmp_path, "rev-parse", "HEAD").strip()
-    (tmp_path / "outputs").mkdir()  # of a run
-    (tmp_path / "outputs" / "run.json").touch()
-    assert machine._commit(tmp_path) == commit
-    (tmp_path / "code.py").write_text("22")
-    assert machine._commit(tmp_path) == f"{commit}-dirty"
-
-
-def test_a_package_that_is_only_installed_below_a_tree_has_not_its_commit(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "venv" / "sota_grpo" / "recording" / "machine.py"))
-    (tmp_path / "venv" / "sota_grpo").mkdir(parents=True)
-    git(tmp_path, "init")
-    git(tmp_path, "commit", "--allow-empty", "-m", "Of the user")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine.sys, "orig_argv", ["python", "my run.py", "engine.api_key=abc", "seed=1"])
-    start = machine.this_start.__wrapped__()
+    start, commit = machine.this_start.__wrapped__(), git(tmp_path, "rev-parse", "HEAD").strip()
     assert "commit" not in start
+    assert start["working_tree"] == commit
     assert start["command"] == "python 'my run.py' 'engine.api_key=***' seed=1"
-    assert start["working_tree"] == git(tmp_path, "rev-parse", "HEAD").strip()
+    (tmp_path / "code.py").write_text("22")
+    assert machine.this_start.__wrapped__()["working_tree"] == f"{commit}-dirty"
 
 
 def test_every_start_of_a_run_is_kept_and_shown(tmp_path: Path) -> None:

@@ -14,17 +14,20 @@ from omegaconf import OmegaConf
 
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import walk, with_options
-from sota_grpo.migration.data import (
+from sota_grpo.migration.export import model_card, published
+from sota_grpo.migration.verl import (
     FILES,
     Account,
+    Beside,
     Facts,
     example_columns,
+    verl_options,
     verl_reward,
     verl_rows,
+    verl_script,
     write_parquet,
 )
-from sota_grpo.migration.export import model_card, published
-from sota_grpo.migration.verl import Beside, verl_options, verl_script
+from sota_grpo.rl.records import Example
 from sota_grpo.tasks import make_task
 from tests.config.test_config import PRESETS, composed
 
@@ -71,21 +74,15 @@ def verl_account(config: Config) -> Account:
     return verl_options(config, FACTS)[1]
 
 
-STANDS_ELSEWHERE = ("model.name", "model.size")  # the model is a fact beside the config
+STANDS_ELSEWHERE = ("model.name", "model.size", "engine.url")  # the model is a fact beside the config
 
 
 @pytest.mark.parametrize("overrides", [(), RICH, (*RICH, "mode=async")], ids=["preset", "rich", "async"])
 def test_an_option_that_is_carried_over_has_an_effect(overrides) -> None:
     config = config_of(*overrides)
     plain = verl_text(config)
-    for option in sorted(verl_account(config).carried - {*FILES, *STANDS_ELSEWHERE, *_unused(config)}):
+    for option in sorted(verl_account(config).carried - {*FILES, *STANDS_ELSEWHERE, "eval.avg_at_k"}):
         assert any(verl_text(other) != plain for other in others(config, option)), option
-
-
-def _unused(config: Config) -> set[str]:
-    """What this config itself makes no other use of."""
-    unused = {"eval.avg_at_k"}  # how many does not matter there, only whether
-    return unused | (set() if config.engine.name == "vllm_server" else {"engine.url"})
 
 
 @pytest.mark.parametrize("overrides", [(), RICH], ids=["preset", "rich"])
@@ -98,10 +95,6 @@ def test_every_option_is_named_in_the_script(name: str, overrides: tuple[str, ..
     named = account.carried | {option for option, _, _ in walk(config) if option in comment}
     assert named == {option for option, _, _ in walk(config)}
     assert not set(account.left()) & account.carried
-
-
-def verl_of(*overrides: str) -> dict:
-    return verl_options(config_of(*overrides), FACTS)[0]
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -143,10 +136,6 @@ ACTOR = "actor_rollout_ref.actor"
             },
         ),
         (
-            ("algorithm=gspo",),
-            {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.clip_ratio_low": 0.0003},
-        ),
-        (
             ("algorithm=cispo",),
             {
                 f"{ACTOR}.policy_loss.loss_mode": "cispo",
@@ -156,12 +145,6 @@ ACTOR = "actor_rollout_ref.actor"
         ),
         (("algorithm=rloo",), {"algorithm.adv_estimator": "rloo", f"{ACTOR}.policy_loss.loss_mode": "gpg"}),
         (("algorithm=reinforce_pp",), {"algorithm.adv_estimator": "reinforce_plus_plus"}),
-        (("algorithm=reinforce_pp_baseline",), {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"}),
-        (("algorithm=opo",), {"algorithm.adv_estimator": "opo", f"{ACTOR}.policy_loss.loss_mode": "gpg"}),
-        (
-            ("algorithm=pass_at_k",),
-            {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False},
-        ),
         (
             ("algorithm=sapo", "algorithm.tau_negative=1.2"),
             {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 1.0, f"{ACTOR}.tau_neg": 1.2},
@@ -174,7 +157,6 @@ ACTOR = "actor_rollout_ref.actor"
                 f"{ACTOR}.clip_ratio_low": 0.15,
             },
         ),
-        (("algorithm=gmpo",), {f"{ACTOR}.policy_loss.loss_mode": "geo_mean", f"{ACTOR}.clip_ratio_low": 0.4}),
         (("algorithm=vespo",), {f"{ACTOR}.policy_loss.loss_mode": "vanilla", f"{ACTOR}.clip_ratio_low": 0.2}),
         (
             ("algorithm=icepop",),
@@ -199,14 +181,6 @@ ACTOR = "actor_rollout_ref.actor"
             {f"{ACTOR}.use_kl_loss": False, "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.02},
         ),
         (
-            ("algorithm.correction=sequence", "algorithm.correction_mode=mask", "algorithm.correction_cap=3.0"),
-            {
-                "algorithm.rollout_correction.bypass_mode": False,
-                "algorithm.rollout_correction.rollout_is": "sequence",
-                "algorithm.rollout_correction.rollout_is_threshold": "1e-9_3.0",
-            },
-        ),
-        (
             ("optimizer.warmup_steps=6", "train.optim_batch_size=32"),
             {f"{ACTOR}.optim.lr_warmup_steps": 2, f"{ACTOR}.ppo_mini_batch_size": 4},  # 4 optimizer steps an iteration
         ),
@@ -223,7 +197,7 @@ ACTOR = "actor_rollout_ref.actor"
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_verl_computes_the_same_under(overrides: tuple[str, ...], expected: dict) -> None:
-    found = verl_of(*overrides)
+    found, _ = verl_options(config_of(*overrides), FACTS)
     assert {name: found.get(name) for name in expected} == expected
 
 
@@ -266,38 +240,27 @@ def test_the_grader_travels(tmp_path: Path) -> None:
     task = make_task("reasoning", path=str(tmp_path / "rows.jsonl"), num_heldout=1, format_weight=0.3)
     example = [*task.train, *task.heldout]
     texts = ["<think>a b c</think><answer>18</answer>", "<answer>2</answer>", "18"]
-    expected = [[_reward(task, text, one) for text in texts] for one in example]
+
+    def reward(text: str, one: Example) -> float:
+        return sum(task.term_weights[name] * value for name, value in task.score(text, one).terms.items())
+
+    expected = [[reward(text, one) for text in texts] for one in example]
     score = verl_reward(file)
     for one, wanted in zip(example, expected, strict=True):
         (row,) = verl_rows(task, [one], "train")
-        given = [
-            score(
-                row["data_source"], text, row["reward_model"]["ground_truth"], {**row["extra_info"], "num_turns": None}
-            )
-            for text in texts
-        ]
+        truth, extra = row["reward_model"]["ground_truth"], {**row["extra_info"], "num_turns": None}
+        given = [score(row["data_source"], text, truth, extra) for text in texts]
         assert [found["score"] for found in given] == wanted
     assert len({value for wanted in expected for value in wanted}) > 2
 
 
-def _reward(task, text: str, example) -> float:
-    score = task.score(text, example)
-    return sum(task.term_weights[name] * value for name, value in score.terms.items())
-
-
 def test_reward_functions_travel_with_the_folder(tmp_path: Path) -> None:
-    body = "    return {'score': 2.0 * (solution_str == ground_truth), 'acc': True}"
+    body = "    return {'score': 2.0 / (solution_str == ground_truth), 'acc': True}"
     (tmp_path / "mine.py").write_text(f"def compute_score(data_source, solution_str, ground_truth):\n{body}\n")
-    file = exported(composed("grpo_gsm8k", "reward.path=mine.py"), tmp_path)
+    score = verl_reward(exported(composed("grpo_gsm8k", "reward.path=mine.py"), tmp_path))
     columns = example_columns(SimpleNamespace(query="2 + 2?", answer="#### 4", extra={}))
-    assert verl_reward(file)("gsm8k", "4", "4", columns) == {"score": 2.0, "acc": 1.0}
-
-
-def test_a_grader_that_fails_gives_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def compute_score(solution_str, ground_truth):\n    raise OSError('no judge')\n")
-    file = exported(composed("grpo_gsm8k", "reward.path=mine.py"), tmp_path)
-    columns = example_columns(SimpleNamespace(query="2 + 2?", answer="#### 4", extra={}))
-    assert verl_reward(file)("gsm8k", "4", "4", columns) == {"score": 0.0, "acc": 0.0}
+    assert score("gsm8k", "4", "4", columns) == {"score": 2.0, "acc": 1.0}
+    assert score("gsm8k", "5", "4", columns) == {"score": 0.0, "acc": 0.0}  # the grader divides by 0
 
 
 def test_the_table_reads_what_was_written_for_verl(tmp_path: Path) -> None:

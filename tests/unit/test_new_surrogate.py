@@ -13,12 +13,10 @@ import torch
 from sota_grpo import keys
 from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.evaluation import find_target
-from sota_grpo.assembly.replay import _missing
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, Surrogate
-from sota_grpo.migration.data import Account, Facts
-from sota_grpo.migration.verl import verl_options
+from sota_grpo.migration.verl import Facts, verl_options
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
@@ -58,14 +56,13 @@ def test_options_are_judged_by_its_parameters() -> None:
     for overrides, sentence in (
         (["algorithm.ratio=sequence"], "algorithm.objective=halved, which has no ratio"),
         (["algorithm.dual_clip=2"], "no effect on algorithm.objective=halved"),
+        (["algorithm.clip_low=0.1"], "or algorithm.objective=clipped or dppo or gmpo"),
         (["train.epochs=2"], "algorithm.objective=halved is on-policy"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             validate(config_of(*overrides))
     with pytest.raises(ValueError, match="'halved', which has no ratio"):
         GRPOLoss(torch.nn.Identity(), objective="halved", ratio="sequence")
-    assert _missing("algorithm.clip_low", config_of()) == "algorithm.objective=clipped or dppo or gmpo"
-    assert _missing("algorithm.clip_high", config_of()) is None
 
 
 def test_the_exporter_says_that_verl_does_not_have_it() -> None:
@@ -160,7 +157,9 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))
-    assert Account(composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped")).loss() == "vanilla"
+    config = composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped")
+    options, _ = verl_options(config, Facts("org/model", "demo", longest_prompt=100, num_train=1000))
+    assert options["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
     with pytest.raises(UserError, match=r"mine\.py, line 13: .* cannot be imported \(RuntimeError: it was run"):
         surrogate(f"{mine}:clipped").loss(log_ratio=None)
 

@@ -57,9 +57,13 @@ def as_frame() -> Any:
     ids=["list", "tuple", "iterator", "datasets", "pandas"],
 )
 def test_every_table_gives_the_same_rows(make: Callable[[], Any]) -> None:
-    config, passed = taken(dataset=make())
-    assert lines(passed.train_rows) == ROWS
+    config, passed = taken(dataset=make(), eval_dataset=ROWS[:3])
+    assert (lines(passed.train_rows), lines(passed.eval_rows)) == (ROWS, ROWS[:3])
     assert (config.env.dataset, config.env.dataset_path) == ("table", PASSED)
+    config = Config()
+    config.env.dataset = "gsm8k"  # as an override has it
+    take(config, ["env.dataset=gsm8k"], dataset=ROWS)
+    assert config.env.dataset == "gsm8k"
 
 
 def test_what_pandas_writes_for_a_missing_value_is_none() -> None:
@@ -85,18 +89,6 @@ def test_a_path_is_the_option_and_nothing_is_copied(tmp_path: Path) -> None:
     assert (config.env.dataset, config.env.dataset_path) == ("table", str(tmp_path / "a.jsonl"))
     assert config.env.eval_path == "b.jsonl"
     assert passed.signature == {}
-
-
-def test_rows_to_evaluate_on_are_written_too() -> None:
-    _, passed = taken(dataset=ROWS, eval_dataset=ROWS[:3])
-    assert lines(passed.eval_rows) == ROWS[:3]
-
-
-def test_another_task_reads_the_rows_where_an_override_says_so() -> None:
-    config = Config()
-    config.env.dataset = "gsm8k"  # as the override has it
-    take(config, ["env.dataset=gsm8k"], dataset=ROWS)
-    assert config.env.dataset == "gsm8k"
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from sota_grpo.engines.vllm_engine import tell_of_the_runner
 from sota_grpo.engines.vllm_server import engine_arguments, refuse_arguments
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
-from sota_grpo.migration.data import Facts
-from sota_grpo.migration.verl import verl_options, verl_script
+from sota_grpo.migration.verl import Facts, verl_options, verl_script
 from sota_grpo.policy.load import TINY, load_tokenizer
 from sota_grpo.rewards.grading import LocalGrader
 from tests.config.test_config import composed

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.migration.data import example_columns, example_of
+from sota_grpo.migration.verl import example_columns, example_of
 from sota_grpo.rewards.grading import guarded_score
 from sota_grpo.rl.records import SUBTASK, Example
 from sota_grpo.rl.task import scorer_of

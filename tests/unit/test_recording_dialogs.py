@@ -148,5 +148,5 @@ def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsi
     assert (second["dialog"], second["task"]) == (dialog, "gym/sums")
     assert list(second)[-1] == "policy_version"  # where a scan looks for it
     assert [list(row) for row in given] == [["step", *ROLLOUT_FIELDS]] * 2  # a table has the same columns in each row
-    index = scan(tmp_path / ROLLOUTS_FILE)
-    assert (list(index.lines), dict(index.ages)) == ([(4, 3), (4, 4)], {2: 2})
+    lines, ages = scan(tmp_path / ROLLOUTS_FILE)
+    assert (list(lines), dict(ages)) == ([(4, 3), (4, 4)], {2: 2})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sota_grpo.recording import step_log
-from sota_grpo.recording.progress import closing_table, in_notebook
-from sota_grpo.recording.step_log import NotebookLine, Progress
+from sota_grpo.recording.progress import closing_table
+from sota_grpo.recording.step_log import Progress
 from sota_grpo.text import duration, readable
 
 
@@ -24,7 +24,7 @@ SHOWN = {"reward": 0.614, "success": 0.57, "kl": 0.00204, "tokens_per_s": 4209.7
 def test_the_line_reads_as_promised_with_the_time_left_by_the_mean_turn():
     now = iter([0.0, 3.0, 6.2916667])
     progress = Progress(60, first_step=10, stream=io.StringIO(), clock=lambda: next(now))
-    assert progress.update(11, {}) == "step 11/60  ETA 2:27"  # 49 steps of 3 s
+    assert progress.update(11, {"kl": None}) == "step 11/60  ETA 2:27"  # 49 steps of 3 s
     line = progress.update(12, SHOWN)  # 48 steps of 3.1458 s = 151 s
     assert line == "step 12/60  reward 0.61  success 57 %  kl 0.002  4,210 tok/s  ETA 2:31"
 
@@ -46,11 +46,6 @@ def test_the_time_left_forgets_a_slow_start():
         time += 2.0
         line = progress.update(done, {})
     assert line.endswith("ETA 2:00")  # 60 steps of 2 s: the thousand seconds of the first have left the window
-
-
-def test_what_was_not_measured_is_left_out():
-    progress = Progress(2, stream=io.StringIO())
-    assert progress.update(2, {"kl": None, "reward": 0.0}) == "step 2/2  reward 0.00  ETA 0:00"
 
 
 def test_plain_lines_are_periodic_whole_and_without_control_characters(monkeypatch):
@@ -132,55 +127,22 @@ def test_the_closing_table_shows_only_what_was_measured(monkeypatch):
 # --- in a notebook ----------------------------------------------------------------------------------------------------
 
 
-class Cell:
-    """Stands for IPython's display: what the cell shows, and in how many messages it came."""
-
-    def __init__(self) -> None:
-        self.shown: list[str] = []
-        self.messages = 0
-
-    def display(self, content: dict[str, str], *, raw: bool, display_id: bool) -> Cell:
-        assert raw
-        assert display_id
-        self.shown.append("")
-        self.update(content, raw=raw)
-        return self
-
-    def update(self, content: dict[str, str], *, raw: bool) -> None:
-        assert raw
-        self.shown[-1] = content["text/plain"]
-        self.messages += 1
-
-
-def test_fast_steps_are_drawn_four_times_a_second_and_the_last_one_stays() -> None:
-    cell, now = Cell(), 0.0
-    line = NotebookLine(cell.display, clock=lambda: now)
-    for step in range(1, 101):
-        now += 0.01  # a second in all
-        line.show(f"step {step}")
-    assert cell.messages == 4
-    line.close()
-    line.close()
-    assert cell.shown == ["step 100"]
-    assert cell.messages == 5
-
-
-def test_only_the_stream_of_a_kernel_is_a_notebook() -> None:
-    kernels = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
-    assert in_notebook(kernels())
-    assert not in_notebook(io.StringIO())
-
-
 def test_the_progress_of_a_run_takes_that_line(monkeypatch: Any) -> None:
-    cell = Cell()
-    monkeypatch.setattr(step_log, "NotebookLine", lambda: NotebookLine(cell.display))
+    """In one place of the cell, whatever stands below it."""
+    shown: list[str] = []
+
+    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert (raw, display_id) == (True, True)
+        shown.append(content["text/plain"])
+        return SimpleNamespace(update=lambda content, raw: shown.__setitem__(-1, content["text/plain"]))
+
+    monkeypatch.setattr("IPython.display.display", display)
     stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    with Progress(3, stream=stream) as shown:
+    with Progress(3, stream=stream) as progress:
         for step in (1, 2, 3):
-            shown.update(step, {"reward": 0.5})
+            progress.update(step, {"reward": 0.5})
     assert stream.getvalue() == ""
-    assert len(cell.shown) == 1
-    assert cell.shown[0].startswith("step 3/3  reward 0.50")
+    assert [line[:21] for line in shown] == ["step 3/3  reward 0.50"]
 
 
 def test_a_mistake_in_a_cell_is_its_sentence_and_no_page_of_frames(capsys: pytest.CaptureFixture[str]) -> None:

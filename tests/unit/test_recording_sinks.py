@@ -13,7 +13,7 @@ import pytest
 from sota_grpo.config import Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
-from sota_grpo.recording.sinks import SINKS, CopySink, make_sinks, require_sinks
+from sota_grpo.recording.sinks import make_sinks, require_sinks
 from sota_grpo.recording.sinks.tensorboard_sink import FOLDER, JUDGED_BY, TensorBoardSink
 from sota_grpo.recording.sinks.wandb_sink import RUN_ID_FILE, WandbSink, has_api_key
 from tests.sink_files import event_files, wandb_config, wandb_history
@@ -97,33 +97,6 @@ def test_a_package_that_is_missing_is_one_sentence_unless_it_may_be(option, tmp_
     assert caplog.text.count("which is not installed") == 1
 
 
-def test_a_sink_is_built_of_its_class_and_its_option(tmp_path, monkeypatch):
-    """Nothing else names it: neither the run, nor the checks before it."""
-
-    class Json(CopySink):
-        option = "json"
-
-        @classmethod
-        def from_config(cls, config, run_dir):
-            sink = cls()
-            sink.path = run_dir / f"{config.logging.project}.txt"
-            return sink
-
-        def _write(self, step, values):
-            self.path.write_text(f"{step} {values}")
-
-        def _finish(self, exit_code):
-            pass
-
-    monkeypatch.setitem(SINKS, "json", Json)
-    monkeypatch.setattr(LoggingConfig, "json", False, raising=False)
-    config = Config(logging=LoggingConfig(project="mine"))
-    config.logging.json = True
-    with RunLog(tmp_path, sinks=make_sinks(config, tmp_path)) as log:
-        log.write_step(3, {"reward": 1.0})
-    assert (tmp_path / "mine.txt").read_text() == "3 {'reward': 1.0}"
-
-
 class FailingWandb(SimpleNamespace):
     """W&B whose server refuses, and whose run breaks at ``broken``."""
 
@@ -151,7 +124,7 @@ class FailingWandb(SimpleNamespace):
         return call
 
 
-@pytest.mark.parametrize("broken", ["init", "log", "Table", "finish"])
+@pytest.mark.parametrize("broken", ["init", "Table", "finish"])
 def test_a_wandb_failure_warns_once_and_never_ends_training(broken, tmp_path, no_key, monkeypatch, caplog):
     wandb = FailingWandb(broken)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -171,24 +144,13 @@ def test_an_online_run_whose_server_does_not_answer_goes_on_offline(tmp_path, no
     wandb = FailingWandb("nothing")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    sink = WandbSink("online", project="p", run_dir=tmp_path)
+    sink = WandbSink("online", project="p", run_dir=tmp_path / "10-00-00" / "3")
     assert sink.mode == "offline"
+    assert wandb.options["name"] == "10-00-00/3"  # the last folder alone is a clock time, or a number in a sweep
     assert wandb.calls == ["init online", "init offline"]
     assert len(caplog.records) == 1
     assert "no route to host" in caplog.text
     assert "details" not in caplog.text
-
-
-def test_a_run_without_a_name_is_called_by_its_last_two_folders(tmp_path, no_key, monkeypatch):
-    """The last one alone is a clock time, or a number in a sweep."""
-    wandb = FailingWandb("nothing")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    run_dir = tmp_path / "multirun" / "2026-01-01" / "10-00-00" / "3"
-    run_dir.mkdir(parents=True)
-    WandbSink("offline", project="p", run_dir=run_dir)
-    assert wandb.options["name"] == "10-00-00/3"
-    WandbSink("offline", project="p", run_dir=run_dir, name="mine")
-    assert wandb.options["name"] == "mine"
 
 
 # --- TensorBoard ------------------------------------------------------------------------------------------------------

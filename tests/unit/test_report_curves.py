@@ -11,8 +11,7 @@ import pytest
 
 from sota_grpo.recording.metrics import METRICS, OF_TASK
 from sota_grpo.report import data as module
-from sota_grpo.report.charts import charts
-from sota_grpo.report.data import BANDS, RunData, curves, family, names, stride_for
+from sota_grpo.report.data import BANDS, RunData, charts, curves, family, names, stride_for
 
 
 def run_of(*rows: dict[str, Any]) -> RunData:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,15 @@ import torch
 from sota_grpo.functional.divergences import kl_k1, kl_k2, kl_k3
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.report.data import read_run
-from sota_grpo.report.groups import choose_groups, scan, spread, token_columns
+from sota_grpo.report.groups import (
+    choose_groups,
+    dialog_columns,
+    plain_group,
+    prompt_turns,
+    scan,
+    spread,
+    token_columns,
+)
 from tests.report_rigs import WORDS, write_run
 
 
@@ -25,25 +34,17 @@ def chosen(run_dir: Path, budget: int) -> tuple[list[dict[str, Any]], Any]:
     return [json.loads(text) for text in found.encoded], found
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 10, 1000])
-def test_every_step_has_its_place_in_the_order(count: int) -> None:
-    assert sorted(spread(count)) == list(range(count))
-
-
-@pytest.mark.parametrize("taken", [3, 5, 9, 17, 33])
-def test_the_first_of_the_order_are_evenly_spread(taken: int) -> None:
-    picked = sorted(spread(1025)[:taken])
-    assert {b - a for a, b in pairwise(picked)} == {1024 // (taken - 1)}
+def test_every_step_has_its_place_in_the_order_and_the_first_are_evenly_spread() -> None:
+    assert all(sorted(spread(count)) == list(range(count)) for count in (0, 1, 2, 3, 10, 1025))
+    for taken in (3, 5, 9, 17, 33):
+        assert {b - a for a, b in pairwise(sorted(spread(1025)[:taken]))} == {1024 // (taken - 1)}
 
 
 def test_everything_is_shown_where_it_fits(tmp_path: Path) -> None:
     groups, found = chosen(write_run(tmp_path, steps=5, groups=3), 1_000_000)
     assert [(group["step"], group["id"]) for group in groups] == [(i // 3, i) for i in range(15)]
     assert found.total == 15
-    assert found.ages == [
-        (0, 3 * 5),
-        (1, 2 * 5),
-    ]  # two, two and one a step; odd ones are a version old
+    assert found.ages == [(0, 3 * 5), (1, 2 * 5)]  # five samples a step; those of odd steps are a version old
     zero, cut, plain = groups[:3]
     assert (zero["zero"], zero["cut"], len(zero["samples"])) == (True, False, 1)
     assert (cut["zero"], cut["cut"], len(cut["samples"])) == (False, True, 2)
@@ -74,8 +75,8 @@ def test_lines_in_another_form_are_found_too(tmp_path: Path) -> None:
     lines = [json.dumps(dict(reversed(row.items()))) + "\n" for row in rows]
     (run_dir / ROLLOUTS_FILE).write_text("".join(lines))
     slow = scan(run_dir / ROLLOUTS_FILE)
-    assert quick.lines.keys() == slow.lines.keys()
-    assert quick.ages == slow.ages
+    assert quick[0].keys() == slow[0].keys()
+    assert quick[1] == slow[1]
 
 
 def test_stored_steps_show_all_samples_with_their_tokens(tmp_path: Path) -> None:
@@ -131,3 +132,73 @@ def test_a_damaged_stored_step_is_left_out_and_the_rest_is_shown(tmp_path: Path)
     assert len(before) == len(stored) > 1
     stored[0].write_bytes(b"torn")
     assert choose_groups(read_run(run), 1 << 24).stored == before[1:]
+
+
+CALL = {"name": "add", "arguments": {"x": 1, "y": [2]}, "reply": "3", "error": False}
+DIALOG = {
+    "prompt": [{"role": "user", "content": "Add!"}],
+    "turns": [
+        {"role": "assistant", "trained": True, "tokens": 4, "text": "call", "calls": [CALL]},
+        {"role": "tool", "trained": False, "tokens": 3, "text": "three"},
+        {"role": "assistant", "trained": True, "tokens": 2, "text": "3"},
+    ],
+    "ended": "answer",
+    "error": None,
+}
+
+
+def test_a_group_of_dialogs_has_their_turns_and_its_prompts(tmp_path: Path) -> None:
+    """Where the tokens are stored they are the text, and the turns say how many each has."""
+    fields = lambda step, *_: {"dialog": DIALOG, "task": "tools"} if step else {}  # noqa: E731
+    run_dir = write_run(tmp_path, steps=3, groups=2, stored=[2], fields=fields)
+    groups = [json.loads(text) for text in choose_groups(read_run(run_dir), 1_000_000).encoded]
+    old, plain, stored = groups[0], groups[2], groups[4]
+    assert "turns" not in old
+    assert "turns" not in old["samples"][0]
+    assert old["samples"][0]["text"] == "".join(WORDS)
+    for group in (plain, stored):
+        assert group["turns"] == [{"role": "user", "text": "Add!"}]
+        assert group["task"] == "tools"
+        sample = group["samples"][0]
+        assert "text" not in sample
+        assert sample["ended"] == "answer"
+        assert "lost" not in sample
+        assert [(turn["role"], turn["said"], turn["tokens"]) for turn in sample["turns"]] == [
+            *(("assistant", 1, 4), ("tool", 0, 3), ("assistant", 1, 2))
+        ]
+        assert sample["turns"][0]["calls"] == [{**CALL, "arguments": {"x": "1", "y": "[2]"}}]
+    assert [turn["text"] for turn in plain["samples"][0]["turns"]] == ["call", "three", "3"]
+    assert stored["samples"][0]["pieces"] == list(WORDS)
+    assert all("text" not in turn for turn in stored["samples"][0]["turns"])
+
+
+def test_whatever_stands_in_a_dialog_the_page_is_made_and_small() -> None:
+    rng = random.Random(random.getrandbits(32))
+    odd: list[Any] = [None, True, -1, 1e300, "x" * 100_000, [], [None, 5], {}, {"turns": 7}, {"a": [1]}]
+
+    def damaged(value: Any) -> Any:
+        if rng.random() < 0.2:
+            return rng.choice(odd)
+        if isinstance(value, dict):
+            return {name: damaged(each) for name, each in value.items()}
+        return [damaged(each) for each in value] if isinstance(value, list) else value
+
+    row = {"step": 0, "group_id": 0, "sample_id": 0, "reward": 0.5, "response": "hello"}
+    for _ in range(300):
+        dialog = damaged(DIALOG)
+        group = plain_group([{**row, "dialog": dialog, "task": rng.choice(odd)}], whole=False)
+        text = json.dumps(group, allow_nan=False)
+        assert len(text) < 300_000, dialog
+        (sample,) = group["samples"]
+        assert ("text" in sample) == (not sample.get("turns")), dialog
+        for turn in sample.get("turns", []):
+            assert isinstance(turn["role"], str), dialog
+            assert len(turn["role"]) <= 100, dialog
+
+
+def test_no_number_of_turns_fills_the_page() -> None:
+    many = {"turns": [DIALOG["turns"][0]] * 10_000}
+    found = dialog_columns({"dialog": many})
+    assert found is not None
+    assert len(found["turns"]) == 200
+    assert len(prompt_turns([{"role": "user", "content": "x"}] * 10_000)) == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import os
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,10 +14,10 @@ import pytest
 
 from sota_grpo.cli import main
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_files import METRICS_FILE, ROLLOUTS_FILE
+from sota_grpo.recording.run_files import METRICS_FILE, read_replays, save_replay
 from sota_grpo.report import MAX_BYTES, TrainingReport, seeds_of_one_config, write_report
 from sota_grpo.report.data import read_run
-from tests.report_rigs import HOSTILE, write_run
+from tests.report_rigs import HOSTILE, replay_record, write_run
 
 
 class Reader(HTMLParser):
@@ -82,28 +81,10 @@ def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
 
 
-def test_a_page_of_a_run_that_is_being_written(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, steps=3, finished=False)
-    with (run_dir / ROLLOUTS_FILE).open("a") as file:
-        file.write('{"step": 3, "group_id": 9, "rew')
-    _, data = page_of(run_dir, out=tmp_path / "report.html")
-    assert data["runs"][0]["done"] == 3
-    assert max(group["step"] for group in data["runs"][0]["groups"]) == 2
-
-
 def test_secrets_are_not_passed_on(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     (run_dir / "config.yaml").write_text("model: {hub_token: sesame}\nengine: {api_key: sesame}\n")  # another program's
     assert "sesame" not in write_report([run_dir], tmp_path / "report.html").read_text()
-
-
-def test_the_page_names_what_differs(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path / str(seed), seed=seed, options=[f"optimizer.lr={lr}"]) for seed, lr in enumerate((1, 2))
-    ]
-    _, data = page_of(*runs, out=tmp_path / "report.html")
-    differs = {option["name"]: option["values"] for option in data["options"] if option["differs"]}
-    assert differs == {"seed": ["0", "1"], "optimizer.lr": ["1.0", "2.0"]}
 
 
 def test_seeds_of_a_run_from_python_are_known_by_what_was_passed(tmp_path: Path) -> None:
@@ -115,14 +96,9 @@ def test_seeds_of_a_run_from_python_are_known_by_what_was_passed(tmp_path: Path)
         record = json.loads((path / "run.json").read_text())
         (path / "run.json").write_text(json.dumps(record | {"passed": {"train": passed}}))
         paths.append(path)
-    assert seeds_of_one_config([read_run(path) for path in paths]) == [[0, 1], [2]]
-
-
-def test_seeds_of_one_config_are_found(tmp_path: Path) -> None:
-    """Where a run writes its logs, and on which devices it runs, changes no result."""
-    options = [["optimizer.lr=1"], ["optimizer.lr=2"], ["optimizer.lr=1", "logging.project=other"]]
-    runs = [read_run(write_run(tmp_path / str(seed), seed=seed, options=o)) for seed, o in enumerate(options)]
-    assert seeds_of_one_config(runs) == [[0, 2], [1]]
+    options = [["optimizer.lr=1"], ["optimizer.lr=2"], ["optimizer.lr=1", "logging.project=other"]]  # changes no result
+    paths += [write_run(tmp_path / f"lr{seed}", seed=seed, options=each) for seed, each in enumerate(options)]
+    assert seeds_of_one_config([read_run(path) for path in paths]) == [[0, 1], [2], [3, 5], [4]]
 
 
 def test_a_thousand_steps_of_three_runs_stay_under_ten_megabytes(tmp_path: Path) -> None:
@@ -159,66 +135,36 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
     assert all((folder / "report.html").is_file() for folder in written)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nowhere"], "There is no run in nowhere"),
-        (["run", "--out", "no/folder/r.html"], "there is no folder"),
-        (["run", "--out", "run"], "run is a folder; name a file in it"),
-    ],
-    ids=["no run", "no folder", "a folder"],
-)
-def test_mistakes_are_one_sentence(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    sentence: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(Path("run"), steps=1)
-    code, said = told(["report", *arguments], capsys)
-    assert code == 2
-    assert sentence in said
-    assert said.count("\n") == 1
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run", steps=1)
+    for arguments, sentence in (
+        ([tmp_path / "nowhere"], "There is no run in"),
+        ([run_dir, "--out", tmp_path / "no" / "r.html"], "there is no folder"),
+        ([run_dir, "--out", run_dir], "run is a folder; name a file in it"),
+    ):
+        code, said = told(["report", *map(str, arguments)], capsys)
+        assert code == 2
+        assert sentence in said
+        assert said.count("\n") == 1
 
 
 def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path) -> None:
-    clock, written = Clock(), []
+    now, written = 0.0, []
 
     def write(*_: object) -> None:
-        written.append(clock.now)
-        clock.now += 0.3
+        nonlocal now
+        written.append(now)
+        now += 0.3
 
     (tmp_path / METRICS_FILE).write_text("one line\n")
-    report = TrainingReport(tmp_path, write=write, clock=clock)
+    report = TrainingReport(tmp_path, write=write, clock=lambda: now)
     for step in range(200):
-        clock.now = max(clock.now, 10.0 * step)
+        now = max(now, 10.0 * step)
         report.checkpoint()
     assert all(0.3 * count <= 0.005 * (began + 0.3) for count, began in enumerate(written, 1))
     assert len(written) > 20
     report.finish()
     assert written[-1] >= 1990
-
-
-def test_a_page_that_fails_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / METRICS_FILE).write_text("{broken\n")
-    report = TrainingReport(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            report.finish()
-    assert len(caplog.records) == 1
-    assert "training goes on" in caplog.text
 
 
 def test_before_the_first_line_of_metrics_and_where_none_is_wanted_there_is_no_page(
@@ -230,3 +176,69 @@ def test_before_the_first_line_of_metrics_and_where_none_is_wanted_there_is_no_p
     assert not caplog.records
     TrainingReport(write_run(tmp_path), enabled=False).finish()
     assert "report.html" not in os.listdir(tmp_path)
+
+
+def test_the_report_has_the_newest_of_each_question(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps=1)
+    assert page_of(run_dir, out=tmp_path / "report.html")[1]["runs"][0]["replays"] == []
+    for step, question in ((12, ["algorithm=grpo,gspo"]), (3, ["algorithm=grpo"]), (12, ["algorithm=grpo,gspo"])):
+        save_replay(run_dir, step, question, replay_record())
+    newest = replay_record(title="Step 3")
+    save_replay(run_dir, 3, ["algorithm=grpo"], newest)
+    assert read_replays(run_dir) == ([newest, replay_record()], [])
+    assert page_of(run_dir, out=tmp_path / "report.html")[1]["runs"][0]["replays"] == [newest, replay_record()]
+
+
+def test_hostile_text_of_a_replay_is_data(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps=1)
+    save_replay(run_dir, 0, [], replay_record(HOSTILE, title=HOSTILE[0], notes=[*HOSTILE]))
+    reader, data = page_of(run_dir, out=tmp_path / "report.html")
+    assert len(reader.scripts) == 3
+    assert not reader.addresses
+    assert not reader.handlers
+    assert data["left_out"] == []
+    assert data["runs"][0]["replays"][0]["title"] == HOSTILE[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{broken", "it is not what sota-grpo replay writes"),
+        ("[" * 10**4, "it is not what sota-grpo replay writes"),
+        (json.dumps(replay_record(title=3)), "it is not what sota-grpo replay writes"),
+        (json.dumps(replay_record(notes=[["<b>"]])), "it is not what sota-grpo replay writes"),
+        (json.dumps(replay_record(tables=[[]])), "it is not what sota-grpo replay writes"),
+        (json.dumps(replay_record(tables=[[["", "a"], ["b"]]])), "it is not what sota-grpo replay writes"),
+        (json.dumps(replay_record(tables=[[["", "a"], ["b", 0.5]]])), "it is not what sota-grpo replay writes"),
+        (" " * (65 << 10), "it has more than 65536 bytes"),
+        (None, "it is a link that leaves the run directory"),
+    ],
+)
+def test_what_is_no_replay_is_named_and_the_others_are_shown(
+    tmp_path: Path, content: str | None, sentence: str
+) -> None:
+    run_dir = write_run(tmp_path / "run", steps=1)
+    odd = save_replay(run_dir, 0, [], replay_record()).with_name("odd\u202e.json")
+    if content is None:
+        (tmp_path / "secret.json").write_text(json.dumps(replay_record()))
+        odd.symlink_to(tmp_path / "secret.json")
+    else:
+        odd.write_text(content)
+    _, data = page_of(run_dir, out=tmp_path / "report.html")
+    (said,) = data["left_out"]
+    assert sentence in said
+    assert "\u202e" not in said
+    assert data["runs"][0]["replays"] == [replay_record()]
+
+
+def test_a_replay_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "replays").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="a link that leaves the run directory"):
+        save_replay(tmp_path / "run", 0, [], replay_record())
+    (tmp_path / "run" / "replays").unlink()
+    (tmp_path / "run" / "replays").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written .*the report will not show"):
+        save_replay(tmp_path / "run", 0, [], replay_record())
+    assert read_replays(tmp_path / "run") == ([], [])

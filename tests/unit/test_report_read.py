@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import random
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from sota_grpo.cli import main
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_files import METRICS_FILE, note_failure
+from sota_grpo.recording.run_files import METRICS_FILE, note_failure, whole_lines
+from sota_grpo.report import TrainingReport, report_json
 from sota_grpo.report.data import find_runs, read_run, read_runs
+from sota_grpo.sweeps import read_sweep
+from tests.report_rigs import write_run
+from tests.unit.test_report_page import page_of
 
 
 def put(path: Path, *lines: str) -> Path:
@@ -25,10 +38,10 @@ def test_an_evaluation_and_the_turn_after_it_are_one_row(tmp_path: Path) -> None
     assert run.steps == 2
 
 
-@pytest.mark.parametrize("torn", ['{"step": 2, "rew', '{"step": 2, "reward": 1.0}'], ids=["half", "without its end"])
-def test_a_line_that_is_being_written_is_left_alone(tmp_path: Path, torn: str) -> None:
-    run = read_run(put(tmp_path, '{"step": 0, "reward": 0.5}\n', '{"step": 1, "reward": 0.5}\n', torn))
-    assert [row["step"] for row in run.rows] == [0, 1]
+def test_a_line_that_is_being_written_is_left_alone_and_numbers_that_json_lacks_are_nothing(tmp_path: Path) -> None:
+    for torn in ('{"step": 2, "rew', '{"step": 2, "reward": 1.0}'):
+        run = read_run(put(tmp_path, '{"step": 0, "reward": NaN, "kl": -Infinity}\n', '{"step": 1, "lr": 0.5}\n', torn))
+        assert run.rows == [{"step": 0, "reward": None, "kl": None}, {"step": 1, "lr": 0.5}]
 
 
 @pytest.mark.parametrize("line", ["{not json", "[1]", '{"reward": 1}', '{"step": "x"}', "[" * 100_000], ids=range(5))
@@ -42,22 +55,14 @@ def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path)
     for name in ("sweep/10", "sweep/2", "sweep/2/checkpoints/odd", "sweep/.hidden"):
         put(tmp_path / name, '{"step": 0}\n')
     put(tmp_path / "sweep/3")
+    (tmp_path / "sweep/4/.hydra").mkdir(parents=True)
+    (tmp_path / "sweep/4/.hydra/overrides.yaml").write_text("[seed=1]")
+    note_failure(tmp_path / "sweep/4", UserError("There is no model there."))
     runs, left_out = read_runs(find_runs([tmp_path, tmp_path / "sweep" / "2"]))
     assert [run.path.name for run in runs] == ["2", "10"]
     assert left_out == [
-        f"The run in {tmp_path / 'sweep' / '3'} has not finished a step: it has stopped (before its first step)."
-    ]
-
-
-def test_a_run_that_failed_before_its_first_turn_is_named(tmp_path: Path) -> None:
-    put(tmp_path / "0", '{"step": 0}\n')
-    (tmp_path / "1" / ".hydra").mkdir(parents=True)
-    (tmp_path / "1" / ".hydra" / "overrides.yaml").write_text("[seed=1]")
-    note_failure(tmp_path / "1", UserError("There is no model there."))
-    runs, left_out = read_runs(find_runs([tmp_path]))
-    assert [run.path.name for run in runs] == ["0"]
-    assert left_out == [
-        f"The run in {tmp_path / '1'} has not finished a step: it has failed (There is no model there.)."
+        f"The run in {tmp_path / 'sweep' / '3'} has not finished a step: it has stopped (before its first step).",
+        f"The run in {tmp_path / 'sweep' / '4'} has not finished a step: it has failed (There is no model there.).",
     ]
 
 
@@ -67,7 +72,6 @@ def test_a_run_that_failed_before_its_first_turn_is_named(tmp_path: Path) -> Non
         ("missing", "There is no run in .*missing: it does not exist"),
         ("folder", "There is no run in .*folder: neither there nor in its folders is a metrics.jsonl"),
         ("empty", r"The run in .*empty has not finished a step: it has stopped"),
-        ("torn", "has not finished a step"),
         ("file", "is a file; give the run directory"),
         ("unreadable", r"metrics.jsonl cannot be read|neither there nor in its folders"),
     ],
@@ -75,13 +79,164 @@ def test_a_run_that_failed_before_its_first_turn_is_named(tmp_path: Path) -> Non
 def test_what_is_no_run_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
     (tmp_path / "folder").mkdir()
     put(tmp_path / "empty")
-    put(tmp_path / "torn", '{"step": 0')
     (tmp_path / "file").write_text("")
     (tmp_path / "unreadable" / METRICS_FILE).mkdir(parents=True)
     with pytest.raises(UserError, match=sentence):
         read_runs(find_runs([tmp_path / name]))
 
 
-def test_numbers_that_json_lacks_are_nothing(tmp_path: Path) -> None:
-    run = read_run(put(tmp_path, '{"step": 0, "reward": NaN, "kl": -Infinity, "lr": 0.5}\n'))
-    assert run.rows == [{"step": 0, "reward": None, "kl": None, "lr": 0.5}]
+FILES = ("config.yaml", "gate.json", "run.json", "metrics.jsonl", "rollouts.jsonl", "failure.json")
+ODD: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, "", "text", [], [1, [2]], {}, {"a": {"b": 1}})
+
+
+def damage(run_dir: Path, name: str, rng: random.Random) -> None:
+    """Put something odd in the place of one value, somewhere in a file of the run."""
+    path = run_dir / name
+    lines = [yaml.safe_load(path.read_text())] if name[-1] != "l" or name == "config.yaml" else None
+    found = lines if lines is not None else [json.loads(line) for line in path.read_text().splitlines()]
+    places = [(found, index) for index in range(len(found))]
+    for value, key in places:
+        inside = value[key]
+        keys = inside if isinstance(inside, dict) else range(len(inside)) if isinstance(inside, list) else ()
+        places += [(inside, inner) for inner in keys]
+    value, key = rng.choice(places)
+    value[key] = rng.choice(ODD)
+    if name == "config.yaml":
+        path.write_text(yaml.safe_dump(found[0]))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_run_with_an_odd_file_does_not_cost_the_others_their_page(tmp_path: Path, name: str) -> None:
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    sound, damaged = write_run(tmp_path / "sweep" / "0", steps=2, groups=2), tmp_path / "sweep" / "1"
+    whole = write_run(tmp_path / "whole", steps=2, groups=2, finished=rng.random() < 0.5)
+    checks = [{"name": "ratio", "passed": True, "sentence": "it is 1", "seconds": 0.25}]
+    (whole / "gate.json").write_text(json.dumps({"mode": "warn", "checks": checks}))
+    (whole / "failure.json").write_text(json.dumps({"reason": "it failed"}))
+    for attempt in range(20):
+        shutil.copytree(whole, damaged)
+        damage(damaged, name, rng)
+        where = f"random.Random({seed}), attempt {attempt}: {(damaged / name).read_text()[:2000]}"
+        try:
+            data = json.loads(report_json(*read_runs([sound, damaged]), budget=1 << 20))
+            assert len(read_sweep(tmp_path / "sweep").runs) == 2
+        except Exception as error:
+            pytest.fail(f"{type(error).__name__}: {error}; {where}")
+        assert data["runs"][0]["groups"], where
+        assert len(data["runs"]) + len(data["left_out"]) >= 2, where
+        shutil.rmtree(damaged)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("metrics.jsonl", "{broken\n", "Line 1 of .* is not JSON with a step"),
+        ("rollouts.jsonl", "{broken\n", "The groups of .*: Line 1 of .* is not JSON with a step"),
+        ("config.yaml", "a: [1", "is not the YAML of a config"),
+        ("config.yaml", "algorithm: 3", "algorithm is no section of options"),
+    ],
+)
+def test_what_is_wrong_is_said_on_the_page_and_by_the_command(
+    tmp_path: Path, name: str, text: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
+    (runs[1] / name).write_text(text)
+    _, data = page_of(*runs, out=tmp_path / "report.html")
+    assert len(data["left_out"]) == 1
+    assert re.search(sentence, data["left_out"][0])
+    assert len(data["runs"]) == (2 if name == "rollouts.jsonl" else 1)  # its curves are shown without its groups
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", *map(str, runs), "--out", str(tmp_path / "report.html")])
+    assert re.search(f"Left out: .*{sentence}", capsys.readouterr().err)
+
+
+def test_a_sweep_names_the_run_that_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("0", "1"):
+        hydra = write_run(tmp_path / seed) / ".hydra"
+        hydra.mkdir()
+        (hydra / "overrides.yaml").write_text(f"[seed={seed}]")
+    (tmp_path / "0" / "metrics.jsonl").write_text("{broken\n")
+    (tmp_path / "1" / ".hydra" / "overrides.yaml").write_text("[seed=1")
+    notes = [run.note for run in read_sweep(tmp_path).runs]
+    assert "Line 1 of" in notes[0]
+    assert "overrides.yaml cannot be read" in notes[1]
+    assert "reward" in read_sweep(tmp_path).runs[1].metrics, "what can be read is shown all the same"
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", str(tmp_path)])
+    assert ended.value.code == 0
+    assert "Line 1 of" in capsys.readouterr().out
+
+
+def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for another user: root, who runs tests in containers, may look into every folder."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    locked = tmp_path / "b"
+    for module, name in ((os, "listdir"), (os, "open"), (Path, "is_file")):
+        monkeypatch.setattr(module, name, _refusing(getattr(module, name), locked))
+    runs, left_out = read_runs(find_runs([tmp_path]))
+    assert [run.path.name for run in runs] == ["a"]
+    assert left_out == [f"{locked / 'metrics.jsonl'} cannot be read (Permission denied)."]
+    notes = {run.name: run.note for run in read_sweep(tmp_path).runs}
+    assert notes["a"] == ""
+    assert "metrics.jsonl cannot be read (Permission denied)" in notes["b"]
+
+
+def _refusing(function: Any, folder: Path) -> Any:
+    def refuse(path: Any, *given: Any, **named: Any) -> Any:
+        if Path(path) == folder or folder in Path(path).parents:
+            raise PermissionError(13, "Permission denied")
+        return function(path, *given, **named)
+
+    return refuse
+
+
+def test_a_run_of_other_programs_hides_no_run_below_it(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("[]")
+    write_run(tmp_path / "a")
+    assert find_runs([tmp_path]) == [tmp_path / "a"]
+
+
+def test_a_line_whose_end_is_still_to_come_is_no_line_and_neither_is_its_rest(tmp_path: Path) -> None:
+    """Readers see what a writer has flushed: perhaps half a line, and then, before they are done, its other half."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1, "rew')
+    found = []
+    for number, _, line in whole_lines(path):
+        found.append((number, line))
+        if number == 1:
+            with path.open("ab") as file:
+                file.write(b'ard": 0.5}\n{"step": 2}\n')
+    assert found[0] == (1, b'{"step": 0}\n')
+    assert all(line.startswith(b"{") and line.endswith(b"}\n") for _, line in found)
+
+
+def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fills up in the middle of the page: its beginning has been written."""
+    run_dir = write_run(tmp_path / "run")
+    report = TrainingReport(run_dir)
+    report.finish()
+    before = (run_dir / "report.html").read_bytes()
+    files = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+    write = Path.write_text
+
+    def full(path: Path, text: str, *args: object, **options: object) -> int:
+        if "report.html" not in path.name:
+            return write(path, text, *args, **options)
+        write(path, text[:100], *args, **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert report.finish() > 0
+    assert report.finish() == 0
+    assert (run_dir / "report.html").read_bytes() == before
+    assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == files
+    (told,) = [one.getMessage() for one in caplog.records]
+    assert "No space left on device" in told
+    assert "training goes on" in told

@@ -9,7 +9,6 @@ import pytest
 
 from sota_grpo import Result, UserError
 from sota_grpo.policy.load import load_model, load_tokenizer, save_hf
-from sota_grpo.report.data import read_run
 
 LINES = [
     {"step": 0, "eval/accuracy": 0.25, "eval/num_samples": 8},
@@ -44,12 +43,6 @@ def test_a_run_that_is_training_is_read_up_to_its_last_whole_line(run_dir: Path)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "reward": 0.5}) + "\n" + '{"step": 3, "rew')
     assert result.metrics["reward"].to_dict() == {0: 0.1, 1: 0.3, 2: 0.5}
-
-
-def test_a_metric_of_an_older_run_has_its_name_of_today(run_dir: Path) -> None:
-    write(run_dir / "metrics.jsonl", [{"step": 0, "groups/zero_signal": 3}, {"step": 1, "groups/zero_advantage": 2}])
-    assert Result(run_dir).metrics["groups/zero_advantage"].to_dict() == {0: 3, 1: 2}
-    assert [row["groups/zero_advantage"] for row in read_run(run_dir).rows] == [3, 2]
 
 
 def test_before_the_first_step_every_table_is_empty(run_dir: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +13,12 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording import step_log
+from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS
-from sota_grpo.recording.step_log import StoredSteps, rollout_rows
+from sota_grpo.recording.step_log import StoredSteps, ZeroAdvantageWatch, batch_metrics, rollout_rows
 from sota_grpo.recording.stored_steps import (
     STEPS_FOLDER,
     Origin,
@@ -101,15 +104,6 @@ def test_a_stored_step_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert (found.origin.device, found.origin.num_threads) == ("cpu", 2)
 
 
-def test_what_the_learner_writes_into_its_rows_is_not_stored(tmp_path: Path) -> None:
-    row = make_row(2, 3)
-    given = set(RowTable.of([row]).columns)
-    row.set(keys.LOSS_WEIGHT, torch.ones(5))
-    row.set(keys.PROXIMAL_LOG_PROBS, torch.ones(5))
-    (found,) = read_step(save_step(tmp_path, make_stored(rows=[row]))).rows
-    assert set(found) == given
-
-
 def test_a_sample_has_one_entry_for_each_token_after_its_prompt(tmp_path: Path) -> None:
     row = make_row(2, 3)
     row[keys.ASSISTANT_MASK][3] = False  # a user's token between two turns
@@ -144,17 +138,6 @@ def test_the_oldest_steps_go_first_but_for_step_0(tmp_path: Path) -> None:
     assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 3]
     save_step(tmp_path, make_stored(4), most_bytes=1)  # however large
     assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 4]
-
-
-@pytest.mark.parametrize("kind", ["empty", "text", "cut", "of another program"])
-def test_a_damaged_step_is_a_sentence(kind: str, tmp_path: Path) -> None:
-    path = save_step(tmp_path, make_stored())
-    if kind == "of another program":
-        torch.save({"model": torch.zeros(3)}, path)
-    else:
-        path.write_bytes({"empty": b"", "text": b"not an archive", "cut": path.read_bytes()[:-700]}[kind])
-    with pytest.raises(UserError, match=r"step_000020\.pt is damaged, or no stored step"):
-        read_step(path)
 
 
 def test_a_file_system_that_refuses_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
@@ -197,6 +180,12 @@ def test_the_first_step_and_those_after_a_checkpoint_are_stored(tmp_path: Path) 
     assert learner.calls == ["measured", "update", "update", "measured", "update", "update"]
     assert [each > 0 for each in seconds] == [True, False, True, False]
     assert stored.version == 4
+    off = StoredSteps(learner, tmp_path / "off", Letters(), device="cpu", enabled=False)
+    take(off, 0)
+    off.after_checkpoint()
+    take(off, 1)
+    assert learner.calls[6:] == ["update", "update"]
+    assert not (tmp_path / "off").exists()
 
 
 def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,16 +207,6 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
         stored.after_checkpoint()
     assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 14, 27]
     assert 3 * 40.0 / now_s[0] <= 0.04
-
-
-def test_nothing_is_stored_when_it_is_switched_off(tmp_path: Path) -> None:
-    learner = Watched()
-    stored = StoredSteps(learner, tmp_path, Letters(), device="cpu", enabled=False)
-    take(stored, 0)
-    stored.after_checkpoint()
-    take(stored, 1)
-    assert learner.calls == ["update", "update"]
-    assert not (tmp_path / STEPS_FOLDER).exists()
 
 
 def in_bytes(ids) -> str:
@@ -265,3 +244,87 @@ def test_the_pieces_of_any_tokens_join_to_their_text() -> None:
         assert "".join(text_pieces(ids, tokenizer.decode)) == tokenizer.decode(ids), ids
         raw = [dice.randrange(256) for _ in range(200)]
         assert "".join(text_pieces(raw, in_bytes)) == in_bytes(raw), raw
+
+
+def row(prompt: int, response: int, reward: float, advantage: float, version: int, cut: bool) -> TensorDict:
+    length = prompt + response
+    return TensorDict(
+        {
+            "tokens": {"prompt": torch.zeros(prompt, dtype=torch.long)},
+            "masks": {"all_assistant_mask": torch.arange(length) >= prompt},
+            "advantage": torch.tensor([[advantage]]),
+            "next": {
+                "reward": torch.tensor([reward]),
+                "reward_terms": {"correct": torch.tensor([reward]), "std": torch.tensor([7.0])},
+                "success": torch.tensor([reward > 0.5]),
+                "reward_error": torch.tensor([cut]),
+                "reward_timeout": torch.tensor([cut]),
+                "reward_info": NonTensorData(json.dumps({"acc": reward, "pred": "x"} if prompt == 3 else {})),
+                "truncated": torch.tensor([cut]),
+                "policy_version": torch.tensor(version),
+            },
+        }
+    )
+
+
+def test_four_rows() -> None:
+    rows = [row(3, 2, 1.0, 0.5, 4, False), row(3, 4, 0.0, -0.5, 5, True)]
+    rows += [row(5, 6, 1.0, 0.0, 5, False), row(5, 8, 1.0, 0.0, 5, False)]
+    for entry in rows:
+        del entry["next", "reward_terms", "std"]
+    rows[3]["masks", "all_assistant_mask"] = torch.tensor([0] * 5 + [1] * 3 + [0] * 2 + [1] * 5).bool()  # two turns
+    found = batch_metrics(RowTable.of(rows), version=5)
+    expected = {
+        "reward": 0.75,
+        "reward/std": 3**0.5 / 4,  # of 1 0 1 1
+        "reward/correct": 0.75,
+        "success": 0.75,
+        "reward_errors": 1,
+        "reward_timeouts": 1,
+        "grader/acc": 0.5,  # of the two rows that have it; text is no metric
+        "advantage": 0.25,
+        "truncated": 0.25,
+        "response_tokens/mean": 5,
+        "response_tokens/max": 8,
+        "prompt_tokens/mean": 4,
+        "turns/mean": 1.25,
+        "turn_tokens/mean": 4,
+        "policy_age/mean": 0.25,
+        "policy_age/max": 1,
+    }
+    assert found == pytest.approx(expected)
+    assert all(declared(name) for name in found)
+
+
+def test_a_term_that_would_hide_another_metric_is_refused() -> None:
+    with pytest.raises(ValueError, match="std"):
+        batch_metrics(RowTable.of([row(1, 1, 1.0, 0.0, 0, False)]), version=0)
+
+
+def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[float], failed: float = 0.0) -> list[str]:
+    watch = ZeroAdvantageWatch(total)
+    with caplog.at_level(logging.WARNING):
+        for step, advantage in enumerate(advantages):
+            row = {"advantage": advantage, "reward": 0.25, "reward_errors": failed, "dialog_turns": 8.0 * (step + 1)}
+            watch.look(step, row)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_three_steps_in_a_row_of_zero_advantage_groups_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    told = warnings(caplog, 20, [0.5, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
+    assert len(told) == 1
+    assert told[0].startswith("In 3 steps in a row every group's rewards were equal (mean 0.25)")
+
+
+def test_two_are_not_but_where_the_run_has_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings(caplog, 20, [0.0, 0.0, 0.1, 0.0, 0.0]) == []
+    assert len(warnings(caplog, 2, [0.0, 0.0])) == 1
+
+
+@pytest.mark.parametrize(("failed", "count"), [(8.0, 1), (7.0, 0)])
+def test_a_grader_that_fails_at_every_response_is_told(
+    caplog: pytest.LogCaptureFixture, failed: float, count: int
+) -> None:
+    told = warnings(caplog, 20, [0.5, 0.5], failed)
+    assert len(told) == count
+    assert all(sentence.startswith("The grader failed at all 8 responses of step 1") for sentence in told)

@@ -14,14 +14,11 @@ import pytest
 
 from sota_grpo.cli.sweep import add_command
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.recording.run_files import FAILURE_FILE, LOCK_FILE, RUN_FILE, is_held, note_failure, read_failure
+from sota_grpo.recording.run_files import LOCK_FILE, RUN_FILE, is_held, note_failure
 from sota_grpo.sweeps import (
-    SWEEP_FILE,
-    as_csv,
     as_json,
     as_text,
     continued,
-    mark_complete,
     note_command,
     objective,
     read_sweep,
@@ -97,17 +94,6 @@ def test_every_way_to_end_has_its_state_and_reason(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_trains_again_has_not_failed(tmp_path: Path) -> None:
-    from sota_grpo.training.runs import open_run
-
-    config = {"seed": 1, "train": {}}
-    note_failure(tmp_path, RunFailed("The disk is full."))
-    with open_run(tmp_path, config, "auto", num_steps=4) as place:
-        assert read_failure(tmp_path) == "The disk is full."
-        place.start("seed: 1\n")
-    assert not (tmp_path / FAILURE_FILE).exists()
-
-
 # --- runs side by side ------------------------------------------------------------------------------------------------
 
 
@@ -137,12 +123,9 @@ def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_pat
     assert one.means["eval/accuracy"] == pytest.approx((0.5, 0.1))
     assert (two.overrides, two.runs, two.finished) == ({"optimizer.lr": "2"}, 3, 2)
     assert two.means["eval/accuracy"] == pytest.approx((0.75, 0.05))
-
-
-def test_without_several_seeds_of_a_setting_nothing_is_averaged(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", ["optimizer.lr=1", "seed=0"])
-    make_run(tmp_path / "1", ["optimizer.lr=2", "seed=1"])
-    assert read_sweep(tmp_path, "reward").settings == []
+    make_run(tmp_path / "few" / "0", ["optimizer.lr=1", "seed=0"])
+    make_run(tmp_path / "few" / "1", ["optimizer.lr=2", "seed=1"])
+    assert read_sweep(tmp_path / "few").settings == []
 
 
 def test_the_table_says_it_all_and_takes_no_value_for_markup(tmp_path: Path) -> None:
@@ -159,16 +142,6 @@ def test_the_table_says_it_all_and_takes_no_value_for_markup(tmp_path: Path) -> 
         ["1", "[red]", "-", "-", "0", "failed", "0:00"],
     ]
     assert lines[-1] == "run 1 failed: Not a device."
-
-
-def test_the_csv_has_every_metric_and_leaves_empty_what_was_not_measured(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", ["env.path='a,b'", "seed=0"], rewards=[0.1], accuracy=0.5)
-    make_run(tmp_path / "1", ["env.path=c", "seed=1"], rewards=[0.2])
-    rows = list(csv.DictReader(io.StringIO(as_csv(read_sweep(tmp_path)))))
-    assert [(row["run"], row["env.path"], row["reward"], row["eval/accuracy"]) for row in rows] == [
-        ("0", "'a,b'", "0.1", "0.5"),
-        ("1", "c", "0.2", ""),
-    ]
 
 
 def test_the_summary_is_written_beside_the_runs(tmp_path: Path) -> None:
@@ -209,14 +182,19 @@ def test_the_command_prints_the_newest_sweep_in_any_form(
     with pytest.raises(UserError, match=r"^There is no sweep below multirun/; give the directory of one\.$"):
         command()
     for day, reward in (("2026-01-01", 0.1), ("2026-01-02", 0.2)):
-        make_run(Path("multirun") / day / "10-00-00" / "0", rewards=[reward])
+        accuracy = None if reward > 0.1 else 0.5
+        make_run(Path("multirun") / day / "10-00-00" / "0", ["a='b,c'"], rewards=[reward], accuracy=accuracy)
     assert command() == 0
     assert capsys.readouterr().out.startswith("multirun/2026-01-02/10-00-00: 1 run, 1 finished; sorted by reward.")
     assert command("multirun/2026-01-01/10-00-00", "--json") == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["metrics"]["reward"] == 0.1
+    make_run(Path("multirun/2026-01-03/10-00-00/0"), ["a=d"], rewards=[0.3])
     assert command("multirun", "--csv", "--sort", "reward", "--ascending") == 0
-    names = [row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))]
-    assert names == ["2026-01-01/10-00-00/0", "2026-01-02/10-00-00/0"]
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["run"][9] for row in rows] == ["1", "2", "3"]
+    assert [(row["a"], row["reward"], row["eval/accuracy"]) for row in rows] == [
+        *(("'b,c'", "0.1", "0.5"), ("'b,c'", "0.2", ""), ("d", "0.3", ""))
+    ]
     with pytest.raises(UserError, match="no run measured it; did you mean reward"):
         command("multirun", "--sort", "rewards")
 
@@ -233,9 +211,7 @@ def sweeps(tmp_path: Path) -> Path:
     for hour, arguments in ((10, SWEEP), (11, SWEEP), (12, SWEEP), (13, other)):
         folder = tmp_path / "2026-01-01" / f"{hour}-00-00"
         make_run(folder / "0", finished=False)
-        note_command(folder, arguments)
-        if hour == 11:
-            mark_complete(folder)
+        note_command(folder, arguments, complete=hour == 11)
     return tmp_path
 
 
@@ -251,8 +227,8 @@ def test_auto_passes_over_a_sweep_that_is_alive_or_complete(sweeps: Path) -> Non
     with alive.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert continued(SWEEP, sweeps)[0] == f"hydra.sweep.dir={sweeps / '2026-01-01' / '10-00-00'}"
-    mark_complete(alive.parents[1])
-    mark_complete(sweeps / "2026-01-01" / "10-00-00")
+    for folder in (alive.parents[1], sweeps / "2026-01-01" / "10-00-00"):
+        note_command(folder, SWEEP, complete=True)
     assert continued(SWEEP, sweeps) == SWEEP
 
 
@@ -268,10 +244,3 @@ def test_auto_passes_over_a_sweep_that_is_alive_or_complete(sweeps: Path) -> Non
 )
 def test_every_other_command_is_left_as_it_is(arguments: list[str], sweeps: Path) -> None:
     assert continued(arguments, sweeps) == arguments
-
-
-def test_a_sweep_file_of_another_program_is_passed_over(tmp_path: Path) -> None:
-    folder = tmp_path / "2026-01-01" / "10-00-00"
-    folder.mkdir(parents=True)
-    (folder / SWEEP_FILE).write_text("[]")
-    assert continued(SWEEP, tmp_path) == SWEEP

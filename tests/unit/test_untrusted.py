@@ -23,9 +23,8 @@ from sota_grpo.config import Config
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_file
-from sota_grpo.migration.data import Facts
 from sota_grpo.migration.export import _new_folder, script_name, write_hf, write_verl
-from sota_grpo.migration.verl import verl_options, verl_script
+from sota_grpo.migration.verl import Facts, verl_options, verl_script
 from sota_grpo.recording import run_files
 from sota_grpo.recording.run_files import is_held, read_config, read_json, read_rows
 from sota_grpo.recording.stored_steps import read_step
@@ -90,9 +89,7 @@ def test_what_a_config_asks_for_needs_trust_or_to_be_given_again(option: str, ru
     again = load_config(run_dir, overrides_of({option: value}))
     assert value == getattr(getattr(again, section), name)
     for other in ("reward.name=f", "model.name=smollm2", "engine=vllm_server"):
-        if not (
-            option == "engine.url" and other.startswith("engine")
-        ):  # a group replaces its section, address included
+        if option != "engine.url" or other[:6] != "engine":  # a group replaces its section, address included
             with pytest.raises(UserError, match="asks to"):
                 load_config(run_dir, [other])
     for unused in (UNUSED_WITHOUT_SAMPLES, UNUSED_WITHOUT_LOSS):
@@ -107,22 +104,17 @@ def test_a_replay_needs_consent_to_the_objective_that_it_computes(run_dir: Path,
     assert "run /nowhere/mine.py (algorithm.objective)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["eval RUN --k 0", "export RUN --to verl", "replay RUN"])
-def test_every_command_refuses_before_anything_of_the_run_is_executed(
-    command: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+def test_commands_and_the_functions_behind_them_refuse_before_anything_of_the_run_is_executed(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(run_dir, MUCH)
-    with pytest.raises(SystemExit) as ended:
-        main(command.replace("RUN", str(run_dir)).split())
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "(model.trust_remote_code)" in told
-    assert "; if you trust whoever made it, add --trust-run" in told
-    assert not (run_dir.parent / "PWNED").exists()
-
-
-def test_the_functions_behind_the_commands_refuse_as_well(run_dir: Path, tmp_path: Path) -> None:
-    saved(run_dir, MUCH)
+    for command in ("eval RUN --k 0", "export RUN --to verl", "replay RUN"):
+        with pytest.raises(SystemExit) as ended:
+            main(command.replace("RUN", str(run_dir)).split())
+        assert ended.value.code == 2
+        told = capsys.readouterr().err
+        assert "(model.trust_remote_code)" in told
+        assert "; if you trust whoever made it, add --trust-run" in told
     (run_dir / "hf").mkdir()
     for act in (
         lambda: find_target(str(run_dir)),
@@ -157,23 +149,18 @@ def test_an_export_copies_no_rows_of_this_machine_unasked(option: str, run_dir: 
     saved(run_dir, json.dumps({"model": {"name": "tiny"}, "env": env | {"dataset_path": str(own), "eval_path": None}}))
     write_verl(run_dir, out)
     assert "diary" not in str(read_table(out / "train.parquet"))
-    saved(
-        run_dir, json.dumps({"model": {"name": "tiny"}, "env": env | {"dataset_path": str(private), "eval_path": None}})
-    )
+    env |= {"dataset_path": str(private), "eval_path": None}
+    saved(run_dir, json.dumps({"model": {"name": "tiny"}, "env": env}))
     write_verl(run_dir, out / "again", trust=True)
     assert "diary" in str(read_table(out / "again" / "train.parquet"))
 
 
-@pytest.mark.parametrize(
-    "text", ["env: {system_prompt: 'Hi ${oc.env:SECRET}'}", "logging: {tags: ['${oc.env:SECRET}']}"]
-)
-def test_an_interpolation_is_refused_by_name_and_not_resolved(
-    text: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interpolation_is_refused_by_name_and_not_resolved(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hush")
-    with pytest.raises(UserError, match=r"(env.system_prompt|logging.tags) has an interpolation") as refused:
-        load_config(saved(run_dir, text))
-    assert "hush" not in str(refused.value)
+    for text in ("env: {system_prompt: 'Hi ${oc.env:SECRET}'}", "logging: {tags: ['${oc.env:SECRET}']}"):
+        with pytest.raises(UserError, match=r"(env.system_prompt|logging.tags) has an interpolation") as refused:
+            load_config(saved(run_dir, text))
+        assert "hush" not in str(refused.value)
 
 
 def aliases() -> str:

@@ -25,9 +25,8 @@ logger = logging.getLogger(__name__)
 class CopySink:
     """Base of the sinks: whatever is raised in a copy ends the copy with one warning.
 
-    A subclass says by which ``option`` of ``logging`` it is asked for, and writes ``from_config``, ``_write``,
-    ``_write_samples``, ``_finish`` and, where it can take back what it was sent, ``_rewind``; the last four may raise
-    what they like.
+    A subclass says by which ``option`` of ``logging`` it is asked for, and writes ``from_config`` and what it can do of
+    ``_write``, ``_write_samples``, ``_rewind`` (take back what it was sent) and ``_finish``, which may raise anything.
 
     >>> class Full(CopySink):
     ...     def _write(self, step, values): raise OSError("disk full")
@@ -76,17 +75,13 @@ class CopySink:
             self.active = False
             logger.warning("%s stopped (%s); metrics.jsonl stays the whole record.", self.label, sentence(error))
 
-    def _rewind(self, first_step: int) -> None:
-        """Nothing, where steps may be written twice."""
+    def _rewind(self, first_step: int) -> None: ...
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        raise NotImplementedError
+    def _write(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        raise NotImplementedError
+    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
-    def _finish(self, exit_code: int) -> None:
-        raise NotImplementedError
+    def _finish(self, exit_code: int) -> None: ...
 
 
 for _file in iter_modules(__path__):
@@ -98,11 +93,7 @@ INSTALLED: Registry[type[CopySink]] = Registry("sota_grpo.sinks", {})
 
 
 def require_sinks(config: Config) -> None:
-    """What was asked for by name must be there.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """What was asked for by name must be there; else a ``ConfigError``."""
     for name in config.logging.sinks:
         if name not in INSTALLED:
             raise ConfigError(
@@ -114,11 +105,7 @@ def require_sinks(config: Config) -> None:
 
 
 def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
-    """The sinks that the config asks for; without those that are not installed, of which a warning says so.
-
-    >>> make_sinks(Config(), Path("outputs"))
-    []
-    """
+    """The sinks that the config asks for; without those that are not installed, of which a warning says so."""
     sinks: list[CopySink] = []
     for sink, missing in _asked(config):
         if missing is None:

@@ -102,11 +102,11 @@ def as_markdown(row: Mapping[str, Any]) -> str:
     <BLANKLINE>
         *2*
     """
+
+    def code(text: str) -> str:
+        return textwrap.indent(readable(text), "    ", lambda line: True)
+
     length = f"{row['response_tokens']} tokens" + (", cut" if row["truncated"] else "")
     head = f"**reward {row['reward']:.4g}** | advantage {row['advantage']:.3g} | {length}"
     head += f" | group {row['group_id']}, sample {row['sample_id']}"
-    return f"{head}\n\n{_code(row['prompt'])}\n\nResponse:\n\n{_code(row['response'])}"
-
-
-def _code(text: str) -> str:
-    return textwrap.indent(readable(text), "    ", lambda line: True)
+    return f"{head}\n\n{code(row['prompt'])}\n\nResponse:\n\n{code(row['response'])}"

@@ -86,12 +86,16 @@ class WandbSink(CopySink):
         self._run.log({"step": step, **values})
 
     def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        def cell(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return json.dumps(value, sort_keys=True)
+            return readable(value) if isinstance(value, str) else value
+
         columns = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[_cell(row[name]) for name in columns] for row in rows])
+        table = self._wandb.Table(columns=columns, data=[[cell(row[name]) for name in columns] for row in rows])
         self._run.log({"step": step, "samples": table})
 
     def _finish(self, exit_code: int) -> None:
-        """Finish the W&B run as succeeded (0) or failed; waits at most two minutes for its upload."""
         self._run.finish(exit_code=exit_code)
 
     def _start(self, options: dict[str, Any]) -> None:
@@ -127,9 +131,3 @@ class WandbSink(CopySink):
             self._dir.mkdir(parents=True, exist_ok=True)
             path.write_text(known + "\n", encoding="utf-8")
         return known
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return json.dumps(value, sort_keys=True)
-    return readable(value) if isinstance(value, str) else value
