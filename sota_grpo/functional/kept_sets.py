@@ -10,7 +10,6 @@ Only the logits in ``S`` are needed: each is a product of its own, of one hidden
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,13 +72,7 @@ class KeptSets(NamedTuple):
         return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)
 
     def to(self, device: torch.device) -> KeptSets:
-        """Itself on ``device``."""
-        return self.on([each.to(device) for each in self[:4]])
-
-    def on(self, tensors: Sequence[Tensor]) -> KeptSets:
-        """The same sets with the four tensors on another device."""
-        ids, rows, columns, drawn = tensors
-        return KeptSets(ids, rows, columns, drawn, self.largest)
+        return KeptSets(*(each.to(device) for each in self[:4]), self.largest)
 
 
 def kept_log_probs(

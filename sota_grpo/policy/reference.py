@@ -11,15 +11,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from sota_grpo.policy.causal import CausalPolicy, kept_of
+from sota_grpo import keys
+from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import adapter_disabled
 
 
 class ReferencePolicy(Protocol):
-    """Padded rows in, log-probabilities ``[N, T]`` out: float32, 0 off the assistant mask, no gradient.
-
-    Here or in other processes (:class:`sota_grpo.workers.reference.ReferenceService`), they are on the device of the
-    rows; ``close()`` is idempotent.
+    """Padded rows in, log-probabilities ``[N, T]`` out: float32, 0 off the assistant mask, on the device of the rows.
 
     Attributes:
         shared_prompt: whether it computes packed rows, so that a call's cost counts each prompt once.
@@ -29,7 +27,7 @@ class ReferencePolicy(Protocol):
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None: ...  # idempotent
 
 
 Context = Callable[[], AbstractContextManager[Any]]  # in which a reference computes
@@ -51,12 +49,11 @@ class _Computed:
         """
         if self._policy is None:
             raise RuntimeError("the reference policy was closed and cannot answer any more")
-        tokens, attention_mask, assistant_mask = (rows.get(key) for key in self._policy.in_keys)
         with ExitStack() as entered:
             for context in self._contexts:
                 entered.enter_context(context())
-            log_probs, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask, kept=kept_of(rows))
-        return log_probs.to(tokens.device)
+            log_probs, _ = self._policy.log_probs(rows)
+        return log_probs.to(rows.get(keys.FULL_TOKENS).device)
 
     def close(self) -> None:
         self._policy = None

@@ -31,7 +31,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, rank_shares, row_weights
-from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model
 from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
@@ -428,8 +428,7 @@ class ForwardPasses:
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         if weights is not None:
             batch.set(keys.LOSS_WEIGHT, as_weights(weights, batch.get(keys.ASSISTANT_MASK)))
-        tokens, attention_mask, assistant_mask = (batch.get(key) for key in self.policy.in_keys)
-        layout = self.policy.layout(tokens, attention_mask, assistant_mask, kept_of(batch))
+        layout = self.policy.layout(batch)
         if self.device.type == "cuda":
             names, values = zip(*batch.items(include_nested=True, leaves_only=True))
             moved = copy_to([*values, *([] if layout is None else layout.tensors())], self.device)

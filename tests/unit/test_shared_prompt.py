@@ -105,11 +105,11 @@ def test_scores_are_capped_where_rows_are_padded_too() -> None:
 def packed_in_plain_torch(query, key, value, flat, num_queries, num_keys, num_joins, num_slots, scale, softcap, window):
     """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
     assert not softcap
-    tables = Tables(flat, num_queries, num_keys, num_joins, num_slots)
-    starts, i = tables.starts, torch.arange(len(query))
+    starts, query_tiles, _, _ = Tables(flat, num_queries, num_keys, num_joins, num_slots).split()
+    i = torch.arange(len(query))
     j = i.unsqueeze(0)
     behind, seen = i.unsqueeze(1) - j, (j <= i.unsqueeze(1)) & (j >= starts.unsqueeze(1))
-    for first, end, prompt, prompt_end in tables.query_tiles.tolist():
+    for first, end, prompt, prompt_end in query_tiles.tolist():
         seen[first:end, prompt:prompt_end] = True
         behind[first:end, prompt:prompt_end] += (prompt_end - starts[first:end]).unsqueeze(1)
     seen &= behind < (window or len(query))
@@ -225,26 +225,26 @@ def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: py
     monkeypatch.setattr(attention_tables, "PIECE", piece)
     rows = make_groups([(150, [1, 140, 7, 7]), (3, [9, 2]), (130, [0]), (8, [300])])
     layout = pack(*(rows[key] for key in (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)))
-    length, tables = len(layout.tokens), layout.tables
+    length, (starts, query_tiles, key_tiles, joins) = len(layout.tokens), layout.tables.split()
     place = torch.arange(length)
-    own = (place <= place.unsqueeze(1)) & (place >= tables.starts.unsqueeze(1))
+    own = (place <= place.unsqueeze(1)) & (place >= starts.unsqueeze(1))
     expected = torch.zeros(length, length, dtype=torch.int64)
     for row, real in zip(layout.place, rows[keys.ATTENTION_MASK]):
         seen = row[real]
         for index, token in enumerate(seen):
             expected[token, seen[: index + 1]] = 1
     by_query, by_key = torch.zeros_like(expected), torch.zeros_like(expected)
-    for first, end, prompt, prompt_end in tables.query_tiles.tolist():
+    for first, end, prompt, prompt_end in query_tiles.tolist():
         by_query[first:end] += own[first:end]
         by_query[first:end, prompt:prompt_end] += 1
-    for first, end, asked, masked, last, slot, _ in tables.key_tiles.tolist():
+    for first, end, asked, masked, last, slot, _ in key_tiles.tolist():
         by_key[asked:masked, first:end] += own[asked:masked, first:end]
         by_key[masked:last, first:end] += 1
-        assert (slot >= 0) == any(first == join[0] and join[4] for join in tables.joins.tolist())
+        assert (slot >= 0) == any(first == join[0] and join[4] for join in joins.tolist())
     assert torch.equal(by_query, expected)
     assert torch.equal(by_key, expected)
-    slots = [slot + index for _, _, slot, stride, pieces in tables.joins.tolist() for index in range(stride * pieces)]
-    assert sorted(slots) == list(range(2, tables.num_slots))
+    slots = [slot + index for _, _, slot, stride, pieces in joins.tolist() for index in range(stride * pieces)]
+    assert sorted(slots) == list(range(2, layout.tables.num_slots))
 
 
 def test_rows_that_are_not_right_padded_are_computed_padded() -> None:
@@ -333,5 +333,5 @@ def test_the_sums_of_a_long_prompt_take_eight_times_its_keys_at_most() -> None:
     block = Block(0, 2048, (Run(2048, 64, 1024),))
     tables = attention_tables.attention_tables([block], block.stop)
     assert 2048 < tables.num_slots - 2 <= 8 * 2048
-    pieces = [row for row in tables.key_tiles.tolist() if row[1] <= 2048]
+    pieces = [row for row in tables.split()[2].tolist() if row[1] <= 2048]
     assert sum(row[4] - row[2] for row in pieces) == sum(block.stop - first for first in range(0, 2048, 128))
