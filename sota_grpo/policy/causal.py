@@ -441,12 +441,12 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     """What packed rows change, over two prompts with ragged responses; None where they change rounding only."""
     device = next(model.parameters()).device
     ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
-    first, second = ids[:4], ids[4:6]
-    rows = [torch.cat(parts) for parts in ((first, ids[6:9]), (second, ids[9:13]), (first, ids[13:18]))]
-    said = [torch.arange(len(row), device=device) >= start for row, start in zip(rows, (4, 2, 4))]
-    tokens, completion_mask = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, said))
-    real = nn.utils.rnn.pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
-    layout = pack(tokens, real, completion_mask).to(device)
+    picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
+    tokens = nn.utils.rnn.pad_sequence([ids[row] for row in picked], batch_first=True)
+    place = torch.arange(tokens.shape[1], device=device)
+    lengths, prompts = torch.tensor([[[7], [6], [9]], [[4], [2], [4]]], device=device)
+    real = place < lengths
+    layout = pack(tokens, real, real & (place >= prompts)).to(device)
     eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not tell their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         packed = packed_hidden(model, layout)[layout.place.to(device)[real]].float()

@@ -20,10 +20,6 @@ class MuonAndAdamW(Optimizer):
     so both share ``lr``, its schedule and ``weight_decay``. Embedding, head, biases and norms are AdamW's, as the
     authors advise. The first group is Muon's, the others are AdamW's.
 
-    Args:
-        matrices: of ``[m, n]`` each.
-        others: of any shape.
-
     >>> weight, bias = (torch.nn.Parameter(torch.zeros(size)) for size in ((4, 4), (4,)))
     >>> optimizer = MuonAndAdamW([weight], [bias], Rates(0.1, 0.0, (0.9, 0.999), 1e-8, 0.95))
     >>> weight.grad, bias.grad = torch.eye(4), torch.ones(4)

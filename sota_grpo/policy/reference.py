@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,9 +36,9 @@ Context = Callable[[], AbstractContextManager[Any]]  # in which a reference comp
 class _Computed:
     """Log-probabilities of a policy of this process, until it is closed."""
 
-    def __init__(self, policy: CausalPolicy, *contexts: Context) -> None:
+    def __init__(self, policy: CausalPolicy, autocast: Context, context: Context = nullcontext) -> None:
         self._policy: CausalPolicy | None = policy
-        self._contexts, self.shared_prompt = contexts, policy.shared_prompt
+        self._autocast, self._context, self.shared_prompt = autocast, context, policy.shared_prompt
 
     @torch.no_grad()
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
@@ -49,9 +49,7 @@ class _Computed:
         """
         if self._policy is None:
             raise RuntimeError("the reference policy was closed and cannot answer any more")
-        with ExitStack() as entered:
-            for context in self._contexts:
-                entered.enter_context(context())
+        with self._autocast(), self._context():
             log_probs, _ = self._policy.log_probs(rows)
         return log_probs.to(rows.get(keys.FULL_TOKENS).device)
 
@@ -64,8 +62,7 @@ class FrozenReference(_Computed):
 
     Args:
         model: taken over: frozen and put in evaluation mode. Give a copy of a model that still trains.
-        temperature: the policy's sampling temperature.
-        shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        temperature, shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
         autocast: of the learner: the KL of equal weights is 0 then.
     """
 
@@ -85,10 +82,6 @@ class FrozenReference(_Computed):
 
 class AdapterOffReference(_Computed):
     """The base model under a LoRA policy: its adapter is off for the length of a call. No weights of its own.
-
-    Args:
-        policy: the policy being trained, around a model of :func:`sota_grpo.policy.lora.add_lora`.
-        autocast: of the learner.
 
     Raises:
         ValueError: the policy's model has no adapter.

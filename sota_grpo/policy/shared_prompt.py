@@ -222,7 +222,7 @@ def shared_attention(
     if not torch.compiler.is_compiling():
         layout.windows.append(sliding_window)
     rows = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
-    out, _ = packed_attention(*rows, tables.flat, *tables.sizes, scale, softcap or 0.0, sliding_window or 0)
+    out, _ = packed_attention(*rows, tables.flat, [*tables.sizes], scale, softcap or 0.0, sliding_window or 0)
     return out.unsqueeze(0), None
 
 
@@ -333,10 +333,7 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     tables: Tensor,
-    num_query_tiles: int,
-    num_key_tiles: int,
-    num_joins: int,
-    num_slots: int,
+    sizes: list[int],
     scale: float,
     softcap: float,
     window: int,
@@ -344,7 +341,6 @@ def packed_attention(
     """:func:`sota_grpo.policy.attention_kernels.forward`; 0 is no cap, and no window."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
-    sizes = num_query_tiles, num_key_tiles, num_joins, num_slots
     return forward(query, key, value, Tables(tables, *sizes), Scores(scale, softcap, window))
 
 
@@ -363,18 +359,14 @@ def _packed_attention_backward(
     out: Tensor,
     lse: Tensor,
     tables: Tensor,
-    num_query_tiles: int,
-    num_key_tiles: int,
-    num_joins: int,
-    num_slots: int,
+    sizes: list[int],
     scale: float,
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sota_grpo.policy.attention_kernels import Scores, backward
 
-    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
-    return backward(grad, query, key, value, out, lse, rows, Scores(scale, softcap, window))
+    return backward(grad, query, key, value, out, lse, Tables(tables, *sizes), Scores(scale, softcap, window))
 
 
 @_packed_attention_backward.register_fake
@@ -389,7 +381,7 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 
 def _pull_attention(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_packed_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 8
+    return *_packed_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 5
 
 
 packed_attention.register_autograd(_pull_attention, setup_context=_save_attention)

@@ -195,7 +195,8 @@ class StoredTensor:
             if rows and columns and tensor.numel():
                 try:
                     with _opened(path) as file:
-                        stored = file.get_slice(self.name)[kept.within(rows, columns)]
+                        there = kept.within(rows, columns)
+                        stored = file.get_slice(self.name)[there] if there else file.get_tensor(self.name)
                         tensor[wanted.within(rows, columns)] = stored
                 except (SafetensorError, RuntimeError) as error:
                     raise TensorFileError(f"{path} has changed: {error}") from error

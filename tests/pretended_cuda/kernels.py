@@ -20,10 +20,7 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     tables: Tensor,
-    num_query_tiles: int,
-    num_key_tiles: int,
-    num_joins: int,
-    num_slots: int,
+    sizes: list[int],
     scale: float,
     softcap: float,
     window: int,
@@ -33,8 +30,7 @@ def packed_attention(
     Raises:
         RuntimeError: what the kernels would compute wrongly, or read outside of.
     """
-    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
-    starts, query_tiles, _, _ = rows.split()
+    starts, query_tiles, _, _ = Tables(tables, *sizes).split()
     _require_kernels(query, key, value, starts)
     scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(starts, query_tiles, window)
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -51,17 +47,13 @@ def packed_attention_backward(
     out: Tensor,
     log_sums: Tensor,
     tables: Tensor,
-    num_query_tiles: int,
-    num_key_tiles: int,
-    num_joins: int,
-    num_slots: int,
+    sizes: list[int],
     scale: float,
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sota_grpo::packed_attention_backward``; what sees which key is what the table of keys says."""
-    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
-    starts, _, key_tiles, _ = rows.split()
+    starts, _, key_tiles, _ = Tables(tables, *sizes).split()
     _require_kernels(query, key, value, starts)
     if not grad.is_contiguous():
         raise RuntimeError("packed_attention: the gradient must be contiguous")

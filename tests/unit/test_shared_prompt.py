@@ -102,10 +102,10 @@ def test_scores_are_capped_where_rows_are_padded_too() -> None:
     assert_equal(found, expected, 1e-5)
 
 
-def packed_in_plain_torch(query, key, value, flat, num_queries, num_keys, num_joins, num_slots, scale, softcap, window):
+def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window):
     """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
     assert not softcap
-    starts, query_tiles, _, _ = Tables(flat, num_queries, num_keys, num_joins, num_slots).split()
+    starts, query_tiles, _, _ = Tables(flat, *sizes).split()
     i = torch.arange(len(query))
     j = i.unsqueeze(0)
     behind, seen = i.unsqueeze(1) - j, (j <= i.unsqueeze(1)) & (j >= starts.unsqueeze(1))
@@ -134,18 +134,6 @@ def test_the_operation_for_gpus_is_asked_for_the_same_attention(case: str, monke
     assert calls
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_agree_to_1e_5_in_float32(family: str) -> None:
-    packed, padded = policies(family, torch.float32, attention="eager")
-    rows = make_groups(GROUPS)
-    weights = torch.randn(rows[keys.FULL_TOKENS].shape)
-    found, expected = (measured(policy, rows, weights) for policy in (packed, padded))
-    torch.testing.assert_close(found["log_probs"], expected["log_probs"], rtol=1e-5, atol=1e-4)
-    names = expected.keys() - {"log_probs", "entropy"}
-    gap = sum((found[name] - expected[name]).double().square().sum() for name in names)
-    assert gap.sqrt() <= 1e-5 * sum(expected[name].double().square().sum() for name in names).sqrt()
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_checkpointing_and_adapters_change_nothing(lora: bool) -> None:
     packed, padded = policies("qwen2")
@@ -162,16 +150,6 @@ def test_checkpointing_and_adapters_change_nothing(lora: bool) -> None:
     rows = make_groups(GROUPS)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
-
-
-def test_each_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, _ = policies("qwen2")
-    seen = []
-    packed.model.get_decoder().register_forward_pre_hook(
-        lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    packed(make_groups([(5, [1, 7, 7]), (3, [9, 2])]))
-    assert seen == [(1, 5 + 15 + 3 + 11)]
 
 
 def test_gradients_of_half_precision_are_rounded_once() -> None:
@@ -193,15 +171,6 @@ def test_gradients_of_half_precision_are_rounded_once() -> None:
 
     for half, exact in zip(gradients(torch.bfloat16), gradients(torch.float64)):
         assert (half - exact).norm() < 2.4e-3 * exact.norm()
-
-
-def test_bfloat16_stays_within_its_rounding() -> None:
-    packed, padded = policies("qwen2", torch.float32)
-    rows = make_groups(GROUPS)
-    exact = padded(rows)[keys.LOG_PROBS]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        gaps = [(policy(rows)[keys.LOG_PROBS] - exact).abs().mean().item() for policy in (packed, padded)]
-    assert 0 < gaps[0] < 1.5 * gaps[1]
 
 
 @pytest.mark.parametrize("causal_rows", [True, False])
@@ -273,6 +242,7 @@ def deaf_decoder(model: PreTrainedModel) -> None:
 
 REFUSED = {
     "its attention is eager": ("qwen2", {"attn_implementation": "eager"}, None),
+    "its attention has dropout": ("llama", {"attention_dropout": 0.1}, None),
     "layers of type conv": ("lfm2", {"layer_types": ["conv", "full_attention"]}, None),
     "packed rows change its hidden states": ("qwen2", {}, rolling_mlp),
     "TypeError: layout is unknown": ("qwen2", {}, deaf_decoder),

@@ -11,7 +11,7 @@ import torch
 
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.lora import AdapterPack, add_lora, packed_weights
-from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
+from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.training.learner import Publisher, perturb
 from tests.engine_rigs import EOS, PAD, tiny_model
 
@@ -37,7 +37,7 @@ def test_every_tensor_comes_back_bit_for_bit_in_order() -> None:
 def test_a_tied_tensor_is_stored_once() -> None:
     embedding = torch.randn(16, 8)
     pack = WeightPack.of([("embed", embedding), ("head", embedding), ("other", embedding.clone())])
-    assert pack.buffer.nbytes == 2 * embedding.numel() * 4
+    assert pack.parts[0][0].nbytes == 2 * embedding.numel() * 4
     assert {name: torch.equal(tensor, embedding) for name, tensor in pack.tensors()} == dict.fromkeys(
         ("embed", "head", "other"), True
     )
@@ -54,9 +54,9 @@ def test_a_pack_is_filled_as_the_weights_come() -> None:
     weights = random_weights()
     counted = WeightPack.of(weights.items())
     filled = WeightPack.of(
-        ((name, tensor.clone()) for name, tensor in weights.items()), room=10 * counted.buffer.nbytes
+        ((name, tensor.clone()) for name, tensor in weights.items()), room=10 * counted.parts[0][0].nbytes
     )
-    assert filled.buffer.nbytes == counted.buffer.nbytes
+    assert filled.parts[0][0].nbytes == counted.parts[0][0].nbytes
     assert [name for name, _ in filled.tensors()] == list(weights)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in filled.tensors())
 
@@ -73,9 +73,10 @@ def test_weights_rounded_before_they_travel_are_what_the_engine_would_have_made_
             parameter += 0.05 * torch.randn_like(parameter)
     served = []
     for dtype in (None, engine.weight_dtype):
-        pack = packed_weights(model, dtype=dtype) if lora else WeightPack.of_model(model, dtype=dtype)
+        pack = packed_weights(model, dtype=dtype) if lora else WeightPack.of(model.state_dict().items(), dtype=dtype)
         engine.update_weights(pack, len(served) + 1)
-        served.append((pack.buffer.nbytes, {name: value.clone() for name, value in engine._model.state_dict().items()}))
+        held = {name: value.clone() for name, value in engine._model.state_dict().items()}
+        served.append((pack.parts[0][0].nbytes, held))
     (wide_bytes, by_engine), (narrow_bytes, beforehand) = served
     assert narrow_bytes < 0.52 * wide_bytes
     assert all(torch.equal(by_engine[name], beforehand[name]) for name in by_engine)
@@ -93,7 +94,7 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
         publisher = Publisher(partial(AdapterPack.of, model), [engine], whole=partial(packed_weights, model))
     else:
         named = list(model.state_dict().items())
-        halves = lambda: WeightPacks((WeightPack.of(named[:5]), WeightPack.of(named[5:])))  # noqa: E731
+        halves = lambda: WeightPack(WeightPack.of(named[:5]).parts + WeightPack.of(named[5:]).parts)  # noqa: E731
         publisher = Publisher(halves, [engine])
     perturb(parameter for parameter in model.parameters() if parameter.requires_grad)
     publisher.publish(1)
@@ -103,23 +104,11 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
     assert publisher.differing() == [name]
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_that_is_whole_and_has_no_adapter_is_packed_to_the_same_bytes_as_any_other(
-    tied: bool, dtype: torch.dtype | None
-) -> None:
-    model: Any = tiny_model(tied=tied, seed=2)
-    plain, general = WeightPack.of_model(model, dtype=dtype), packed_weights(model, dtype=dtype)
-    assert plain.places == general.places
-    assert list(plain.places) == list(general.places)
-    assert plain.buffer.tobytes() == general.buffer.tobytes()
-
-
 def test_protocol_5_carries_the_buffer_out_of_band() -> None:
     pack = WeightPack.of(random_weights().items())
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(pack, protocol=5, buffer_callback=buffers.append)
-    assert sum(buffer.raw().nbytes for buffer in buffers) == pack.buffer.nbytes
+    assert sum(buffer.raw().nbytes for buffer in buffers) == pack.parts[0][0].nbytes
     assert len(body) < 10_000
     back = pickle.loads(body, buffers=buffers)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(back.tensors(), pack.tensors()))
