@@ -266,7 +266,7 @@ def _product(name: str, args: Sequence[Any], result: torch.Tensor) -> tuple[floa
 def _attention(args: Sequence[Any], *, backward: bool) -> tuple[float, str]:
     """4 per pair and unit of width forward, 14 backward, where scores are computed for queries and again for keys."""
     query, flat, sizes = (args[1], *args[6:8]) if backward else (args[0], *args[3:5])
-    starts, query_tiles, _, _ = Tables(flat.inner, *sizes).split()
+    starts, query_tiles, _, _ = Tables(flat.inner, sizes).split()
     behind = torch.arange(len(starts)) - starts
     first, end, prompt, prompt_end = query_tiles.unbind(1)
     pairs = int(behind.sum()) + len(behind) + int(((end - first) * (prompt_end - prompt)).sum())

@@ -402,7 +402,7 @@ def backward(
     by_query, by_key, by_value = (
         torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
     )
-    key_sums, value_sums = query.new_empty(2, tables.num_slots, *key.shape[1:], dtype=torch.float32)
+    key_sums, value_sums = query.new_empty(2, tables.sizes[3], *key.shape[1:], dtype=torch.float32)
     padded = _padded(width)
     with _current(query):
         _delta_tile[(triton.cdiv(length, 32), heads)](

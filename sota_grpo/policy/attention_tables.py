@@ -60,24 +60,16 @@ class Tables:
     - ``joins [N, 5]``: keys ``[first, end)`` whose sums are in ``pieces`` places of the buffer, from ``slot``,
       ``stride`` rows apart: ``first, end, slot, stride, pieces``.
 
-    Args:
-        num_slots: rows of the buffer.
+    ``sizes`` are the rows of query tiles, key tiles and joins, and those of the buffer.
     """
 
     flat: Tensor
-    num_query_tiles: int
-    num_key_tiles: int
-    num_joins: int
-    num_slots: int
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.num_query_tiles, self.num_key_tiles, self.num_joins, self.num_slots
+    sizes: Sequence[int]
 
     def split(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Starts, query tiles, key tiles and joins."""
-        sizes = [4 * self.num_query_tiles, 7 * self.num_key_tiles, 5 * self.num_joins]
-        starts, queries, keys, joins = self.flat.split([len(self.flat) - sum(sizes), *sizes])
+        rows = [4 * self.sizes[0], 7 * self.sizes[1], 5 * self.sizes[2]]
+        starts, queries, keys, joins = self.flat.split([len(self.flat) - sum(rows), *rows])
         return starts, queries.view(-1, 4), keys.view(-1, 7), joins.view(-1, 5)
 
 
@@ -120,7 +112,7 @@ def attention_tables(blocks: Sequence[Block], length: int) -> Tables:
     key_tiles.sort(key=lambda row: row[4] - row[2], reverse=True)
     rows = [value for row in (*query_tiles, *key_tiles, *joins) for value in row]
     flat = torch.from_numpy(np.concatenate([starts, np.array(rows, np.int32)]))
-    return Tables(flat, len(query_tiles), len(key_tiles), len(joins), num_slots)
+    return Tables(flat, (len(query_tiles), len(key_tiles), len(joins), num_slots))
 
 
 def _tiles(start: int, stop: int) -> list[tuple[int, int]]:

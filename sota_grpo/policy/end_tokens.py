@@ -19,11 +19,6 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
 
     Raises:
         UserError: the generation config names something else than a number.
-
-    >>> from sota_grpo.policy.load import load_tokenizer
-    >>> tokenizer = load_tokenizer("tiny")
-    >>> tokenizer.convert_ids_to_tokens(end_token_ids(tokenizer))
-    ['<|im_end|>']
     """
     own = getattr(tokenizer, "eos_token_id", None)
     known = getattr(tokenizer, "known_ends", None)
@@ -52,13 +47,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def response_text(tokenizer: Any, token_ids: Any) -> str:
-    """A response ``[R]`` as it is graded and shown: end tokens and padding left out, other special tokens written.
-
-    >>> from sota_grpo.policy.load import load_tokenizer
-    >>> tokenizer = load_tokenizer("tiny")
-    >>> response_text(tokenizer, tokenizer("<|im_start|>4<|im_end|>")["input_ids"])
-    '<|im_start|>4'
-    """
+    """A response ``[R]`` as it is graded and shown: end tokens and padding left out, other special tokens written."""
     left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
     said = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     return tokenizer.decode([number for number in said if number not in left_out], skip_special_tokens=False)

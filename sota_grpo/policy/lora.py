@@ -165,16 +165,6 @@ def engine_weights(
             leave their device, to the same bits. None leaves them as they are.
         names: of those that are wanted; None: all.
         progress: called for every weight.
-
-    >>> import torch
-    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-    >>> config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-    ...     num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
-    >>> model = add_lora(Qwen2ForCausalLM(config), r=2, alpha=4)
-    >>> [name for name, _ in engine_weights(model, base=False)][0]
-    'model.layers.0.self_attn.q_proj.weight'
-    >>> [name for name, _ in engine_weights(model) if "layers" not in name]
-    ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
     """
     inner = base_model(model)
     uses = Counter(id(value) for value in inner.state_dict(keep_vars=True).values())

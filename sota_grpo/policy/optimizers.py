@@ -48,13 +48,7 @@ class Trained:
 
     @classmethod
     def of(cls, model: Architecture, *, rank: int, weight_bytes: int) -> Trained:
-        """All weights of a model, or the adapter of that rank, which is kept in float32.
-
-        >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
-        >>> whole, adapter = (Trained.of(tiny, rank=rank, weight_bytes=2) for rank in (0, 4))
-        >>> whole.numbers == tiny.parameters, adapter.numbers == tiny.adapter_parameters(4), adapter.weight_bytes
-        (True, True, 4)
-        """
+        """All weights of a model, or the adapter of that rank, which is kept in float32."""
         if rank:
             pairs = [pair for inputs, outputs in model.linear_layers for pair in ((inputs, rank), (rank, outputs))]
             return cls(pairs * model.layers, (), 0, 4)
@@ -89,13 +83,7 @@ class OptimizerKind:
 
 
 def decay_groups(parameters: Sequence[torch.Tensor], rates: Rates) -> list[dict[str, Any]]:
-    """``parameters`` as groups of an optimizer: norms and biases, of one dimension, do not decay.
-
-    >>> import torch
-    >>> groups = decay_groups([torch.ones(2, 2), torch.ones(2)], Rates(0.1, 0.01, (0.9, 0.999), 1e-8, 0.95))
-    >>> [(len(group["params"]), group.get("weight_decay")) for group in groups]
-    [(1, None), (1, 0.0)]
-    """
+    """``parameters`` as groups of an optimizer: norms and biases, of one dimension, do not decay."""
     flat = [one for one in parameters if one.dim() < 2]
     if not flat or rates.weight_decay == 0:
         return [{"params": list(parameters)}]

@@ -65,11 +65,7 @@ def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 
 def own_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """What this rank has to write of a tensor, uncopied, and where it begins in the whole; None where that is nothing.
-
-    >>> own_shard(torch.ones(2), Ranks())
-    (tensor([1., 1.]), (0,))
-    """
+    """What this rank has to write of a tensor, uncopied, and where it begins in the whole; None: nothing."""
     if not is_first_holder(tensor, ranks):
         return None
     if not isinstance(tensor, DTensor):
@@ -183,11 +179,7 @@ class Ranks:
         return dict(zip(values, total.unbind()))
 
     def joined(self, values: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Every share's flat ``values`` one after the other on the CPU, and where this rank's are; collective.
-
-        >>> Ranks().joined(torch.tensor([1.0, 2.0]))
-        (tensor([1., 2.]), slice(0, 2, None))
-        """
+        """Every share's flat ``values`` one after the other on the CPU, and where this rank's are; collective."""
         counts = torch.zeros(self.num_shares, dtype=torch.int64)
         counts[self.share] = len(values)
         ends = self.sum(counts).cumsum(0).tolist()
@@ -294,11 +286,10 @@ def shard(policy: CausalPolicy, ranks: Ranks) -> None:
 def _send(module: nn.Module, ranks: Ranks) -> None:
     """Rank 0's parameters and buffers to all, on their device; what is sharded has been sent already."""
     tensors = [value for value in [*module.parameters(), *module.buffers()] if not isinstance(value, DTensor)]
-    shapes = _of_rank_0([value.shape for value in tensors], ranks)
-    if shapes != [value.shape for value in tensors]:
+    sent = _of_rank_0([(value.shape, value.dtype) for value in tensors], ranks)
+    if [shape for shape, _ in sent] != [value.shape for value in tensors]:
         raise RuntimeError(f"Rank {ranks.rank} has built another {type(module).__name__} than rank 0.")
-    dtypes = _of_rank_0([value.dtype for value in tensors], ranks)
-    for value, dtype in zip(tensors, dtypes):
+    for value, (_, dtype) in zip(tensors, sent):
         empty = torch.empty(value.shape, dtype=dtype, device=ranks.device)
         whole = empty.copy_(value) if ranks.leads else empty
         dist.broadcast(whole.view(-1).view(torch.uint8), src=0)

@@ -167,11 +167,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
 
 
 def is_right_padded(attention_mask: Tensor) -> bool:
-    """Whether no real token of ``[N, T]`` follows padding.
-
-    >>> is_right_padded(torch.tensor([[True, False, True]]))
-    False
-    """
+    """Whether no real token of ``[N, T]`` follows padding."""
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
 
 
@@ -341,7 +337,7 @@ def packed_attention(
     """:func:`sota_grpo.policy.attention_kernels.forward`; 0 is no cap, and no window."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
-    return forward(query, key, value, Tables(tables, *sizes), Scores(scale, softcap, window))
+    return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))
 
 
 @packed_attention.register_fake
@@ -366,7 +362,7 @@ def _packed_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sota_grpo.policy.attention_kernels import Scores, backward
 
-    return backward(grad, query, key, value, out, lse, Tables(tables, *sizes), Scores(scale, softcap, window))
+    return backward(grad, query, key, value, out, lse, Tables(tables, sizes), Scores(scale, softcap, window))
 
 
 @_packed_attention_backward.register_fake

@@ -94,12 +94,6 @@ def write_tensors(
     Raises:
         OSError: the file system refused.
         ValueError: a tensor is not what the layout says.
-
-    >>> folder = getfixture("tmp_path")
-    >>> digest = write_tensors(folder / "a.safetensors", {"w": Kept(torch.float32, (2,))}, iter([torch.ones(2)]))
-    >>> from safetensors.torch import load_file
-    >>> load_file(folder / "a.safetensors")
-    {'w': tensor([1., 1.])}
     """
     digest, unsynced = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:

@@ -105,11 +105,7 @@ def readable(array: np.ndarray) -> Tensor:
 
 
 def padded(num_bytes: int) -> int:
-    """Bytes from one tensor's first to the next one's.
-
-    >>> padded(0), padded(1), padded(64), padded(65)
-    (0, 64, 64, 128)
-    """
+    """Bytes from one tensor's first to the next one's."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -137,9 +133,6 @@ def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A matrix in the dtype of its engine, where that is known and narrower.
 
     Vectors stay as they are: engines keep some of them in float32 (biases, decay rates), and they take no room.
-
-    >>> rounded(torch.tensor([[1.001]]), torch.bfloat16), rounded(torch.tensor([1.001]), torch.bfloat16)
-    (tensor([[1.]], dtype=torch.bfloat16), tensor([1.0010]))
     """
     return tensor.detach().to(rounded_dtype(tensor, dtype))
 
@@ -160,9 +153,6 @@ def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on ``device``; those of a CPU go to a GPU as one block of pinned memory.
 
     A tensor by itself, from pageable memory, costs a launch, and the host waits until it is there.
-
-    >>> copy_to([torch.tensor([1, 2]), torch.tensor([True])], torch.device("cpu"))
-    [tensor([1, 2]), tensor([True])]
     """
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]

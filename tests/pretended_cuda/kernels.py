@@ -30,7 +30,7 @@ def packed_attention(
     Raises:
         RuntimeError: what the kernels would compute wrongly, or read outside of.
     """
-    starts, query_tiles, _, _ = Tables(tables, *sizes).split()
+    starts, query_tiles, _, _ = Tables(tables, sizes).split()
     _require_kernels(query, key, value, starts)
     scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(starts, query_tiles, window)
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -53,7 +53,7 @@ def packed_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sota_grpo::packed_attention_backward``; what sees which key is what the table of keys says."""
-    starts, _, key_tiles, _ = Tables(tables, *sizes).split()
+    starts, _, key_tiles, _ = Tables(tables, sizes).split()
     _require_kernels(query, key, value, starts)
     if not grad.is_contiguous():
         raise RuntimeError("packed_attention: the gradient must be contiguous")

@@ -357,3 +357,10 @@ def test_kept_tiles_give_the_gradient_of_recomputed_ones(
     assert made
     for one, right in zip(gradients, expected):
         assert (one.double() - right).norm() < close * right.norm()
+
+
+def test_autocast_leaves_float64_as_it_is() -> None:
+    hidden, weight, _, targets = problem()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = chunked_log_probs(hidden, weight, targets)
+    assert torch.equal(found, chunked_log_probs(hidden, weight, targets)[0])

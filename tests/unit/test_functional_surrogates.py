@@ -72,6 +72,7 @@ def test_gradient_is_exactly_0_where_and_only_where_the_clip_says(batch, dual) -
     signal = (advantage != 0).expand_as(clipped)
     assert clipped.any()
     assert torch.equal(log_prob.grad == 0, clipped | ~signal)
+    assert not (clipped & ~signal).any()
 
 
 LEVELS = [(name, level) for name, one in SURROGATES.items() if one.reads("log_ratio") for level in one.ratios]

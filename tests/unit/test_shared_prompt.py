@@ -105,7 +105,7 @@ def test_scores_are_capped_where_rows_are_padded_too() -> None:
 def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window):
     """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
     assert not softcap
-    starts, query_tiles, _, _ = Tables(flat, *sizes).split()
+    starts, query_tiles, _, _ = Tables(flat, sizes).split()
     i = torch.arange(len(query))
     j = i.unsqueeze(0)
     behind, seen = i.unsqueeze(1) - j, (j <= i.unsqueeze(1)) & (j >= starts.unsqueeze(1))
@@ -213,7 +213,7 @@ def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: py
     assert torch.equal(by_query, expected)
     assert torch.equal(by_key, expected)
     slots = [slot + index for _, _, slot, stride, pieces in joins.tolist() for index in range(stride * pieces)]
-    assert sorted(slots) == list(range(2, layout.tables.num_slots))
+    assert sorted(slots) == list(range(2, layout.tables.sizes[3]))
 
 
 def test_rows_that_are_not_right_padded_are_computed_padded() -> None:
@@ -302,6 +302,6 @@ def test_the_sums_of_a_long_prompt_take_eight_times_its_keys_at_most() -> None:
     """However many queries read them: 2,048 keys, and 64 responses of 1,024 tokens."""
     block = Block(0, 2048, (Run(2048, 64, 1024),))
     tables = attention_tables.attention_tables([block], block.stop)
-    assert 2048 < tables.num_slots - 2 <= 8 * 2048
+    assert 2048 < tables.sizes[3] - 2 <= 8 * 2048
     pieces = [row for row in tables.split()[2].tolist() if row[1] <= 2048]
     assert sum(row[4] - row[2] for row in pieces) == sum(block.stop - first for first in range(0, 2048, 128))
