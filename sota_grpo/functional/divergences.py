@@ -137,12 +137,7 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """The weights of :func:`importance_weights` before they are bounded, ``[N, T]``; 1 in a row without a token.
-
-    >>> mask = torch.ones(1, 2, dtype=torch.bool)
-    >>> raw_weights(torch.tensor([[4.0, 0.25]]).log(), mask, level="geometric").tolist()
-    [[1.0, 1.0]]
-    """
+    """The weights of :func:`importance_weights` before they are bounded, ``[N, T]``; 1 in a row without a token."""
     if level not in ("token", "sequence", "geometric"):
         raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
     log_weight = torch.where(mask, log_ratio.detach(), 0.0)

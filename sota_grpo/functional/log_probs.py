@@ -2,8 +2,7 @@
 
 The tiles are made one after the other in the same buffers. A tile of ``r`` rows and ``c`` columns reads ``r`` hidden
 states and ``c`` output embeddings, and its gradient adds to as many: over all tiles, ``M V H (1 / r + 1 / c)`` numbers
-each. Of tiles of one size the square moves the fewest; whole rows (``c = V``) move ``V / (2 sqrt(r c))`` times as many,
-which is 74 for 152k columns and a million logits.
+each. Of tiles of one size the square moves the fewest.
 """
 
 from __future__ import annotations

@@ -101,11 +101,7 @@ def loss_weights(mask: Tensor, aggregation: Aggregation, *, max_response_tokens:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Rows of one prompt: their places in a list of rows, and how many tokens each has after the ``prompt`` ones.
-
-    >>> PromptGroup((4, 5), 2, (2, 1)).tokens
-    5
-    """
+    """Rows of one prompt: their places in a list of rows, and how many tokens each has after the ``prompt`` ones."""
 
     rows: tuple[int, ...]
     prompt: int

@@ -306,11 +306,7 @@ SURROGATES = {
 
 
 def readers(term: str) -> str:
-    """The surrogates that read ``term``, for messages.
-
-    >>> readers("clip_high")
-    'clipped or cispo or dppo or gmpo'
-    """
+    """The surrogates that read ``term``, for messages."""
     return " or ".join(name for name, one in SURROGATES.items() if one.reads(term))
 
 
