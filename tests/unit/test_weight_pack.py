@@ -26,12 +26,21 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 
 def test_every_tensor_comes_back_bit_for_bit_in_order() -> None:
+    """Counted first, copied as it comes, and by pickle's protocol 5, which carries the buffer out of band."""
     weights = random_weights()
-    found = list(WeightPack.of(weights.items()).tensors())
-    assert [name for name, _ in found] == list(weights)
-    for name, tensor in found:
-        assert tensor.dtype == weights[name].dtype
-        assert torch.equal(tensor, weights[name])
+    counted = WeightPack.of(weights.items())
+    size = counted.parts[0][0].nbytes
+    filled = WeightPack.of(((name, tensor.clone()) for name, tensor in weights.items()), room=10 * size)
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(counted, protocol=5, buffer_callback=buffers.append)
+    assert sum(buffer.raw().nbytes for buffer in buffers) == filled.parts[0][0].nbytes == size
+    assert len(body) < 10_000
+    for pack in (counted, filled, pickle.loads(body, buffers=buffers)):
+        found = list(pack.tensors())
+        assert [name for name, _ in found] == list(weights)
+        for name, tensor in found:
+            assert tensor.dtype == weights[name].dtype
+            assert torch.equal(tensor, weights[name])
 
 
 def test_a_tied_tensor_is_stored_once() -> None:
@@ -48,17 +57,6 @@ def test_temporaries_that_reuse_memory_are_not_taken_for_tied_ones() -> None:
     values = torch.randn(50)
     pack = WeightPack.of((str(i), torch.full((64,), float(value))) for i, value in enumerate(values))
     assert [float(tensor[0]) for _, tensor in pack.tensors()] == values.tolist()
-
-
-def test_a_pack_is_filled_as_the_weights_come() -> None:
-    weights = random_weights()
-    counted = WeightPack.of(weights.items())
-    filled = WeightPack.of(
-        ((name, tensor.clone()) for name, tensor in weights.items()), room=10 * counted.parts[0][0].nbytes
-    )
-    assert filled.parts[0][0].nbytes == counted.parts[0][0].nbytes
-    assert [name for name, _ in filled.tensors()] == list(weights)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in filled.tensors())
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -102,13 +100,3 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
     name, held = list(engine._model.named_parameters())[3]
     held.data[0] *= 1.1
     assert publisher.differing() == [name]
-
-
-def test_protocol_5_carries_the_buffer_out_of_band() -> None:
-    pack = WeightPack.of(random_weights().items())
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(pack, protocol=5, buffer_callback=buffers.append)
-    assert sum(buffer.raw().nbytes for buffer in buffers) == pack.parts[0][0].nbytes
-    assert len(body) < 10_000
-    back = pickle.loads(body, buffers=buffers)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(back.tensors(), pack.tensors()))
