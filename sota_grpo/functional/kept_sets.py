@@ -56,7 +56,8 @@ class KeptSets(NamedTuple):
         return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)
 
     def to(self, device: torch.device) -> KeptSets:
-        return KeptSets(*(each.to(device) for each in self[:4]), self.largest)
+        ids, rows, columns, drawn = (each.to(device) for each in self[:4])
+        return KeptSets(ids, rows, columns, drawn, self.largest)
 
 
 def kept_log_probs(

@@ -280,8 +280,9 @@ class _Options(NamedTuple):
         return self._replace(keeps_slopes=frozen, keeps_tiles=not frozen and bias is None and fits)
 
     def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogitTiles:
-        options = {"temperature": self.temperature, "softcap": self.softcap, "num_bytes": self.logits_bytes}
-        return LogitTiles(hidden, weight, bias, **options, num_buffers=2 if self.with_entropy else 1)
+        scaling: dict[str, Any] = {"temperature": self.temperature, "softcap": self.softcap}
+        buffers = 2 if self.with_entropy else 1
+        return LogitTiles(hidden, weight, bias, num_bytes=self.logits_bytes, num_buffers=buffers, **scaling)
 
 
 class _Rows(NamedTuple):

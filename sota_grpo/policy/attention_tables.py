@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,8 @@ MOST_PIECES = 8  # of a prompt's keys, each of which takes their size in float32
 NO_PROMPT = 2**30  # a prompt's end that lies behind every token
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """``count`` responses of ``length`` tokens each, one after the other from ``start``."""
 
     start: int
@@ -35,7 +35,8 @@ class Run(NamedTuple):
         return self.start + self.count * self.length
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True)
+class Block:
     """One prompt ``[start, end)`` and the responses that follow it, up to ``stop``."""
 
     start: int
