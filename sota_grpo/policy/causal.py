@@ -224,11 +224,10 @@ class Scorer(nn.Module):
             return layout.scatter(log_probs), None if entropy is None else layout.scatter(entropy)
         tokens, attention_mask, mask = rows
         hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][mask[:, 1:]]
-        log_probs, entropy = (
-            None if values is None else values.new_zeros(mask.shape).masked_scatter(mask, values)
-            for values in self._head(hidden, tokens[:, 1:][mask[:, 1:]], kept)
-        )
-        return cast(Tensor, log_probs), entropy
+        log_probs, entropy = self._head(hidden, tokens[:, 1:][mask[:, 1:]], kept)
+        nothing = log_probs.new_zeros(mask.shape)
+        padded = nothing.masked_scatter(mask, log_probs)
+        return padded, None if entropy is None else nothing.masked_scatter(mask, entropy)
 
     def _head(self, hidden: Tensor, targets: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()

@@ -73,8 +73,12 @@ class Layout:
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
-        kept = None if self.kept is None else self.kept._replace(**dict(zip(self.kept._fields, tensors[6:])))
-        moved = Layout(*tensors[:5], self.place, self.blocks, kept=kept)
+        kept = self.kept
+        if kept is not None:
+            ids, rows, columns, drawn = tensors[6:]
+            kept = KeptSets(ids, rows, columns, drawn, kept.largest)
+        tokens, positions, predicting, targets, slots = tensors[:5]
+        moved = Layout(tokens, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
         moved.tables = replace(self.tables, flat=tensors[5])
         return moved
 
@@ -153,14 +157,14 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
             runs.append(Run(first, count, length))
         if end > start:  # a row of padding alone has no token, and kernels divide by their number
             blocks.append(Block(start, prompt_end, tuple(runs)))
-    row, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
+    said, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
     where = torch.from_numpy(place)
     return Layout(
         tokens=tokens.flatten()[torch.from_numpy(np.concatenate(source))],
         positions=torch.from_numpy(np.concatenate(positions)).unsqueeze(0),
-        predicting=where[row, column],
-        targets=tokens[row, column + 1],
-        slots=row * width + column + 1,
+        predicting=where[said, column],
+        targets=tokens[said, column + 1],
+        slots=said * width + column + 1,
         place=where,
         blocks=tuple(blocks),
     )

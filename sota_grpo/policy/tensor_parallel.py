@@ -114,7 +114,7 @@ def divide_layer(layer: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
 
 
 #: What several matrices read is annotated once, so that its gradient is added over the ranks once and not for each.
-_WHOLE = {"hidden_states": Replicate()}
+_WHOLE: dict[str, Placement] = {"hidden_states": Replicate()}
 _INPUTS: dict[str, ParallelStyle] = {
     "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
     "self_attn": PrepareModuleInput(input_kwarg_layouts=_WHOLE, desired_input_kwarg_layouts=_WHOLE),
