@@ -265,10 +265,10 @@ def _product(name: str, args: Sequence[Any], result: torch.Tensor) -> tuple[floa
 
 def _attention(args: Sequence[Any], *, backward: bool) -> tuple[float, str]:
     """4 per pair and unit of width forward, 14 backward, where scores are computed for queries and again for keys."""
-    query, flat, *sizes = (args[1], *args[6:11]) if backward else (args[0], *args[3:8])
-    tables = Tables(flat.inner, *sizes)
-    behind = torch.arange(len(tables.starts)) - tables.starts
-    first, end, prompt, prompt_end = tables.query_tiles.unbind(1)
+    query, flat, sizes = (args[1], *args[6:8]) if backward else (args[0], *args[3:5])
+    starts, query_tiles, _, _ = Tables(flat.inner, sizes).split()
+    behind = torch.arange(len(starts)) - starts
+    first, end, prompt, prompt_end = query_tiles.unbind(1)
     pairs = int(behind.sum()) + len(behind) + int(((end - first) * (prompt_end - prompt)).sum())
     width = query.shape[1] * query.shape[2]
     return (14.0 if backward else 4.0) * width * pairs, "attention_backward" if backward else "attention"

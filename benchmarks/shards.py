@@ -81,7 +81,8 @@ def rank_worker(rank: int, size: int, init_method: str, model: str, dtype: DType
         torch.set_num_threads(1)
         policy = CausalPolicy(load_model(model, dtype=dtype, weights=rank == 0), shared_prompt=False)
         ranks = join_ranks(rank, size, init_method=init_method, device="cpu", reduce_once=False)
-        shard(policy, ranks)
+        if ranks.size > 1:
+            shard(policy, ranks)
         loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=None)
         return Learner(policy, loss, settings(), pad_token_id=0, dump_dir=Path(tempfile.gettempdir()), ranks=ranks)
 

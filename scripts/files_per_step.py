@@ -3,8 +3,8 @@
 ``python scripts/files_per_step.py`` builds a run on questions in GSM8K's form with the embedded policy and the embedded
 engine, takes one step to warm up, and counts what the next one calls, in the driver and its graders; ``--workers``
 counts an asynchronous run on Ray instead, over two steps, with its learner and engine too. What is called of TorchRL's
-collectors, replay buffers and weight sync is named. ``--files`` and ``--functions`` print names. OPTION=VALUE are options
-of the run.
+collectors, replay buffers and weight sync is named. ``--files`` and ``--functions`` print names. OPTION=VALUE is an
+option of the run.
 """
 
 from __future__ import annotations

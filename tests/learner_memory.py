@@ -24,8 +24,7 @@ from sota_grpo.assembly.device_memory import GATE, GIB, TRAIN, Machine, RunMemor
 from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
-from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.quantization import quantize
+from sota_grpo.policy.lora import add_lora, quantize
 from sota_grpo.rl.collate import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.forward_passes import LearnerSettings

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
+from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.workers.base import WorkerSpec, starter
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.ray_cluster import RayLauncher
@@ -32,7 +32,7 @@ class Holder:
     def ping(self) -> float:
         return 0.0
 
-    def update_weights(self, pack: WeightPack | WeightPacks, version: int) -> int:
+    def update_weights(self, pack: WeightPack, version: int) -> int:
         self._weights = WeightPack.of(pack.tensors())
         return version
 
@@ -40,7 +40,7 @@ class Holder:
         return self._weights
 
     def digest(self) -> str:
-        return hashlib.sha256(self._weights.buffer).hexdigest()
+        return hashlib.sha256(self._weights.parts[0][0]).hexdigest()
 
 
 def crossed_bytes() -> int:

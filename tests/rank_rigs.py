@@ -100,7 +100,8 @@ def build_learner(
         if lora:
             model = trained_adapter(model, dropout)
     policy = CausalPolicy(model, temperature=0.8)
-    shard(policy, ranks)
+    if ranks.size > 1:
+        shard(policy, ranks)
     loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=kl_coef)
     settings = learner_settings(**settings)
     learner = Learner(policy, loss, settings, pad_token_id=0, dump_dir=Path(dump_dir), ranks=ranks)

@@ -21,7 +21,7 @@ from scripts.proof import Finding, Options
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.sharding import Ranks, shard_over
+from sota_grpo.policy.sharding import Ranks, shard
 from sota_grpo.policy.shared_prompt import Layout, _plain, pack, shared_attention
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.forward_passes import LearnerSettings
@@ -270,7 +270,7 @@ def learner_of(net: torch.nn.Module, precision: str, folder: str, *, ranks: Rank
     """A learner of ``net``; with ``ranks`` sharded over them, whatever their number."""
     policy = CausalPolicy(net, **how)
     if ranks is not None:
-        shard_over(policy, ranks)
+        shard(policy, ranks)
     settings = LearnerSettings(
         lr=1e-4, total_steps=10, optim_batch_size=16, micro_batch_tokens=2000, precision=precision
     )

@@ -107,7 +107,7 @@ def weights_for_engines(options: Options) -> Iterator[Finding]:
                 began = synchronised(options)
                 pack = WeightPack.of((name, weight.to(dtype)) for name, weight in engine_weights(model))
                 times.append(synchronised(options) - began)
-            yield Finding(f"weights packed as {dtype}", None, {"seconds": times, "gib": pack.buffer.nbytes / GIB})
+            yield Finding(f"weights packed as {dtype}", None, {"seconds": times, "gib": pack.parts[0][0].nbytes / GIB})
 
 
 def gaps_between_micro_batches(options: Options) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +62,7 @@ from sota_grpo.functional import max_groups_admitted
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, MergedWeights, packed_weights
-from sota_grpo.policy.weight_pack import WeightPack, plain_weights
+from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
@@ -247,10 +247,15 @@ def make_weight_sync(
     config: Config, model: nn.Module, engine: Engine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
     """The weights of ``model``, those of an adapter merged, or its adapter alone, pushed to ``engine``."""
-    weights: Callable[[nn.Module], Any] = plain_weights
+    weights: Callable[[nn.Module], Any] = _state
     if config.train_model.lora.enabled:
         weights = AdapterPack.of if config.inference_model.serve_adapter else MergedWeights.of
     return EngineWeightSync(partial(weights, model), engine, make_room)
+
+
+def _state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """What a rollout engine loads of a whole model without an adapter; a tied head comes under its own name too."""
+    return model.state_dict().items()
 
 
 def _computes_in_float32(config: Config, device_type: str) -> bool:
@@ -429,7 +434,7 @@ def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner |
         return partial(AdapterPack.of, learner.policy.model)
     if isinstance(learner, RemoteLearner):
         return partial(learner.weights, dtype=engine.weight_dtype)
-    return partial(WeightPack.of_model, learner.policy.model, dtype=engine.weight_dtype)
+    return lambda: WeightPack.of(_state(learner.policy.model), dtype=engine.weight_dtype)
 
 
 def subject_of(config: Config, parts: Parts) -> Subject:

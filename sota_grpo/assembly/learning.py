@@ -27,15 +27,22 @@ from sota_grpo.engines.transformers_engine import require_cache
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import automatic_precision, builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import ModelNotFoundError, from_pretrained, load_model, load_tokenizer, resolve_model_path
-from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.model_digest import model_digest
+from sota_grpo.policy.load import (
+    ModelNotFoundError,
+    from_pretrained,
+    load_model,
+    load_tokenizer,
+    model_digest,
+    require_causal,
+    require_rows,
+    require_whole,
+    resolve_model_path,
+)
+from sota_grpo.policy.lora import add_lora, quantize
 from sota_grpo.policy.model_sizes import require_dense
-from sota_grpo.policy.quantization import quantize
 from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenReference, ReferencePolicy
 from sota_grpo.policy.sharding import Ranks, join_ranks, shard
 from sota_grpo.policy.tensor_parallel import require_divisible
-from sota_grpo.policy.trainable import require_causal, require_rows, require_whole
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
@@ -54,7 +61,7 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     """Return the policy's tokenizer if the policy is one that is trained here; no weight is read.
 
     Raises:
-        UserError: it, or the model of ``ref_model.name``, is not (:mod:`sota_grpo.policy.trainable`), ``engine`` cannot
+        UserError: it, or the model of ``ref_model.name``, is not, ``engine`` cannot
             sample from it, or ``train_model.tensor_parallel_size`` does not divide it.
         ModelNotFoundError: there is none of that name.
     """
@@ -77,7 +84,7 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
 
 
 def model_digests(config: Config) -> dict[str, str | None]:
-    """Return the digests of the policy and of its reference (:mod:`sota_grpo.policy.model_digest`), by option."""
+    """Return the digests of the policy and of its reference (:func:`model_digest`), by option."""
     names = {"model.name": model_name(config)}
     if has_reference(config):
         names["ref_model.name"] = reference_name(config)
@@ -422,7 +429,8 @@ def learner_worker(
             tensor_parallel=config.train_model.tensor_parallel_size,
             fsdp_size=config.train_model.fsdp_size,
         )
-        shard(policy, ranks)
+        if ranks.size > 1:
+            shard(policy, ranks)
         return make_learner(config, policy, tokenizer.pad_token_id, device_type, Path(run_dir), ranks)
 
     return LearnerWorker(make, tokenizer)

@@ -76,18 +76,13 @@ def group_advantages(
     Sums run in float64, so the order of the rows does not show in float32.
 
     Constant rewards give exactly 0, found by comparing the largest with the smallest reward, never by dividing rounding
-    error by ``eps``. What must be constant is the set that the formula looks at:
-
-    - the *group*, when the baseline or the scale is one of the group (one alone is constant);
-    - the *batch*, when the baseline or the scale is one of the batch. A constant group inside a varied batch keeps its
-      signal under ``batch_mean`` with ``batch_std`` or ``none``: it was better or worse than the others (REINFORCE++);
-    - nothing, for ``none`` with ``none``: the advantage is the reward itself.
+    error by ``eps``. The set that must be constant is the *group* where the baseline or the scale is one of the group
+    (one alone is constant), the *batch* where one is of the batch, and none for ``none`` with ``none``. So a constant
+    group inside a varied batch keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
 
     Args:
         rewards: ``[N]``, one per response.
         group_ids: int64 ``[N]``, equal for the responses to one prompt; any values, in any order.
-        baseline: what the reward is compared with.
-        scale: what the difference is divided by.
         eps: added to the standard deviation, in units of reward.
         lengths: ``[N]``, tokens of each response; read by ``length_weighted`` only.
 
@@ -118,7 +113,11 @@ def group_advantages(
         return rewards.to(dtype)
     values = rewards.double()
     index, counts = _group_index(group_ids)
-    alike = _told_apart_by_nothing(values, index, counts, baseline, scale)
+    alike = torch.zeros_like(values, dtype=torch.bool)
+    if baseline in GROUP_TERMS or scale in GROUP_TERMS:
+        alike |= _constant_rows(values, index, counts)
+    if baseline == "batch_mean" or scale in ("batch_std", "advantage_std"):
+        alike |= values.max() == values.min()
     centred = torch.where(alike, 0.0, _centred(values, index, counts, baseline, lengths))
     return torch.where(alike, 0.0, centred / _scale(values, centred, index, counts, scale, eps)).to(dtype)
 
@@ -127,14 +126,13 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
     """Rewards whose terms are compared within the group before they are added (GDPO).
 
     ``r_i = sum_k w_k (t_ik - mean_k) / (std_k + eps)``, mean and std (ddof=1) over the responses of the group that have
-    term k. So a term with a wide spread does not drown another. To be whitened over the batch: its mean is 0, so that
-    :func:`group_advantages` with the baseline ``none`` and the scale ``batch_std`` does it.
+    term k. So a term with a wide spread does not drown another. To whiten it over the batch, where its mean is 0, give
+    it to :func:`group_advantages` with the baseline ``none`` and the scale ``batch_std``.
 
     Args:
         terms: ``[N, K]``; NaN where a term does not apply, which adds 0.
         weights: ``[K]``.
         group_ids: int64 ``[N]``.
-        eps: added to the standard deviations.
 
     Returns:
         float64 ``[N]``, exactly 0 throughout a group whose terms are each constant.
@@ -162,18 +160,12 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
 
 
 def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> Tensor:
-    """True for every response of a zero-advantage group: all its rewards are equal, bit for bit.
+    """True for every response of a zero-advantage group: all its rewards are equal, bit for bit, or it is one alone.
 
     Args:
-        rewards: ``[N]``.
+        rewards: ``[N]``; what is not finite raises ``ValueError``.
         group_ids: int64 ``[N]``.
         counted: bool ``[N]``, the rewards that are compared; None: all.
-
-    Returns:
-        bool ``[N]``; a group of one has no advantage.
-
-    Raises:
-        ValueError: on shapes other than ``[N]`` or a reward that is not finite.
 
     >>> zero_advantage_mask(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])).tolist()
     [False, False, True, True]
@@ -186,24 +178,19 @@ def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | No
 def distilled_advantages(
     advantage: Tensor, log_prob: Tensor, teacher: Tensor, *, distill_coeff: float, advantage_coeff: float = 1.0
 ) -> Tensor:
-    """Advantage of every token where a teacher judges it, beside the task or alone.
+    """Advantage ``[N, T]`` of every token where a teacher judges it, beside the task or alone; no gradient.
 
     ``A_t = advantage_coeff * A + distill_coeff * (log q_t - log p_t)``, with the log-probs of the sampled token under
-    the teacher ``q`` and under the policy ``p`` that is being trained, without gradient. In a surrogate that weighs
-    tokens by the ratio ``p_t / mu_t`` and does not clip them, whatever ``mu`` they were sampled from, the second term
-    has in expectation the gradient of ``distill_coeff * KL(p, q)`` in the states that were visited: each token answers
-    for its own state and not for those that it leads to (a discount of 0). Where policy and teacher agree it is 0.
+    the teacher ``q`` and under the policy ``p`` that is being trained. In a surrogate that weighs tokens by the ratio
+    ``p_t / mu_t`` and does not clip them, whatever ``mu`` they were sampled from, the second term has in expectation
+    the gradient of ``distill_coeff * KL(p, q)`` in the states that were visited: each token answers for its own state
+    and not for those that it leads to (a discount of 0).
 
     Args:
         advantage: ``[N, T]`` or ``[N, 1]``, the task's.
         log_prob: ``[N, T]``, nats, of the policy at this step, not of the one that sampled: several steps on the same
             tokens then end at the teacher instead of running past it.
         teacher: ``[N, T]``, nats, under the same temperature.
-        distill_coeff: weight of the teacher.
-        advantage_coeff: weight of the task; 0 leaves the teacher alone.
-
-    Returns:
-        ``[N, T]``, without gradient.
 
     Sources: Agarwal et al. 2023 (arXiv:2306.13649, on-policy data, reverse KL); Lu and Thinking Machines Lab 2025
     ("On-Policy Distillation", reverse KL per token as the advantage, discount 0).
@@ -216,21 +203,13 @@ def distilled_advantages(
 
 
 def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """DAPO's length penalty, to be added to the reward.
+    """DAPO's length penalty, float32 ``[N]``, to be added to the reward.
 
     0 up to ``max_tokens - buffer_tokens``, then falling in a straight line, ``(max_tokens - buffer_tokens - |o|) /
-    buffer_tokens``, to -1 at ``max_tokens`` and beyond.
-
-    Args:
-        lengths: int64 ``[N]``, response tokens.
-        max_tokens: longest response that is not fully penalised.
-        buffer_tokens: tokens over which the penalty grows, 1 to ``max_tokens``.
-
-    Returns:
-        float32 ``[N]``, in [-1, 0].
+    buffer_tokens``, to -1 at ``max_tokens`` and beyond. ``lengths`` are the tokens of each response, int64 ``[N]``.
 
     Raises:
-        ValueError: if ``buffer_tokens`` is not in that range.
+        ValueError: if ``buffer_tokens`` is not 1 to ``max_tokens``.
 
     Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
 
@@ -244,16 +223,6 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) 
         )
     left = (max_tokens - buffer_tokens - lengths).clamp(min=-buffer_tokens, max=0)
     return (left.double() / buffer_tokens).float()
-
-
-def _told_apart_by_nothing(values: Tensor, index: Tensor, counts: Tensor, baseline: str, scale: str) -> Tensor:
-    """Rows of a constant set ``[N]``, the set being the one that the formula looks at."""
-    constant = torch.zeros_like(values, dtype=torch.bool)
-    if baseline in GROUP_TERMS or scale in GROUP_TERMS:
-        constant |= _constant_rows(values, index, counts)
-    if baseline == "batch_mean" or scale in ("batch_std", "advantage_std"):
-        constant |= values.max() == values.min()
-    return constant
 
 
 def _group_index(group_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,18 +268,12 @@ def _centred(values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline, 
             "have 1; sample more responses per prompt or choose baseline='group_mean'."
         )
     if baseline == "best_of_others":
-        return _lead(values, index, counts)
+        lowest = torch.full_like(counts, -torch.inf, dtype=values.dtype)
+        is_best = values == lowest.scatter_reduce(0, index, values, "amax")[index]
+        alone = _group_sum(is_best.double(), index, counts)[index] == 1
+        second = lowest.scatter_reduce(0, index, values.masked_fill(is_best, -torch.inf), "amax")[index]
+        return torch.where(is_best & alone, values - second, 0.0)
     return values - (_group_sum(values, index, counts)[index] - values) / (counts[index] - 1)
-
-
-def _lead(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    """What the single best of each group is above the second best; 0 for the others, and where several are best."""
-    lowest = torch.full_like(counts, -torch.inf, dtype=values.dtype)
-    best = lowest.scatter_reduce(0, index, values, "amax")[index]
-    is_best = values == best
-    alone = _group_sum(is_best.double(), index, counts)[index] == 1
-    second = lowest.scatter_reduce(0, index, values.masked_fill(is_best, -torch.inf), "amax")[index]
-    return torch.where(is_best & alone, best - second, 0.0)
 
 
 def _scale(values: Tensor, centred: Tensor, index: Tensor, counts: Tensor, scale: Scale, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """What lies between two policies, from the log-probs of sampled tokens.
 
 **KL estimators**, one value per token, nothing reduced. All three look at the sampled token only; with
-``d = log_prob - ref_log_prob`` and tokens drawn from the policy:
+``d = log_prob - ref_log_prob``, both ``[N, T]`` in nats, and tokens drawn from the policy:
 
 ====  ======================  ==================================  ======================================================
 name  value                   mean of the value                   mean of the gradient, when it stands in the loss
@@ -32,10 +32,8 @@ mode          weight                                source
                                                     ``seq_mean_k1``)
 ============  ====================================  ====================================================================
 
-Which tokens of bad responses are **off-policy**.
-
-**Invariants under rounding**: what else differs between engine and trainer shows in :func:`mean_ratio` and
-:func:`temperature_slope`.
+Of engine and trainer, whose log-probs differ by rounding, :func:`mean_ratio` and :func:`temperature_slope` show what
+else differs.
 """
 
 from __future__ import annotations
@@ -50,8 +48,6 @@ from torch import Tensor
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     """The log-ratio itself, ``log_prob - ref_log_prob``: unbiased, of either sign.
 
-    Both arguments and the result are ``[N, T]``, in nats.
-
     >>> kl_k1(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
     [2.0]
     """
@@ -60,8 +56,6 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     """Half the squared log-ratio, ``(log_prob - ref_log_prob)^2 / 2``: never negative, unbiased as a gradient.
-
-    Both arguments and the result are ``[N, T]``, in nats.
 
     >>> kl_k2(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
     [2.0]
@@ -72,8 +66,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     """``exp(ref - log_prob) - (ref - log_prob) - 1``: never negative, unbiased as a value, the form in GRPO's paper.
 
-    Both arguments and the result are ``[N, T]``, in nats. Written with ``expm1``, so that a log-ratio of 1e-3 keeps
-    its digits in float32.
+    Written with ``expm1``, so that a log-ratio of 1e-3 keeps its digits in float32.
 
     >>> round(kl_k3(torch.tensor([-1.0]), torch.tensor([-3.0])).item(), 4)  # exp(-2) + 2 - 1
     1.1353
@@ -94,27 +87,23 @@ def importance_weights(
     cap: float,
     floor: float = 0.0,
 ) -> Tensor:
-    """Detached weight of every token: proximal over behaviour probability, between ``floor`` and ``cap``.
+    """Detached weight of every token ``[N, T]``: proximal over behaviour probability, between ``floor`` and ``cap``.
 
     With ``log_ratio = proximal_log_prob - behaviour_log_prob``, ``w_t = exp(log_ratio_t)`` per token, or on each of the
     row's trainable tokens their *product*, ``w = exp(sum_t log_ratio_t)`` (``sequence``), or their *geometric mean*,
-    ``w = exp(mean_t log_ratio_t)`` (``geometric``), bounded as the module's table says.
-    Off the mask the weight is 0 and what stands there is not read. The product is a sum of logs, so a long row cannot
-    overflow before it is bounded.
+    ``w = exp(mean_t log_ratio_t)`` (``geometric``), bounded as the module's table says. Off the mask the weight is 0.
+    The product is a sum of logs, so a long row cannot overflow before it is bounded.
 
     Token weights are biased but tame; the product is the unbiased weight of a whole response, and its spread grows
     with the length: for long responses most rows end near 0 or at the cap. The geometric mean has no such spread; it
     is a measure of how far the row is off, not a weight that makes it unbiased.
 
     Args:
-        log_ratio: ``[N, T]``, nats.
+        log_ratio: ``[N, T]``, nats; not read off the mask.
         mask: bool ``[N, T]``, the trainable tokens.
         level: one weight per token, or one per row, product or geometric mean.
         mode: what happens outside of the bounds.
         cap, floor: largest weight, positive, and smallest, below the cap; 0: none.
-
-    Returns:
-        ``[N, T]``, no gradient.
 
     Raises:
         ValueError: on an unknown level or mode, or bounds that leave nothing between them.
@@ -148,12 +137,7 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """The weights of :func:`importance_weights` before they are bounded, ``[N, T]``; 1 in a row without a token.
-
-    >>> mask = torch.ones(1, 2, dtype=torch.bool)
-    >>> raw_weights(torch.tensor([[4.0, 0.25]]).log(), mask, level="geometric").tolist()
-    [[1.0, 1.0]]
-    """
+    """The weights of :func:`importance_weights` before they are bounded, ``[N, T]``; 1 in a row without a token."""
     if level not in ("token", "sequence", "geometric"):
         raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
     log_weight = torch.where(mask, log_ratio.detach(), 0.0)
@@ -170,20 +154,14 @@ def off_policy_tokens(
     """True on the tokens of responses that are bad and off-policy, which the loss had better leave out.
 
     ``A < 0`` and ``mean_t (behaviour_t - log_prob_t) > threshold``, the mean over the row's trainable tokens: the
-    policy has moved away from a response that it is told to move away from.
+    policy has moved away from a response that it is told to move away from. bool ``[N, T]``, False off the mask.
 
     Args:
         log_prob: ``[N, T]``, nats, of the policy being trained; its gradient is not followed.
         behaviour: ``[N, T]``, nats, of the policy that sampled.
         advantage: ``[N, T]`` or ``[N, 1]``.
         mask: bool ``[N, T]``, the trainable tokens; whole rows.
-        threshold: nats per token, 0 or more.
-
-    Returns:
-        bool ``[N, T]``, False off the mask.
-
-    Raises:
-        ValueError: if the threshold is negative.
+        threshold: nats per token; below 0 it raises ``ValueError``.
 
     Source: DeepSeek-AI 2025, "DeepSeek-V3.2" (arXiv:2512.02556, eq. 9 by TRL's count, off-policy sequence masking).
 
@@ -209,12 +187,9 @@ class Estimate(NamedTuple):
 def mean_ratio(gap: Tensor) -> Estimate:
     """Mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``.
 
-    ``E_engine[p_trainer / p_engine]`` is the trainer's mass where the engine samples at all: 1 for any two policies,
-    however far apart, unless the engine leaves tokens out (top-p, top-k) or reports another distribution than it
-    samples from. Under top-p it is about the p.
-
-    Args:
-        gap: ``[n]``, log-prob of the trainer minus that of the engine, nats.
+    It is the trainer's mass where the engine samples at all: 1 for any two policies, however far apart, unless the
+    engine leaves tokens out (under top-p it is about the p) or reports another distribution than it samples from.
+    ``gap [n]`` is the log-prob of the trainer minus that of the engine, nats.
 
     >>> round(mean_ratio(torch.tensor([0.9, 0.9, 0.9]).log()).value, 4)
     0.9
@@ -232,13 +207,8 @@ def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimat
     whichever its score, so that its slope is 0. The standard error allows each token a variance of its own:
     ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``.
 
-    Args:
-        gap: ``[n]``, log-prob of the trainer minus that of the engine, nats.
-        log_prob: ``[n]``, of the trainer.
-        entropy: ``[n]``, of the trainer where the token was sampled.
-
-    Returns:
-        0 with error 0 where every token is certain: nothing can be seen there.
+    ``gap [n]`` is as in :func:`mean_ratio`; ``log_prob`` and ``entropy`` ``[n]`` are the trainer's. Where every token
+    is certain nothing can be seen: 0 with error 0.
 
     Source: White 1980, "A heteroskedasticity-consistent covariance matrix estimator", Econometrica 48.
 

@@ -19,14 +19,8 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor
 
     Args:
         entropy: ``[N, T]`` or ``[n]``, nats; what stands off the mask is not read.
-        mask: bool of the same shape, all trained tokens of an optimizer step.
-        share: above 0, up to 1, which keeps them all; the paper's is 0.2.
-
-    Returns:
-        bool of the same shape, False off the mask.
-
-    Raises:
-        ValueError: if the share is not in that range.
+        mask: bool of the same shape, all trained tokens of an optimizer step; so is the result.
+        share: above 0, up to 1, which keeps them all, else ``ValueError``; the paper's is 0.2.
 
     Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939), rho and tau of its objective; the rank is
     that of a linear quantile, as TRL's ``top_entropy_quantile`` takes it.
@@ -48,20 +42,13 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor
 def adapted_entropy_coef(
     coef: float, entropy: float, *, target: float, delta: float, largest: float
 ) -> tuple[float, float]:
-    """The coefficient of the entropy bonus after a step of mean entropy ``H``, and what of it the next step applies.
+    """The coefficient ``c'`` of the entropy bonus after a step of mean entropy ``H``, and the next step's ``alpha``.
 
     ``c' = min(c + delta, c_max)`` where ``H <= H*``, else ``max(c - delta, 0)``; ``alpha = c' 1[H <= H*]``: the bonus
     grows while the entropy is too low, shrinks while it is not, and acts only while it is too low.
 
-    Args:
-        coef: ``c``, of the step.
-        entropy: ``H``, nats, mean over all trained tokens of the step.
-        target: ``H*``, nats.
-        delta: by how much the coefficient changes.
-        largest: ``c_max``.
-
-    Returns:
-        ``c'`` and ``alpha``.
+    ``coef`` is the ``c`` of the step, ``entropy`` the mean ``H`` over its trained tokens and ``target`` ``H*``, in
+    nats, ``delta`` the change and ``largest`` ``c_max``.
 
     Source: He et al. 2025, "Skywork Open Reasoner 1" (arXiv:2505.22312), adaptive entropy control, whose bonus acts by
     the entropy of the step itself; here and in TRL 1.16 (``use_adaptive_entropy``, the bounds included) it is that of

@@ -52,12 +52,11 @@ class Load:
         return Load(self.positions + other.positions, self.pairs + other.pairs, self.predicted + other.predicted)
 
     def times(self, count: int) -> Load:
-        """So many of the same."""
         return Load(count * self.positions, count * self.pairs, count * self.predicted)
 
 
 def shared_load(prompt: int, responses: Sequence[int]) -> Load:
-    """One prompt of ``P`` tokens computed once, each response of ``R`` tokens behind it; all of these have logits.
+    """One prompt of ``P`` tokens computed once, each response of ``R`` tokens after it; all of these have logits.
 
     Positions ``P + sum R``, pairs ``P (P + 1) / 2 + sum (R P + R (R + 1) / 2)``.
 
@@ -87,11 +86,7 @@ def forward_flops(shape: ModelShape, load: Load) -> int:
 
 
 def backward_flops(shape: ModelShape, load: Load) -> int:
-    """Operations of one backward pass; frozen weights still pass the gradient on.
-
-    >>> backward_flops(ModelShape(0, 100, 8, 50, head_trainable=False), Load(positions=6, pairs=19, predicted=3))
-    2716
-    """
+    """Operations of one backward pass; frozen weights still pass the gradient on."""
     per_position = 4 * shape.trainable_weights + 2 * shape.frozen_weights
     head = (4 if shape.head_trainable else 2) * shape.head_weights
     return per_position * load.positions + 8 * shape.attention_width * load.pairs + head * load.predicted

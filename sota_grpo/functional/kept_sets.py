@@ -10,7 +10,6 @@ Only the logits in ``S`` are needed: each is a product of its own, of one hidden
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,39 +22,23 @@ from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU
 class KeptSets(NamedTuple):
     """The kept tokens of ``M`` positions, ``K`` in all, set after set.
 
-    Args:
-        ids: int64 ``[K]``, tokens.
-        rows: int64 ``[K]``, the position of each, ascending.
-        columns: int64 ``[K]``, its index in its set.
-        drawn: int64 ``[M]``, where in ``ids`` the token that was drawn stands.
-        largest: tokens of the largest set.
-
     >>> sets = KeptSets.of(torch.tensor([3, 5, 8]), torch.tensor([1, 2]), torch.tensor([3, 8]))
-    >>> sets.ids[sets.drawn].tolist(), sets.rows.tolist()
-    ([3, 8], [0, 1, 1])
+    >>> sets.ids[sets.drawn].tolist(), sets.rows.tolist(), sets.columns.tolist(), sets.largest
+    ([3, 8], [0, 1, 1], [0, 0, 1], 2)
     """
 
-    ids: Tensor
-    rows: Tensor
-    columns: Tensor
-    drawn: Tensor
-    largest: int
+    ids: Tensor  # int64 [K], tokens
+    rows: Tensor  # int64 [K], the position of each, ascending
+    columns: Tensor  # int64 [K], its index in its set
+    drawn: Tensor  # int64 [M], where in ``ids`` the token that was drawn is
+    largest: int  # tokens of the largest set
 
     @classmethod
     def of(cls, ids: Tensor, counts: Tensor, targets: Tensor) -> KeptSets:
-        """From the sets one after the other.
-
-        Args:
-            ids: integers ``[K]``.
-            counts: integers ``[M]``, size of each set.
-            targets: int64 ``[M]``, the tokens that were drawn.
+        """From ids ``[K]``, the size of each set ``[M]``, and the tokens that were drawn, int64 ``[M]``.
 
         Raises:
             ValueError: a set does not have its token, or has it twice; or there are more or fewer ids than counted.
-
-        >>> sets = KeptSets.of(torch.tensor([7, 9, 4]), torch.tensor([2, 1]), torch.tensor([9, 4]))
-        >>> sets.rows.tolist(), sets.columns.tolist(), sets.drawn.tolist(), sets.largest
-        ([0, 0, 1], [0, 1, 0], [1, 2], 2)
         """
         ids, counts = ids.long(), counts.long()
         if int(counts.sum()) != len(ids):
@@ -73,12 +56,7 @@ class KeptSets(NamedTuple):
         return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)
 
     def to(self, device: torch.device) -> KeptSets:
-        """Itself on ``device``."""
-        return self.on([each.to(device) for each in self[:4]])
-
-    def on(self, tensors: Sequence[Tensor]) -> KeptSets:
-        """The same sets with the four tensors on another device."""
-        ids, rows, columns, drawn = tensors
+        ids, rows, columns, drawn = (each.to(device) for each in self[:4])
         return KeptSets(ids, rows, columns, drawn, self.largest)
 
 
@@ -105,10 +83,8 @@ def kept_log_probs(
     ``M max |S|`` numbers for the softmax. On CUDA the gradients are summed in no fixed order.
 
     Args:
-        hidden: ``[M, H]``, the states that predict the tokens.
-        weight: ``[V, H]``, the output embedding; another dtype is converted to that of ``hidden``.
         sets: of the ``M`` tokens.
-        bias, temperature, softcap, with_entropy, entropy_grad: as there.
+        hidden, weight, bias, temperature, softcap, with_entropy, entropy_grad: as there.
         logits_bytes: memory for output embeddings that are gathered; the defaults are those of the logits there.
 
     Returns:

@@ -2,8 +2,7 @@
 
 The tiles are made one after the other in the same buffers. A tile of ``r`` rows and ``c`` columns reads ``r`` hidden
 states and ``c`` output embeddings, and its gradient adds to as many: over all tiles, ``M V H (1 / r + 1 / c)`` numbers
-each. Of tiles of one size the square moves the fewest; whole rows (``c = V``) move ``V / (2 sqrt(r c))`` times as many,
-which is 74 for 152k columns and a million logits.
+each. Of tiles of one size the square moves the fewest.
 """
 
 from __future__ import annotations
@@ -36,14 +35,8 @@ class LogitTiles:
     ``factor`` times what :meth:`raw` returns. The derivative of ``z`` by ``hidden weight^T + bias`` is ``slope``, and
     with a softcap ``slope raw (1 - raw)``.
 
-    Args:
-        hidden: ``[M, H]``; its dtype is that of the matrix products, the buffers are float32 (float64 if it is).
-        weight: ``[V, H]``, in any dtype.
-        bias: ``[V]`` or None.
-        temperature: the logits are divided by it.
-        softcap: bound ``c`` of the logits, ``c tanh(x / c)`` before the division, or None.
-        num_bytes: of all buffers together; None for 8 MiB on a CPU and 1 GiB elsewhere.
-        num_buffers: wide buffers of one tile; a softcap adds one.
+    ``num_bytes`` is that of all buffers together (None: 8 MiB on a CPU and 1 GiB elsewhere); they are float32 (float64
+    if ``hidden`` is). A softcap adds one to the wide buffers of a tile.
 
     Memory for 9 logits cuts 5 rows and 7 columns into rows 0:3, 3:5 and columns 0:3, 3:6, 6:7:
 
@@ -110,33 +103,19 @@ class LogitTiles:
         """Wide buffer ``i`` in the shape of ``tile``."""
         return self.buffers[i, : tile.numel()].view_as(tile)
 
-    def narrowed(self, tile: Tensor) -> Tensor:
-        """``tile`` in the dtype of the matrix products."""
-        return tile if self.dtype == self.wide else self.narrow(tile).copy_(tile)
-
     def narrow(self, tile: Tensor) -> Tensor:
         """Room for ``tile`` in the dtype of the matrix products, which is its own where that is the wide one."""
         return tile if self.dtype == self.wide else self.narrow_buffer[: tile.numel()].view_as(tile)
 
     @staticmethod
     def find(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Index of each target ``[r, 1]`` among the columns, and whether it is there at all.
-
-        >>> [x.flatten().tolist() for x in LogitTiles.find(torch.tensor([[2], [5], [9]]), slice(4, 8))]
-        [[0, 1, 3], [False, True, False]]
-        """
+        """Index of each target ``[r, 1]`` among the columns, and whether it is there at all."""
         index, last = targets - columns.start, columns.stop - columns.start - 1
         return index.clamp(0, last), (index >= 0) & (index <= last)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in one kernel where the dtypes agree, else summed in the dtype of ``total``.
-
-    >>> total = torch.ones(1, 1)
-    >>> add_product(total, torch.full((1, 2), 2.0), torch.full((2, 1), 3.0))
-    >>> total.item()
-    13.0
-    """
+    """``total += left @ right``, in one kernel where the dtypes agree, else summed in the dtype of ``total``."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -152,10 +131,7 @@ def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -
 
 
 def automatic_precision(chosen: str, device_type: str) -> str:
-    """What ``auto`` and ``native`` stand for there, ``bf16`` or ``fp32``; other choices as they are.
-
-    On a CPU ``auto`` is exact. ``native`` takes bf16 where the CPU has instructions for it.
-    """
+    """``bf16`` or ``fp32`` for ``auto`` (exact on a CPU) and ``native`` (bf16 where the CPU multiplies it)."""
     if chosen not in ("auto", "native"):
         return chosen
     return "bf16" if device_type == "cuda" or (chosen == "native" and multiplies_bf16()) else "fp32"
@@ -215,14 +191,13 @@ def chunked_log_probs(
 
     The forward pass keeps the inputs and ``[M]`` vectors. The backward pass computes the logits again tile by tile and
     carries ``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` on to ``hidden``, ``weight`` and ``bias``, as far as
-    they ask for a gradient. On a CPU it leaves out the rows whose ``g`` and ``h`` are 0 (no advantage, clipped): that
-    changes nothing but the time. Where ``hidden`` alone asks for a gradient (LoRA: the head is frozen), the forward
-    pass keeps ``d log_prob_m / d hidden_m`` instead of ``hidden_m``, and the backward pass only scales it. On CUDA the
-    forward pass keeps ``2^(z - top)`` of every logit, where that is at most :func:`kept_limit` bytes, and the backward
-    pass computes no logit again.
+    they ask for a gradient. On a CPU it leaves out the rows whose ``g`` and ``h`` are 0 (no advantage, clipped). Where
+    ``hidden`` alone asks for a gradient (LoRA: the head is frozen), the forward pass keeps ``d log_prob_m / d
+    hidden_m`` instead, and the backward pass only scales it. On CUDA the forward pass keeps ``2^(z - top)`` of every
+    logit, where that is at most :func:`kept_limit` bytes, and the backward pass computes no logit again.
 
     The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
-    all after is float32, or float64 when ``hidden`` is, sums over tiles too, whose size changes rounding only.
+    all after is float32, or float64 when ``hidden`` is. The size of tiles changes rounding only.
 
     Args:
         hidden: ``[M, H]``, the states that predict the targets.
@@ -231,8 +206,8 @@ def chunked_log_probs(
         bias: ``[V]``, if the output layer has one.
         temperature: the logits are divided by it; that of the sampling.
         softcap: the bound ``c`` of the logits, if the model has one.
-        logits_bytes: memory for logits, whatever M and V are. By default 8 MiB on a CPU, so that a tile stays in its
-            cache, and elsewhere 1 GiB, so that a tile takes much longer than its launch.
+        logits_bytes: memory for logits, whatever M and V are; by default 8 MiB on a CPU, whose cache holds a tile then,
+            and elsewhere 1 GiB, where a tile takes much longer than its launch.
         with_entropy: also return the entropy of every row.
         entropy_grad: let the gradient through the entropy; without it the entropy is a detached diagnostic.
         vocab_shard: ``weight`` and ``bias`` are this rank's rows of the whole vocabulary's, whose ids ``targets`` are;
@@ -249,7 +224,16 @@ def chunked_log_probs(
     >>> round(log_probs.item(), 4), round(entropy.item(), 4)  # three equal logits: -log 3 and log 3
     (-1.0986, 1.0986)
     """
-    _check(hidden, weight, targets, bias, temperature=temperature, softcap=softcap, logits_bytes=logits_bytes)
+    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    if not (fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])):
+        shapes = f"{list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}"
+        raise ValueError(
+            f"hidden, weight, targets must be [M, H], [V, H], [M] and bias [V], but they are {shapes} and "
+            f"{None if bias is None else list(bias.shape)}."
+        )
+    for name, value in {"temperature": temperature, "softcap": softcap, "logits_bytes": logits_bytes}.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0.")
     if entropy_grad and not with_entropy:
         raise ValueError("entropy_grad=True needs with_entropy=True: there is no entropy to differentiate.")
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
@@ -259,15 +243,10 @@ def chunked_log_probs(
 
 
 class VocabShard(NamedTuple):
-    """The rows of the output embedding that this rank has, where the ranks of a group divide them (tensor parallelism).
+    """The rows of the output embedding that this rank has under tensor parallelism."""
 
-    Args:
-        first: id of its first row.
-        group: of the ranks, in the order of their rows.
-    """
-
-    first: int
-    group: dist.ProcessGroup
+    first: int  # id of its first row
+    group: dist.ProcessGroup  # of the ranks, in the order of their rows
 
     def joined(self, own: _Scan, has_target: Tensor) -> _Scan:
         """What all ranks say together, from what each says of its columns; ``has_target`` where it has the target."""
@@ -279,11 +258,6 @@ class VocabShard(NamedTuple):
         total = torch.stack((target, own.mass * scale, (own.moment + drop * own.mass) * scale))
         dist.all_reduce(total, group=self.group)
         return _Scan(top, *total)
-
-    def summed(self, value: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
-        dist.all_reduce(value, group=self.group)
-        return value
 
 
 class _Options(NamedTuple):
@@ -306,15 +280,9 @@ class _Options(NamedTuple):
         return self._replace(keeps_slopes=frozen, keeps_tiles=not frozen and bias is None and fits)
 
     def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogitTiles:
-        return LogitTiles(
-            hidden,
-            weight,
-            bias,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            num_bytes=self.logits_bytes,
-            num_buffers=2 if self.with_entropy else 1,
-        )
+        scaling: dict[str, Any] = {"temperature": self.temperature, "softcap": self.softcap}
+        buffers = 2 if self.with_entropy else 1
+        return LogitTiles(hidden, weight, bias, num_bytes=self.logits_bytes, num_buffers=buffers, **scaling)
 
 
 class _Rows(NamedTuple):
@@ -377,7 +345,7 @@ class _TiledLogProbs(torch.autograd.Function):
         tiles = ctx.options.tiles(rows.hidden, weight, bias)
         grad_hidden, grad_weight, grad_bias = _pull_back(tiles, rows, ctx.needs_input_grad)
         if grad_hidden is not None and ctx.options.vocab_shard is not None:
-            grad_hidden = ctx.options.vocab_shard.summed(grad_hidden)
+            dist.all_reduce(grad_hidden, group=ctx.options.vocab_shard.group)
         if grad_hidden is not None and active is not None and rows is not every:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, active, grad_hidden)
         return grad_hidden, grad_weight, grad_bias, None, None
@@ -515,7 +483,8 @@ def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tupl
             grad_logits = _grad_logits(tiles, rows.take(piece), tile_weight, columns)
             if grad_bias is not None:
                 to_bias += grad_logits.sum(0)
-            grad_logits = tiles.narrowed(grad_logits)
+            if tiles.dtype != tiles.wide:
+                grad_logits = tiles.narrow(grad_logits).copy_(grad_logits)
             if grad_hidden is not None:
                 add_product(grad_hidden[piece], grad_logits, tile_weight)
             if grad_weight is not None:
@@ -551,17 +520,3 @@ def _grad_logits(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice)
     index, inside = tiles.find(rows.targets, columns)
     grad.scatter_add_(1, index, torch.where(inside, g, 0.0))
     return grad if tiles.softcap is None else grad.mul_(raw.addcmul_(raw, raw, value=-1))
-
-
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, **positive: float | None) -> None:
-    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
-    fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
-    if not fits:
-        shapes = f"{list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}"
-        raise ValueError(
-            f"hidden, weight, targets must be [M, H], [V, H], [M] and bias [V], but they are {shapes} and "
-            f"{None if bias is None else list(bias.shape)}."
-        )
-    for name, value in positive.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0.")

@@ -33,9 +33,6 @@ def max_groups_admitted(max_policy_age: int, groups_per_step: int) -> int:
         max_policy_age: largest difference between the version being trained and that of any trained token.
         groups_per_step: groups consumed between two publishes.
 
-    Returns:
-        the number of slots.
-
     Raises:
         ValueError: if the age is negative or a step has no group.
 

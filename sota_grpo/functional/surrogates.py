@@ -1,9 +1,13 @@
 """Policy-gradient surrogates, one value per token, nothing reduced; each declares beside it what others ask of it.
 
-Each is a loss: its negative gradient raises the probability of tokens with a positive advantage. ``log_ratio`` is
-``log_prob - old_log_prob``, the log of ``rho``. An advantage may be given per token ``[N, T]`` or per row ``[N, 1]``.
-Where a slot is masked, select finite values *before* these functions: a NaN that enters an exponential leaves a NaN in
-the gradient even if the value is dropped later.
+Each is a loss: its negative gradient raises the probability of tokens with a positive advantage. Arguments and results
+are ``[N, T]``, in nats where they are logarithms: ``log_prob`` of the policy being trained; ``log_ratio``, the log of
+``rho``, ``log_prob - old_log_prob``; the ``mask`` of the trainable tokens, of whole rows. An ``advantage`` may be
+``[N, 1]``. Where a slot is masked, select finite values *before* these functions: a NaN that enters an exponential
+leaves a NaN in the gradient even if the value is dropped later.
+
+A number out of its range raises ``ValueError``: clip widths are 0 or more, a dual clip or a cap of the ratio above 1,
+temperatures, exponents and rates above 0.
 
 Options are judged by these declarations before torch is imported, so nothing here imports it outside of a function.
 """
@@ -28,11 +32,6 @@ def clipped_tokens(
     ``rho > 1 + clip_high`` with ``A > 0``, ``rho < 1 - clip_low`` with ``A < 0``, ``rho > dual_clip`` with ``A < 0``.
     A token with ``A = 0`` has no gradient to lose and is not counted.
 
-    Args and errors as in :func:`clipped_surrogate`.
-
-    Returns:
-        bool ``[N, T]``.
-
     >>> import torch
     >>> log_ratio = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()
     >>> clipped_tokens(log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2, 0.2).tolist()
@@ -54,17 +53,9 @@ def clipped_surrogate(
     ``rho = inf`` with ``A < 0`` and no dual clip gives ``inf``: that is the loss.
 
     Args:
-        log_ratio: ``[N, T]``, nats.
-        advantage: ``[N, T]`` or ``[N, 1]``.
         clip_low: the ratio is clipped below ``1 - clip_low``; 1 or more never clips.
         clip_high: the ratio is clipped above ``1 + clip_high``.
-        dual_clip: largest ratio that counts for a negative advantage, above 1; None: no bound.
-
-    Returns:
-        ``[N, T]``.
-
-    Raises:
-        ValueError: if a clip width is negative or ``dual_clip`` is not above 1.
+        dual_clip: largest ratio that counts for a negative advantage; None: no bound.
 
     Sources: Schulman et al. 2017 (arXiv:1707.06347, eq. 7); two widths, Yu et al. 2025 (arXiv:2503.14476, section 3.1);
     dual clip, Ye et al. 2020 (arXiv:1912.09729).
@@ -83,18 +74,6 @@ def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip
     """CISPO's loss of each token: REINFORCE weighted by the clipped ratio, which carries no gradient.
 
     ``-sg(min(rho, 1 + clip_high)) A log_prob``. Every token keeps a gradient, the clipped ones too.
-
-    Args:
-        log_prob: ``[N, T]``, nats, of the policy being trained.
-        log_ratio: ``[N, T]``, nats.
-        advantage: ``[N, T]`` or ``[N, 1]``.
-        clip_high: the ratio is clipped above ``1 + clip_high``.
-
-    Returns:
-        ``[N, T]``.
-
-    Raises:
-        ValueError: if ``clip_high`` is negative.
 
     Source: MiniMax 2025 (arXiv:2506.13585, eq. 4 and 5, without a lower clip).
 
@@ -130,18 +109,6 @@ def sapo_surrogate(
     either side, never exactly 0 until the sigmoid is 1 to the last digit. The ratio is held there, ``tau (rho - 1) =
     50``, so that a ratio that overflows has the gradient 0 and not NaN.
 
-    Args:
-        log_ratio: ``[N, T]``, nats.
-        advantage: ``[N, T]`` or ``[N, 1]``.
-        tau_positive: temperature where the advantage is positive; the larger, the narrower.
-        tau_negative: temperature elsewhere.
-
-    Returns:
-        ``[N, T]``.
-
-    Raises:
-        ValueError: if a temperature is not positive.
-
     Source: Gao et al. 2025 (arXiv:2511.20347).
 
     >>> import torch
@@ -168,22 +135,9 @@ def dppo_surrogate(
 ) -> Tensor:
     """DPPO's loss of each token: REINFORCE weighted by the ratio, masked by the change of the *probability*.
 
-    ``-sg(min(rho, ratio_cap)) A log_prob`` where :func:`moved_tokens` is False, 0 elsewhere. The change of the sampled
-    token's probability bounds the total variation between the policies from below (binary total variation): it leaves
-    rare tokens alone, whose ratio is large and whose probability hardly moves.
-
-    Args:
-        log_prob: ``[N, T]``, nats, of the policy being trained.
-        log_ratio: ``[N, T]``, nats, per token.
-        advantage: ``[N, T]`` or ``[N, 1]``.
-        clip_low, clip_high: see :func:`moved_tokens`.
-        ratio_cap: largest ratio that weighs a token; None: no bound.
-
-    Returns:
-        ``[N, T]``.
-
-    Raises:
-        ValueError: if a width is negative or ``ratio_cap`` is not above 1.
+    ``-sg(min(rho, ratio_cap)) A log_prob`` where :func:`moved_tokens` is False, 0 elsewhere; no cap is no bound. The
+    change of the sampled token's probability bounds the total variation between the policies from below (binary total
+    variation): it leaves rare tokens alone, whose ratio is large and whose probability hardly moves.
 
     Source: Qi et al. 2026 (arXiv:2602.04879, the binary total variation; the cap, section 5.4).
 
@@ -235,19 +189,6 @@ def vespo_surrogate(
     largest at ``W = k / lambda`` and falls to 0 on either side. It is computed from ``log W``, so that a long row
     cannot overflow.
 
-    Args:
-        log_prob: ``[N, T]``, nats, of the policy being trained.
-        log_ratio: ``[N, T]``, nats, per token.
-        advantage: ``[N, T]`` or ``[N, 1]``.
-        mask: bool ``[N, T]``, the trainable tokens; whole rows.
-        k_positive, lambda_positive, k_negative, lambda_negative: exponent and rate.
-
-    Returns:
-        ``[N, T]``.
-
-    Raises:
-        ValueError: if an exponent or a rate is not positive.
-
     Source: Shen et al. 2026 (arXiv:2602.10693); these values are TRL's defaults.
 
     >>> import torch
@@ -284,18 +225,7 @@ def gmpo_surrogate(
     its own ``log_prob``, 0 where :func:`outlying_tokens` is True, as in :func:`sequence_log_ratio`; under weights that
     are equal within a row that is the gradient of the geometric mean.
 
-    Args:
-        log_ratio: ``[N, T]``, nats, per token.
-        advantage: ``[N, T]`` or ``[N, 1]``.
-        mask: bool ``[N, T]``, the trainable tokens; whole rows.
-        clip_low, clip_high: bounds of the log-ratio.
-        dual_clip: largest ratio of a token that counts for a negative advantage, above 1; None: no bound.
-
-    Returns:
-        ``[N, T]``.
-
-    Raises:
-        ValueError: if a width is negative or ``dual_clip`` is not above 1.
+    ``dual_clip`` is the largest ratio of a token that counts for a negative advantage; None: no bound.
 
     Source: Zhao et al. 2025 (arXiv:2507.20673).
 
@@ -325,13 +255,6 @@ def outlying_tokens(
 def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
     """REINFORCE's loss of each token, ``-A log_prob``.
 
-    Args:
-        log_prob: ``[N, T]``, nats, of the policy being trained.
-        advantage: ``[N, T]`` or ``[N, 1]``.
-
-    Returns:
-        ``[N, T]``.
-
     Source: Williams 1992, "Simple statistical gradient-following algorithms", Machine Learning 8.
 
     >>> import torch
@@ -343,7 +266,7 @@ def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What is known of a value of ``algorithm.objective``; who has to ask something of one asks here.
+    """All that a value of ``algorithm.objective`` declares.
 
     The parameters of its functions say what they read: any of ``TENSORS`` and ``OPTIONS``. One that reads the ``mask``
     sees whole rows, whatever the micro-batches.
@@ -383,11 +306,7 @@ SURROGATES = {
 
 
 def readers(term: str) -> str:
-    """The surrogates that read ``term``, for messages.
-
-    >>> readers("clip_high")
-    'clipped or cispo or dppo or gmpo'
-    """
+    """The surrogates that read ``term``, for messages."""
     return " or ".join(name for name, one in SURROGATES.items() if one.reads(term))
 
 
@@ -409,19 +328,13 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
     of them; the gradient is that of the token's own ``log_prob``: ``log s_it = sg(log s_i) + log_prob_t -
     sg(log_prob_t)``. Slots off the mask hold 0, take no part and carry no gradient, whatever they contain.
 
-    Against plain GSPO, whose ratio ``s_i`` is differentiated as it stands (each token receives ``1/|o_i|`` of it): when
-    the tokens of a row share one advantage and one loss weight, as under every aggregation of
-    :func:`~sota_grpo.functional.row_weights`, the gradients are equal, ``w_i s_i A_i sum_t grad log_prob_t``, and the
-    clip takes or leaves the row as a whole. They differ only where advantages or weights differ inside a row; there the
-    token form credits each token with its own.
+    When the tokens of a row share one advantage and one loss weight, as under every aggregation of
+    :func:`~sota_grpo.functional.row_weights`, that is the gradient of plain GSPO, whose ratio ``s_i`` is differentiated
+    as it is: ``w_i s_i A_i sum_t grad log_prob_t``. Where advantages or weights differ inside a row, the token form
+    credits each token with its own.
 
     Args:
-        log_prob: ``[N, T]``, nats, of the policy being trained.
-        old_log_prob: ``[N, T]``, nats, of the policy that the ratio is taken to; its gradient is not followed.
-        mask: bool ``[N, T]``, the trainable tokens.
-
-    Returns:
-        ``[N, T]``, to be used as the ``log_ratio`` of a surrogate.
+        old_log_prob: of the policy that the ratio is taken to; its gradient is not followed.
 
     Source: Zheng et al. 2025 (arXiv:2507.18071, eq. 7 and section 4.3, GSPO-token).
 
@@ -462,8 +375,7 @@ def _nat_bounds(
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     negative = advantage < 0
     lower = constant(-clip_low).where(negative, constant(-math.inf))
-    upper = constant(highest).where(negative, constant(clip_high))
-    return lower, upper
+    return lower, constant(highest).where(negative, constant(clip_high))
 
 
 def _log_bounds(

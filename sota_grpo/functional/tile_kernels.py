@@ -76,15 +76,12 @@ def scan(
     with_entropy: bool,
     weights: Tensor | None = None,
 ) -> None:
-    """Add a tile to the online softmax of its rows, in place.
+    """Add a tile ``raw [r, c]`` (float32, contiguous; ``z = factor raw``) to the online softmax of its rows, in place.
 
-    Args:
-        raw: ``[r, c]`` float32, contiguous; ``z = factor raw``; ``c`` is at most ``MAX_COLUMNS``.
-        index: int64 ``[r, 1]``, column of the target; outside ``[0, c)`` it is in another tile.
-        top, own, mass, moment: float32 ``[r, 1]``: greatest logit so far, and, relative to it, the target's logit,
-            ``sum 2^z`` and ``sum z 2^z``.
-        with_entropy: keep ``moment``.
-        weights: ``[r, c]``, filled with ``2^(z - top)``, 0 at the target, under the new ``top``.
+    ``index [r, 1]`` is the column of the target, outside ``[0, c)`` where another tile has it. ``top, own, mass,
+    moment`` are float32 ``[r, 1]``: greatest logit so far, and, relative to it, the target's logit, ``sum 2^z`` and
+    ``sum z 2^z`` (kept ``with_entropy``). ``weights [r, c]`` is filled with ``2^(z - top)``, 0 at the target, under the
+    new ``top``.
     """
     rows, columns = raw.shape
     with _current(raw):
@@ -107,10 +104,8 @@ def pull(
 ) -> None:
     """Fill ``grad [r, c]`` with ``(by_p + by_zp z) 2^z``, plus ``at_target`` at the target; ``z = factor raw - top``.
 
-    Args:
-        raw, index, top: as in :func:`scan`.
-        by_p, by_zp, at_target: float32 ``[r, 1]``; ``by_zp`` None is 0.
-        grad: contiguous, in any dtype; ``raw`` itself will do.
+    ``raw, index, top`` are as in :func:`scan`, the coefficients float32 ``[r, 1]``, where ``by_zp`` None is 0. ``grad``
+    is contiguous, in any dtype; ``raw`` itself will do.
     """
     rows, columns = raw.shape
     with _current(raw):

@@ -16,7 +16,6 @@ Tables say what each program computes (:mod:`sota_grpo.policy.attention_tables`)
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +37,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The blocks of the three kernels for heads of one width on one kind of device."""
 
     forward: Blocks
@@ -370,12 +368,9 @@ class Scores(NamedTuple):
 def forward(query: Tensor, key: Tensor, value: Tensor, tables: Tables, scores: Scores) -> tuple[Tensor, Tensor]:
     """Attention of ``[L, heads, width]`` over ``[L, key heads, width]``, and its log-sums ``[heads, L]`` in base 2.
 
-    Args:
-        query, key, value: rows may be slices of wider ones; a row's heads are contiguous.
-        tables: see :class:`sota_grpo.policy.attention_tables.Tables`.
-        scores: see :class:`Scores`.
+    Rows may be slices of wider ones; a row's heads are contiguous.
     """
-    starts, tiles = tables.starts, tables.query_tiles
+    starts, tiles, _, _ = tables.split()
     length, heads, width = query.shape
     out, lse = query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
     window, factor, cap, compiled = scores.numbers()
@@ -399,7 +394,7 @@ def backward(
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, contiguous; ``grad`` is that of ``out`` and contiguous as it is."""
-    starts, query_tiles, key_tiles, joins = tables.starts, tables.query_tiles, tables.key_tiles, tables.joins
+    starts, query_tiles, key_tiles, joins = tables.split()
     length, heads, width = query.shape
     window, factor, cap, compiled = scores.numbers()
     launch, rows = _launch(query), (query.stride(0), key.stride(0), value.stride(0))
@@ -407,7 +402,7 @@ def backward(
     by_query, by_key, by_value = (
         torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
     )
-    key_sums, value_sums = query.new_empty(2, tables.num_slots, *key.shape[1:], dtype=torch.float32)
+    key_sums, value_sums = query.new_empty(2, tables.sizes[3], *key.shape[1:], dtype=torch.float32)
     padded = _padded(width)
     with _current(query):
         _delta_tile[(triton.cdiv(length, 32), heads)](
@@ -449,12 +444,8 @@ def _padded(width: int) -> int:
 def _launch(query: Tensor) -> Launch:
     if not query.is_cuda:  # the interpreter's
         return Launch(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(16, 32, 4, 1))
-    return launch_for(query.shape[2], _shared_memory(query.device))
-
-
-def _shared_memory(device: torch.device) -> int:
-    properties: Any = torch.cuda.get_device_properties(device)  # whose stubs lack this name
-    return properties.shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(query.device)  # whose stubs lack this name
+    return launch_for(query.shape[2], properties.shared_memory_per_block_optin)
 
 
 def _current(tensor: Tensor) -> contextlib.AbstractContextManager:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,86 +22,66 @@ MOST_PIECES = 8  # of a prompt's keys, each of which takes their size in float32
 NO_PROMPT = 2**30  # a prompt's end that lies behind every token
 
 
-class Span(Protocol):
-    """Responses of ``length`` tokens each, one after the other in ``[start, end)``."""
+@dataclass(frozen=True)
+class Run:
+    """``count`` responses of ``length`` tokens each, one after the other from ``start``."""
+
+    start: int
+    count: int
+    length: int
 
     @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def length(self) -> int: ...
+    def end(self) -> int:
+        return self.start + self.count * self.length
 
 
-class Group(Protocol):
-    """A prompt ``[start, end)`` and its responses ``[end, stop)``."""
+@dataclass(frozen=True)
+class Block:
+    """One prompt ``[start, end)`` and the responses that follow it, up to ``stop``."""
+
+    start: int
+    end: int
+    runs: tuple[Run, ...]
 
     @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def runs(self) -> Sequence[Span]: ...
+    def stop(self) -> int:
+        return self.runs[-1].end if self.runs else self.end
 
 
 @dataclass(frozen=True)
 class Tables:
     """Rows of int32, all in one tensor ``flat``; the most work comes first, so that the last programs to end are short.
 
-    - :attr:`starts` ``[L]``: the first token of each token's span.
-    - :attr:`query_tiles` ``[N, 4]``: queries ``[first, end)`` of one prompt, or of its responses; the prompt's keys
+    - ``starts [L]``: the first token of each token's span.
+    - ``query_tiles [N, 4]``: queries ``[first, end)`` of one prompt, or of its responses; the prompt's keys
       ``[prompt, prompt_end)`` that they see beside their own span's (none: 0, 0).
-    - :attr:`key_tiles` ``[N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` see those of their span up to
-      themselves, and ``[masked, last)`` all; the row of a buffer for sums that are joined later, or -1; the prompt's
-      end, or ``NO_PROMPT``.
-    - :attr:`joins` ``[N, 5]``: keys ``[first, end)`` whose sums are in ``pieces`` places of the buffer, from ``slot``,
+    - ``key_tiles [N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` see those of their span up to themselves,
+      and ``[masked, last)`` all; the row of a buffer for sums that are joined later, or -1; the prompt's end, or
+      ``NO_PROMPT``.
+    - ``joins [N, 5]``: keys ``[first, end)`` whose sums are in ``pieces`` places of the buffer, from ``slot``,
       ``stride`` rows apart: ``first, end, slot, stride, pieces``.
 
-    Args:
-        num_slots: rows of the buffer.
+    ``sizes`` are the rows of query tiles, key tiles and joins, and those of the buffer.
     """
 
     flat: Tensor
-    num_query_tiles: int
-    num_key_tiles: int
-    num_joins: int
-    num_slots: int
+    sizes: Sequence[int]
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.num_query_tiles, self.num_key_tiles, self.num_joins, self.num_slots
-
-    @property
-    def starts(self) -> Tensor:
-        return self.flat[: len(self.flat) - 4 * self.num_query_tiles - 7 * self.num_key_tiles - 5 * self.num_joins]
-
-    @property
-    def query_tiles(self) -> Tensor:
-        return self._rows(7 * self.num_key_tiles + 5 * self.num_joins, self.num_query_tiles, 4)
-
-    @property
-    def key_tiles(self) -> Tensor:
-        return self._rows(5 * self.num_joins, self.num_key_tiles, 7)
-
-    @property
-    def joins(self) -> Tensor:
-        return self._rows(0, self.num_joins, 5)
-
-    def _rows(self, behind: int, rows: int, columns: int) -> Tensor:
-        end = len(self.flat) - behind
-        return self.flat[end - rows * columns : end].view(rows, columns)
+    def split(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Starts, query tiles, key tiles and joins."""
+        rows = [4 * self.sizes[0], 7 * self.sizes[1], 5 * self.sizes[2]]
+        starts, queries, keys, joins = self.flat.split([len(self.flat) - sum(rows), *rows])
+        return starts, queries.view(-1, 4), keys.view(-1, 7), joins.view(-1, 5)
 
 
-def attention_tables(groups: Sequence[Group], length: int) -> Tables:
+def attention_tables(blocks: Sequence[Block], length: int) -> Tables:
     """The tables of ``length`` packed tokens.
 
-    >>> from sota_grpo.policy.shared_prompt import Block, Run
     >>> tables = attention_tables([Block(0, 130, (Run(130, 1, 3), Run(133, 1, 4)))], 137)
-    >>> tables.query_tiles.tolist()
+    >>> starts, query_tiles, key_tiles, joins = tables.split()
+    >>> query_tiles.tolist()
     [[130, 137, 0, 130], [128, 130, 0, 0], [0, 128, 0, 0]]
-    >>> tables.key_tiles.tolist()
+    >>> key_tiles.tolist()
     [[0, 128, 0, 128, 137, -1, 130], [128, 130, 128, 130, 137, -1, 130], [130, 137, 130, 137, 137, -1, 1073741824]]
     """
     starts, ends = np.zeros(length, np.int32), np.zeros(length, np.int32)
@@ -110,23 +89,23 @@ def attention_tables(groups: Sequence[Group], length: int) -> Tables:
     key_tiles: list[tuple[int, ...]] = []
     joins: list[tuple[int, ...]] = [(0, 0, 0, 0, 0)] * 2  # of nothing: a compiler makes another graph for sizes 0 and 1
     num_slots = 2
-    for group in groups:
-        starts[group.start : group.end], ends[group.start : group.end] = group.start, group.end
-        for run in group.runs:
+    for block in blocks:
+        starts[block.start : block.end], ends[block.start : block.end] = block.start, block.end
+        for run in block.runs:
             own = np.arange(run.start, run.end, run.length, dtype=np.int32).repeat(run.length)
             starts[run.start : run.end], ends[run.start : run.end] = own, own + run.length
-        for first, end in _tiles(group.start, group.end):
+        for first, end in _tiles(block.start, block.end):
             query_tiles.append((first, end, 0, 0))
-            piece = max(PIECE, -(-(group.stop - end) // MOST_PIECES))
-            cuts = list(range(end, group.stop, piece)) or [end]
-            pieces = [(first if cut == end else cut, cut, min(cut + piece, group.stop)) for cut in cuts]
+            piece = max(PIECE, -(-(block.stop - end) // MOST_PIECES))
+            cuts = list(range(end, block.stop, piece)) or [end]
+            pieces = [(first if cut == end else cut, cut, min(cut + piece, block.stop)) for cut in cuts]
             slots = [-1] if len(pieces) == 1 else [num_slots + index * (end - first) for index in range(len(pieces))]
-            key_tiles += [(first, end, *piece, slot, group.end) for piece, slot in zip(pieces, slots)]
+            key_tiles += [(first, end, *piece, slot, block.end) for piece, slot in zip(pieces, slots)]
             if len(pieces) > 1:
                 joins.append((first, end, num_slots, end - first, len(pieces)))
                 num_slots += len(pieces) * (end - first)
-        for first, end in _tiles(group.end, group.stop):
-            query_tiles.append((first, end, group.start, group.end))
+        for first, end in _tiles(block.end, block.stop):
+            query_tiles.append((first, end, block.start, block.end))
             last = int(ends[end - 1])
             masked = end if starts[first] == starts[end - 1] else last
             key_tiles.append((first, end, first, masked, last, -1, NO_PROMPT))
@@ -134,7 +113,7 @@ def attention_tables(groups: Sequence[Group], length: int) -> Tables:
     key_tiles.sort(key=lambda row: row[4] - row[2], reverse=True)
     rows = [value for row in (*query_tiles, *key_tiles, *joins) for value in row]
     flat = torch.from_numpy(np.concatenate([starts, np.array(rows, np.int32)]))
-    return Tables(flat, len(query_tiles), len(key_tiles), len(joins), num_slots)
+    return Tables(flat, (len(query_tiles), len(key_tiles), len(joins), num_slots))
 
 
 def _tiles(start: int, stop: int) -> list[tuple[int, int]]:

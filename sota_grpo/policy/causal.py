@@ -8,11 +8,8 @@ half precision stays outside: it reads the layout of the packed rows, which is a
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import traceback
-from collections.abc import Iterator
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -57,10 +54,8 @@ class CausalPolicy(TensorDictModuleBase):
     elsewhere. Rows with the same prompt compute it once, and nothing is padded (:mod:`sota_grpo.policy.shared_prompt`),
     where the model's attention can take that; else, with a warning that says why, rows are padded. The LM head runs
     only at the positions that predict an assistant token, tile by tile, so no ``[N, T, V]`` tensor exists. Softmax and
-    log are float32; autocast is the caller's.
-
-    Rows that were sampled by top-k, top-p or min-p say from which tokens each was drawn (``keys.KEPT_IDS``): softmax
-    and entropy are over those alone then (:mod:`sota_grpo.functional.kept_sets`).
+    log are float32; autocast is the caller's. Where sampling was truncated (``keys.KEPT_IDS``), softmax and entropy are
+    over the kept tokens alone (:mod:`sota_grpo.functional.kept_sets`).
 
     To spread it over ranks see :func:`sota_grpo.policy.sharding.shard`.
 
@@ -68,8 +63,8 @@ class CausalPolicy(TensorDictModuleBase):
         model: a transformers causal language model, with or without LoRA.
         temperature: logits are divided by it, as in sampling; above 0.
         with_entropy: also write ``"entropy"``.
-        entropy_grad: let the entropy carry a gradient; otherwise it is detached, until an entropy bonus of
-            :class:`~sota_grpo.rl.objectives.GRPOLoss` asks for it.
+        entropy_grad: let the entropy carry a gradient, which an entropy bonus of
+            :class:`~sota_grpo.rl.objectives.GRPOLoss` needs.
         shared_prompt: False pads every row and gives each its prompt; the model's attention is left as it is then.
         liger: the head is computed by liger-kernel (:func:`liger_log_probs`).
         fused: the decoder's layers are compiled (:func:`fuse_layers`), where rows are packed.
@@ -130,77 +125,62 @@ class CausalPolicy(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a shallow copy of the right-padded rows ``[N, T]`` with the out-keys set.
 
-        The given rows are left as they are: their ``log_probs`` are the behaviour policy's.
-
-        Rows that come with their :meth:`layout` are not waited for by the host.
+        The rows are not changed: their ``log_probs`` are the behaviour policy's. For rows that bring their
+        :meth:`layout` the host does not wait.
 
         Raises:
-            ValueError: the first token of a row is an assistant token, which nothing predicts.
+            ValueError: as :meth:`layout`.
         """
-        layout = tensordict.get_non_tensor(keys.LAYOUT, default=None)
-        tokens, attention_mask, assistant_mask = (tensordict.get(key) for key in self.in_keys)
-        log_probs, entropy = self.log_probs(tokens, attention_mask, assistant_mask, layout, kept_of(tensordict))
+        log_probs, entropy = self.log_probs(tensordict, tensordict.get_non_tensor(keys.LAYOUT, default=None))
         out = tensordict.copy()
         out.set(keys.LOG_PROBS, log_probs)
         if entropy is not None:
             out.set(ENTROPY, entropy)
         return out
 
-    def log_probs(
-        self,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        assistant_mask: Tensor,
-        layout: Layout | None = None,
-        kept: Kept | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the assistant mask) of int64 ``[N, T]``.
+    def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the assistant mask), on the model's device.
 
-        They are on the model's device, wherever the rows are; rows on the CPU cost no wait for the device. ``kept`` are
-        ids ``[N, K]`` and counts ``[N, T]`` of rows whose sampling was truncated.
+        Rows on the CPU cost no wait for the device.
         """
-        layout = layout or self.layout(tokens, attention_mask, assistant_mask, kept)
+        layout = layout or self.layout(rows)
         device = next(self.parameters()).device
         if layout is not None:
             return self.scorer(layout.to(device))
-        sets = _sets(tokens, assistant_mask, kept)
-        rows = [each.to(device) for each in (tokens, attention_mask, assistant_mask)]
-        return self.scorer(None, *rows, kept=None if sets is None else sets.to(device))
+        sets = _kept_sets(rows)
+        padded = [rows.get(key).to(device) for key in self.in_keys]
+        return self.scorer(None, *padded, kept=None if sets is None else sets.to(device))
 
-    def layout(
-        self, tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, kept: Kept | None = None
-    ) -> Layout | None:
+    def layout(self, rows: TensorDictBase) -> Layout | None:
         """How the rows ``[N, T]`` will be packed, on the CPU; None for rows or a model that cannot be.
 
         Raises:
             ValueError: the first token of a row is an assistant token, which nothing predicts; or a token was not drawn
                 from the set that its row has for it.
         """
-        tokens, attention_mask, assistant_mask = tokens.cpu(), attention_mask.cpu(), assistant_mask.cpu()
+        tokens, attention_mask, assistant_mask = (rows.get(key).cpu() for key in self.in_keys)
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
             raise ValueError(f"row {row} begins with an assistant token, which nothing predicts; give it a prompt")
         if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
         layout = pack(tokens, attention_mask, assistant_mask)
-        layout.kept = _sets(tokens, assistant_mask, kept)
+        layout.kept = _kept_sets(rows)
         return layout
 
 
-Kept = tuple[Tensor, Tensor]
-
-
-def kept_of(rows: TensorDictBase) -> Kept | None:
-    """The kept ids and counts of padded rows, where they have them."""
+def kept_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
+    """The kept ids ``[N, K]`` and counts ``[N, T]`` of padded rows, where they have them."""
     ids, counts = rows.get(keys.KEPT_IDS, None), rows.get(keys.KEPT_COUNTS, None)
     return None if ids is None or counts is None else (ids, counts)
 
 
-def _sets(tokens: Tensor, assistant_mask: Tensor, kept: Kept | None) -> KeptSets | None:
+def _kept_sets(rows: TensorDictBase) -> KeptSets | None:
     """The sets of the assistant tokens, row after row, on the CPU."""
-    if kept is None:
+    if (kept := kept_of(rows)) is None:
         return None
-    tokens, mask, ids, counts = (each.cpu() for each in (tokens, assistant_mask, *kept))
+    tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu()
+    ids, counts = (each.cpu() for each in kept)
     real = torch.arange(ids.shape[1]) < counts.sum(1, keepdim=True)
     return KeptSets.of(ids[real], counts[mask], tokens[mask])
 
@@ -224,12 +204,12 @@ class Scorer(nn.Module):
         self.model, self.temperature, self.liger = model, temperature, liger
         self.with_entropy, self.entropy_grad = with_entropy, entropy_grad
         base = base_model(model)
-        self.softcap: float | None = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
+        text: Any = base.config.get_text_config()
+        self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
         self.logit_scale = _logit_scale(base, self.softcap)
         if liger:
             require_liger(softcap=self.softcap, has_bias=base.get_output_embeddings().bias is not None)
         self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
-        text: Any = base.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) and text._attn_implementation == "sdpa":
             base.set_attn_implementation(SHARED_ATTENTION)  # padded rows too: transformers' SDPA leaves out the cap
 
@@ -239,15 +219,15 @@ class Scorer(nn.Module):
         """See :meth:`CausalPolicy.log_probs`: of a layout, or of padded ``rows``; all on the model's device."""
         model = base_model(self.model)
         if layout is not None:
-            hidden, targets, put, kept = packed_hidden(model, layout), layout.targets, layout.scatter, layout.kept
-            hidden = hidden.index_select(0, layout.predicting)
-        else:
-            tokens, attention_mask, assistant_mask = rows
-            predicted = assistant_mask[:, 1:]
-            hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][predicted]
-            targets, put = tokens[:, 1:][predicted], functools.partial(_scatter, assistant_mask=assistant_mask)
-        log_probs, entropy = self._head(hidden, targets, kept)
-        return put(log_probs), None if entropy is None else put(entropy)
+            hidden = packed_hidden(model, layout).index_select(0, layout.predicting)
+            log_probs, entropy = self._head(hidden, layout.targets, layout.kept)
+            return layout.scatter(log_probs), None if entropy is None else layout.scatter(entropy)
+        tokens, attention_mask, mask = rows
+        hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][mask[:, 1:]]
+        log_probs, entropy = self._head(hidden, tokens[:, 1:][mask[:, 1:]], kept)
+        nothing = log_probs.new_zeros(mask.shape)
+        padded = nothing.masked_scatter(mask, log_probs)
+        return padded, None if entropy is None else nothing.masked_scatter(mask, entropy)
 
     def _head(self, hidden: Tensor, targets: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
@@ -262,13 +242,8 @@ class Scorer(nn.Module):
         return chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
 
 
-def _scatter(values: Tensor, assistant_mask: Tensor) -> Tensor:
-    """Put ``values [M]`` where the mask is True, row by row, and 0 elsewhere."""
-    return values.new_zeros(assistant_mask.shape).masked_scatter(assistant_mask, values)
-
-
 def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
-    """Whether there is no ``reason`` against it, half a sentence that is logged."""
+    """Whether there is no ``reason`` against packed rows; it is logged."""
     if reason is not None:
         logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
     else:
@@ -284,9 +259,8 @@ _LOGIT_SCALES = (("logit_scale", 1), ("logits_scaling", -1), ("logits_scaling", 
 def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
     """The number that ``model`` multiplies its head's output by, 1 for most; it is a temperature of the model's own.
 
-    A few tokens go through the whole model, and its logits are compared with what this module would compute from.
-    Models differ in what they do around the head (scales, caps, extra projections). Comparing numbers catches all of
-    them, the unknown ones included; guessing from configuration keys would not.
+    A few tokens go through the whole model, and its logits are compared with what this module would compute from: that
+    finds every scale, cap or projection around the head, which configuration keys would not.
 
     Raises:
         UserError: its logits are not ``scale * (weight h + bias)`` of the decoder's ``h``, softcapped or not.
@@ -323,14 +297,11 @@ def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
     )
 
 
-_NEVER = -100  # a target that means none; ours are all real
-
-
 def require_liger(*, softcap: float | None, has_bias: bool) -> None:
-    """Say at once why the fused head cannot be used.
+    """Check that liger-kernel is installed and that the model's head is a plain matrix.
 
     Raises:
-        UserError: liger-kernel is not installed, or the model's head is more than a plain matrix.
+        UserError: it is not.
     """
     if find_spec("liger_kernel") is None:
         raise UserError(
@@ -355,13 +326,10 @@ def liger_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`sota_grpo.functional.log_probs.chunked_log_probs` as liger-kernel computes it.
+    """:func:`sota_grpo.functional.log_probs.chunked_log_probs` as liger-kernel computes it, in float32.
 
-    On Hopper GPUs it is one fused kernel per direction, for bfloat16 alone (``nvidia-cutlass-dsl`` has to be
-    installed); on all others chunks of 512 rows and all V columns in plain torch, rounded to the dtype of ``hidden``.
-    It differentiates by hidden and weight, both always.
-
-    Arguments and results are those of the function named; the results are float32.
+    On Hopper GPUs it is one fused kernel per direction, for bfloat16 alone; on all others chunks of 512 rows and all V
+    columns in plain torch, rounded to the dtype of ``hidden``. It differentiates by hidden and weight, both always.
     """
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as FusedHead
 
@@ -371,7 +339,8 @@ def liger_log_probs(
     if len(hidden) == 0:  # it refuses them
         nothing = hidden.sum(1).float()
         return nothing, nothing.detach() if with_entropy else None
-    outputs = FusedHead.apply(hidden, weight.to(hidden.dtype), targets, temperature, _NEVER, 1, with_entropy)
+    ignored = -100  # a target that means none; ours are all real
+    outputs = FusedHead.apply(hidden, weight.to(hidden.dtype), targets, temperature, ignored, 1, with_entropy)
     nll, entropy = outputs if with_entropy else (outputs, None)
     if entropy is not None:
         entropy = entropy.float() if entropy_grad else entropy.detach().float()
@@ -379,10 +348,7 @@ def liger_log_probs(
 
 
 def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
-    """Last hidden states ``[L, H]`` in the order of ``layout``, which is on the model's device.
-
-    The model's attention is :data:`SHARED_ATTENTION`: see :func:`use_shared_attention`.
-    """
+    """Last hidden states ``[L, H]`` in the order of ``layout``, under :data:`SHARED_ATTENTION`."""
     no_mask = layout.tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # transformers makes none where it is given one
     output = model.get_decoder()(
         input_ids=layout.tokens.unsqueeze(0),
@@ -398,8 +364,7 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
 def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor) -> Tensor:
     """Last hidden states ``[N, T, H]`` of rows that each carry their whole prompt.
 
-    When no real token follows padding, the causal mask alone already hides the padding from every real token; the
-    decoder is then spared an explicit ``[T, T]`` mask, which keeps attention on its fastest kernel.
+    Where no real token follows padding, the causal mask hides the padding, and attention needs no ``[T, T]`` mask.
     """
     mask: Tensor | None = attention_mask
     positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -413,7 +378,7 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
     """Switch ``model`` to the attention that takes packed rows; else leave it as it is and say why, as half a sentence.
 
     Whether a model can be packed is measured: a few rows go through it both ways. Without a layout the attention is
-    transformers' SDPA, so nothing else changes for whoever uses the model.
+    transformers' SDPA.
     """
     config: Any = model.config.get_text_config()
     before = config._attn_implementation
@@ -426,23 +391,22 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
         return "its attention has dropout"
     # on CUDA half precision goes through another kernel
     autocasts = [False, True] if model.device.type == "cuda" else [False]
+    training = model.training
+    model.eval()
     try:
-        with _evaluating(model):
-            model.set_attn_implementation(SHARED_ATTENTION)
-            reason = next((difference for half in autocasts if (difference := _difference(model, config, half))), None)
+        model.set_attn_implementation(SHARED_ATTENTION)
+        reason = next((difference for half in autocasts if (difference := _difference(model, config, half))), None)
     except Exception as error:  # any model's own code runs here: what it cannot do is no reason to end
-        if isinstance(error, (TypeError, AttributeError, NameError)) and _is_raised_here(error):
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        own = Path(frame.filename).is_relative_to(Path(__file__).parent)
+        if own and isinstance(error, (TypeError, AttributeError, NameError)):
             raise  # a mistake of ours, or another torch than was tested
         reason = f"{type(error).__name__}: {error}"
+    finally:
+        model.train(training)
     if reason is not None:
         model.set_attn_implementation(before)
     return reason
-
-
-def _is_raised_here(error: BaseException) -> bool:
-    """Whether this package's own code raised it, not the model's or torch's."""
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    return Path(frame.filename).is_relative_to(Path(__file__).parent)
 
 
 @torch.no_grad()
@@ -476,12 +440,12 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     """What packed rows change, over two prompts with ragged responses; None where they change rounding only."""
     device = next(model.parameters()).device
     ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
-    first, second = ids[:4], ids[4:6]
-    rows = [torch.cat(parts) for parts in ((first, ids[6:9]), (second, ids[9:13]), (first, ids[13:18]))]
-    said = [torch.arange(len(row), device=device) >= start for row, start in zip(rows, (4, 2, 4))]
-    tokens, completion_mask = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, said))
-    real = nn.utils.rnn.pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
-    layout = pack(tokens, real, completion_mask).to(device)
+    picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
+    tokens = nn.utils.rnn.pad_sequence([ids[row] for row in picked], batch_first=True)
+    place = torch.arange(tokens.shape[1], device=device)
+    lengths, prompts = torch.tensor([[[7], [6], [9]], [[4], [2], [4]]], device=device)
+    real = place < lengths
+    layout = pack(tokens, real, real & (place >= prompts)).to(device)
     eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not tell their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         packed = packed_hidden(model, layout)[layout.place.to(device)[real]].float()
@@ -500,17 +464,6 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     return None if gap <= close else f"packed rows change its hidden states by {gap:.1g} of their size"
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-
-
 def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model itself, out of its LoRA wrapper when it has one."""
     unwrap = getattr(model, "get_base_model", None)  # peft's, which is not imported to ask
@@ -518,14 +471,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers: what transformers itself keeps together when it spreads a model over devices.
-
-    FSDP2 makes a sharded one an object of a subclass.
-    """
+    """The layers: what transformers itself keeps together when it spreads a model over devices."""
     names = set(model._no_split_modules or ())
-    return [
-        module for module in model.modules() if not names.isdisjoint(kind.__name__ for kind in type(module).__mro__)
-    ]
+    kinds = ((module, type(module).__mro__) for module in model.modules())  # FSDP2 makes a sharded one a subclass
+    return [module for module, bases in kinds if not names.isdisjoint(kind.__name__ for kind in bases)]
 
 
 def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:

@@ -15,22 +15,10 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
 
     They differ in common models: Llama 3 ends a turn with another token than a document, and Qwen2.5's base models name
     ``<|endoftext|>`` while their template ends turns with ``<|im_end|>``. The ids are kept on the tokenizer, so that
-    all who have it agree.
-
-    Args:
-        tokenizer: of the policy.
-        generation_config: of the policy, where it is at hand.
-
-    Returns:
-        Sorted; empty where nothing names one.
+    all who have it agree. They are sorted; empty where nothing names one.
 
     Raises:
         UserError: the generation config names something else than a number.
-
-    >>> from sota_grpo.policy.load import load_tokenizer
-    >>> tokenizer = load_tokenizer("tiny")
-    >>> tokenizer.convert_ids_to_tokens(end_token_ids(tokenizer))
-    ['<|im_end|>']
     """
     own = getattr(tokenizer, "eos_token_id", None)
     known = getattr(tokenizer, "known_ends", None)
@@ -59,17 +47,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def response_text(tokenizer: Any, token_ids: Any) -> str:
-    """A response as it is graded and shown: end tokens and padding left out, other special tokens written.
-
-    Args:
-        tokenizer: of the policy.
-        token_ids: ``[R]``, a tensor or a list.
-
-    >>> from sota_grpo.policy.load import load_tokenizer
-    >>> tokenizer = load_tokenizer("tiny")
-    >>> response_text(tokenizer, tokenizer("<|im_start|>4<|im_end|>")["input_ids"])
-    '<|im_start|>4'
-    """
+    """A response ``[R]`` as it is graded and shown: end tokens and padding left out, other special tokens written."""
     left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
     said = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     return tokenizer.decode([number for number in said if number not in left_out], skip_special_tokens=False)

@@ -1,9 +1,11 @@
-"""Causal language models with their tokenizers: from a folder, the hub, ``tiny`` or ``smollm2``, and to a folder."""
+"""Causal language models with their tokenizers: checked, read from a folder or the hub, and written to a folder."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,7 +37,6 @@ from sota_grpo.policy.lora import engine_layout, engine_weights
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 from sota_grpo.policy.tensor_files import write_model
-from sota_grpo.policy.trainable import require_causal
 from sota_grpo.text import first_line, sentence
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -46,9 +49,7 @@ class ModelNotFoundError(UserError, FileNotFoundError):
 
 
 def resolve_model_path(name: str) -> str:
-    """Return what transformers can load: the packaged folder for ``"tiny"``, a local folder, or a hub id as it is.
-
-    ``"smollm2"`` is a local folder too, which its first use makes (:mod:`sota_grpo.policy.smollm2`).
+    """Return what transformers can load: a local folder (``"tiny"`` and ``"smollm2"`` have one), or a hub id as it is.
 
     Raises:
         ModelNotFoundError: ``name`` is written as a path and no model folder is there.
@@ -56,11 +57,6 @@ def resolve_model_path(name: str) -> str:
 
     >>> resolve_model_path("Qwen/Qwen2.5-3B")
     'Qwen/Qwen2.5-3B'
-    >>> resolve_model_path("./no/such/folder")
-    Traceback (most recent call last):
-    ...
-    sota_grpo.policy.load.ModelNotFoundError: model.name=./no/such/folder is not a folder with a config.json; give the \
-folder of a saved model, a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny
     """
     if name == TINY:
         folder = Path(str(files("sota_grpo"))) / "assets" / TINY
@@ -90,20 +86,15 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         ModelNotFoundError: missing folder, or a hub that does not answer.
     """
     tokenizer = from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code)
-    if tokenizer.pad_token_id is None:
-        # Padding is told by masks, never by ids, so sharing the id with EOS is harmless.
+    if tokenizer.pad_token_id is None:  # masks say what is padding, never ids, so sharing the id with EOS is harmless
         tokenizer.pad_token = tokenizer.eos_token
-    end_token_ids(tokenizer, _generation_config(name, trust_remote_code))
-    return tokenizer
-
-
-def _generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | PretrainedConfig:
-    """The model's own, or what its config says where it has none."""
     path = resolve_model_path(name)
     try:
-        return GenerationConfig.from_pretrained(path)
+        ending: Any = GenerationConfig.from_pretrained(path)
     except OSError:  # not every model has one
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+        ending = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    end_token_ids(tokenizer, ending)
+    return tokenizer
 
 
 #: transformers replaces torch's initialisers while it builds a model, for all threads: one model at a time.
@@ -123,9 +114,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model for training: every dropout at 0, in training mode, on ``device``.
 
-    The probability ratio of GRPO compares two evaluations of the same weights, so the model must be deterministic.
-    transformers checkpoints activations in training mode only; with every dropout rate at 0 that mode computes the
-    same function as evaluation mode, and both wishes hold.
+    The probability ratio of GRPO compares two evaluations of the same weights, so the model must be deterministic; and
+    transformers checkpoints activations in training mode only.
 
     Args:
         name: as in :func:`resolve_model_path`.
@@ -134,13 +124,13 @@ def load_model(
         trust_remote_code: run Python code that the model's repository brings along.
         gradient_checkpointing: keep one activation per decoder layer and recompute the rest in the backward pass.
         device: where the parameters go.
-        weights: False reads none: every number of a parameter is the same one, which takes no memory, for a rank that
-            is sent its part of them (:func:`sota_grpo.policy.sharding.shard`).
+        weights: False reads none and takes no memory for them, for a rank that is sent its shard
+            (:func:`sota_grpo.policy.sharding.shard`).
         load_kwargs: further arguments of ``from_pretrained``, where weights are read.
 
     Raises:
-        UserError: ``load_kwargs`` has one that the model does not take; weights that are missing or not finite; or a
-            model that cannot checkpoint activations.
+        UserError: ``load_kwargs`` that the model does not take; weights that are missing or not finite; or a model that
+            cannot checkpoint activations.
         ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
         ValueError: an unknown ``dtype``.
     """
@@ -149,7 +139,7 @@ def load_model(
     config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
     if weights:
         _require_stored(config, name)
-    stored = config.dtype, silence_dropout(config)
+    stored, rates = config.dtype, set_dropout(config)
     options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -162,16 +152,12 @@ def load_model(
             _fill(model)
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
-    model.stored_dtype, model.stored_dropout = stored  # read by save_hf
+    model.stored_dtype, model.stored_dropout = stored, rates  # read by save_hf
     return model.to(device).train()
 
 
 def _require_stored(config: PretrainedConfig, name: str) -> None:
-    """Check that a folder's weight files could hold the model of its ``config.json``: what they lack would be made.
-
-    Raises:
-        ModelNotFoundError: even with one bit per parameter they could not.
-    """
+    """Check that a folder's weight files could hold the model of its ``config.json``: what they lack would be made."""
     folder, text = Path(resolve_model_path(name)), config.get_text_config()
     shape = [getattr(text, each, None) or 0 for each in ("vocab_size", "intermediate_size", "num_hidden_layers")]
     width = getattr(text, "hidden_size", None) or 0
@@ -185,12 +171,7 @@ def _require_stored(config: PretrainedConfig, name: str) -> None:
 
 
 def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) -> Any:
-    """The model of the folder's weights alone, all of them numbers: transformers draws those that the files lack.
-
-    Raises:
-        UserError: ``load_kwargs`` has an argument that the model does not take, or weights are missing or not finite.
-        ModelNotFoundError: as :func:`from_pretrained`.
-    """
+    """The model of the folder's weights alone, all of them finite: transformers draws those that the files lack."""
     options |= {**load_kwargs, "output_loading_info": True}
     try:
         model, info = from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
@@ -224,45 +205,28 @@ def _fill(model: nn.Module) -> None:
                     table[name] = made[id(value)]  # type: ignore[assignment]
 
 
-def silence_dropout(config: PretrainedConfig) -> list[dict[str, float]]:
-    """Set every dropout, layer-drop and router-jitter rate of the configuration to 0, nested text part included.
+def set_dropout(config: PretrainedConfig, rates: Sequence[Mapping[str, float]] = ()) -> list[dict[str, float]]:
+    """Set every dropout, layer-drop and router-jitter rate of the configuration, nested text part included.
 
-    Returns:
-        What they were, for :func:`_set_rates`.
-
-    >>> from transformers import GPT2Config
-    >>> config = GPT2Config(attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
-    >>> rates = silence_dropout(config)
-    >>> config.attn_pdrop, config.resid_pdrop, config.embd_pdrop, rates[0]["resid_pdrop"]
-    (0.0, 0.0, 0.0, 0.2)
+    Args:
+        config: of a model.
+        rates: what this function returned: the rates before; without them every one becomes 0.
     """
-    words = ("drop", "jitter")
-    rates = [
-        {
-            key: rate
-            for key, rate in vars(each).items()
-            if isinstance(rate, float) and any(word in key for word in words)
-        }
-        for each in _parts(config)
-    ]
-    _set_rates(config, [dict.fromkeys(own, 0.0) for own in rates])
-    return rates
-
-
-def _set_rates(config: PretrainedConfig, rates: Sequence[Mapping[str, float]]) -> None:
-    for each, own in zip(_parts(config), rates):
-        vars(each).update(own)
-
-
-def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
-    return list({id(each): each for each in (config, config.get_text_config())}.values())
+    before = []
+    text = config.get_text_config()
+    for index, part in enumerate([config] if text is config else [config, text]):
+        values = vars(part)
+        own = {key: rate for key, rate in values.items() if isinstance(rate, float) and re.search("drop|jitter", key)}
+        values.update(rates[index] if rates else dict.fromkeys(own, 0.0))
+        before.append(own)
+    return before
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Switch on non-reentrant activation checkpointing; it acts while the model is in training mode.
+    """Switch on non-reentrant activation checkpointing, which acts in training mode.
 
     Raises:
-        UserError: the model has no layer that supports it, so memory would silently not fall.
+        UserError: the model has no layer that supports it.
     """
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -297,45 +261,31 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
 
 
 def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Architecture, str]:
-    """The shape of the model called ``name``, and where it was found.
+    """The shape of the model called ``name``, and where it was found; no weight is read.
 
-    A folder is asked first; a name on the hub is looked up in :mod:`sota_grpo.policy.model_sizes`, whose facts are
-    those of the hub, and the hub itself is asked for the rest. No weight is read.
+    The sources are a folder, the table of :mod:`sota_grpo.policy.model_sizes`, and the hub, in this order.
 
     Raises:
         ModelNotFoundError: no such folder, or a hub that does not answer about a model that is not in the table.
         UserError: it is no causal language model, or its weights are quantised.
 
-    >>> tiny, place = find_architecture("tiny")
-    >>> tiny.hidden, tiny.layers, tiny.parameters, place
-    (128, 4, 870528, 'config.json of tiny')
-    >>> find_architecture("Qwen/Qwen2.5-3B-Instruct")[1]
-    'table of public models'
+    >>> [find_architecture(name)[1] for name in ("tiny", "Qwen/Qwen2.5-3B-Instruct")]
+    ['config.json of tiny', 'table of public models']
     """
     known = model_sizes.architecture_of(name)
     if known is not None and not Path(resolve_model_path(name)).is_dir():
         return known, "table of public models"
-    return from_pretrained(_described, name, trust_remote_code=trust_remote_code), f"config.json of {name}"
 
+    def described(path: str) -> Architecture:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        require_causal(path, config)
+        return architecture_from(config, trust_remote_code=trust_remote_code)
 
-def _described(path: str, trust_remote_code: bool) -> Architecture:
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    require_causal(path, config)
-    return architecture_from(config, trust_remote_code=trust_remote_code)
+    return from_pretrained(described, name), f"config.json of {name}"
 
 
 def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Architecture:
-    """The shape that a transformers config describes; its parameters are counted on the meta device.
-
-    What the numbers of an :class:`~sota_grpo.policy.model_sizes.Architecture` do not account for (experts, further
-    biases) is its ``other``.
-
-    >>> from transformers import Qwen2Config
-    >>> shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    >>> found = architecture_from(Qwen2Config(intermediate_size=96, vocab_size=100, **shape))
-    >>> found.head_dim, found.qkv_bias, found.tied, found.other
-    (16, True, False, 0)
-    """
+    """The shape that a transformers config describes; its parameters are counted on the meta device."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     with MODEL_LOCK, torch.device("meta"):
@@ -368,10 +318,9 @@ def save_hf(
 ) -> Path:
     """Write weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
 
-    ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder is written beside the old one
-    and takes its place when it is complete. Of a sharded model every rank takes part, and rank 0 writes each weight as
-    it is gathered. Where transformers stores a model in another form than it computes with, it writes that itself, and
-    rank 0 has all weights at once.
+    ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder takes the place of the old one when
+    it is complete. Of a sharded model every rank takes part, and rank 0 writes each weight as it is gathered. Where
+    transformers stores a model in another form than it computes with, rank 0 has all weights at once.
 
     Args:
         model: a causal language model, with or without LoRA; not changed.
@@ -386,7 +335,9 @@ def save_hf(
         ValueError: ``directory`` holds something that is not an export (no ``config.json``), so is not replaced.
     """
     inner = base_model(model)
-    written = getattr(torch, dtype) if dtype else _export_dtype(inner)
+    stored: torch.dtype | None = getattr(inner, "stored_dtype", None)
+    written = stored if stored is not None and stored.itemsize < inner.dtype.itemsize else inner.dtype
+    written = getattr(torch, dtype) if dtype else written
     target, weights = Path(directory), engine_weights(model, progress=progress)
     first = next(weights, None)
     if first is None:  # another rank's
@@ -395,34 +346,26 @@ def save_hf(
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
             raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
         own, inner.generation_config = inner.generation_config, GenerationConfig()  # some that it reads are not written
-        dropout = getattr(inner, "stored_dropout", [])
-        _set_rates(inner.config, dropout)
+        stored_dropout = getattr(inner, "stored_dropout", None)
+        rates = set_dropout(inner.config, stored_dropout) if stored_dropout else []
         try:
             with atomic_folder(target) as partial:
                 _write_weights(inner, partial, chain([first], weights), written)
                 tokenizer.save_pretrained(partial)
-                _ending(own, tokenizer).to_json_file(partial / "generation_config.json")
+                ending = copy.deepcopy(own) or GenerationConfig()  # with every end token of training after its own
+                named = ending.eos_token_id if isinstance(ending.eos_token_id, list) else [ending.eos_token_id]
+                ends = list(dict.fromkeys([*named, *end_token_ids(tokenizer, ending)]))
+                ends = [each for each in ends if each is not None]
+                ending.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
+                ending.to_json_file(partial / "generation_config.json")
         finally:
             inner.generation_config = own
-            _set_rates(inner.config, [dict.fromkeys(rates, 0.0) for rates in dropout])
+            if rates:
+                set_dropout(inner.config, rates)
     finally:
         for _ in weights:  # whatever failed: the other ranks are taking part
             pass
     return target
-
-
-def _ending(own: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """The model's own, with every end token of training behind its own."""
-    made = copy.deepcopy(own) or GenerationConfig()
-    named = made.eos_token_id if isinstance(made.eos_token_id, list) else [made.eos_token_id]
-    ends = [each for each in dict.fromkeys([*named, *end_token_ids(tokenizer, made)]) if each is not None]
-    made.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
-    return made
-
-
-def _export_dtype(model: PreTrainedModel) -> torch.dtype:
-    stored: torch.dtype | None = getattr(model, "stored_dtype", None)
-    return stored if stored is not None and stored.itemsize < model.dtype.itemsize else model.dtype
 
 
 def _write_weights(
@@ -441,3 +384,93 @@ def _write_weights(
     before, now = (f'"dtype": "{one}"'.replace("torch.", "") for one in (model.dtype, dtype))
     config = folder / "config.json"
     config.write_text(config.read_text().replace(before, now))
+
+
+def require_whole(name: str, folder: str | Path, option: str = "model.name") -> None:
+    """Raise ``UserError`` where the ``folder`` of a model holds an adapter, which transformers would put into it."""
+    if (Path(folder) / "adapter_config.json").is_file():
+        raise UserError(
+            f"{option}={name} has an adapter_config.json; merge the adapter into its base (merge_and_unload) and "
+            "save that, or remove the adapter's files."
+        )
+
+
+def require_causal(name: str, config: PretrainedConfig, option: str = "model.name") -> None:
+    """Raise ``UserError`` unless a model is a causal language model with attention whose weights are not quantised."""
+    own_code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    text: Any = config.get_text_config()
+    what = None
+    if config.is_encoder_decoder:
+        what = "has an encoder and a decoder"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+        what = "has no causal language model of text in transformers"
+    elif getattr(text, "num_attention_heads", None) is None:
+        what = "has no attention"
+    if what is not None:
+        raise UserError(f"{option}={name} ({config.model_type}) {what}; use a causal language model of text.")
+    quantized = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if quantized:
+        settings = quantized if isinstance(quantized, dict) else vars(quantized)
+        raise UserError(
+            f"{option}={name} has quantised weights ({settings.get('quant_method')}), which can neither be trained nor "
+            "be a reference; use the model that they were made of (model.quantization=nf4 with "
+            "train_model.lora.enabled=true keeps it in 4 bits)."
+        )
+
+
+def require_rows(name: str, rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ``UserError`` unless an embedding of ``rows`` has one for every token of a prompt, a response or padding.
+
+    A special token that nothing writes needs none: Gemma 3 1B has one for images. What messages say is never read as a
+    special token (:class:`~sota_grpo.envs.chat_tokens.ChatTokens`).
+    """
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
+    if len(vocabulary) <= len(added):  # transformers makes one without words where the folder has none
+        raise UserError(f"model.name={name} has no tokenizer; put its tokenizer.json beside its config.json.")
+    special = {token.content for token in added.values() if token.special}
+    written, template = {tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token}, str(tokenizer.chat_template)
+    lost = [
+        token
+        for token, number in vocabulary.items()
+        if number >= rows and (token not in special or token in written or token in template)
+    ]
+    if lost:
+        raise UserError(
+            f"model.name={name}: its tokenizer has {len(lost)} tokens that its embedding of {rows} has no row for, for "
+            f"example {min(lost)!r}; resize the model (resize_token_embeddings) and save it, or give it its own "
+            "tokenizer."
+        )
+
+
+_DIGESTED = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", *_WEIGHT_FILES)
+WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 64 << 20, 256, 64 << 10
+
+
+def model_digest(name: str) -> str | None:
+    """Return the digest of a model's configuration, tokenizer and weights; None where no weights are on this machine.
+
+    Of a file above 64 MiB its length and 256 blocks of 64 KiB, spread evenly, are read: 16 MiB of each.
+
+    Args:
+        name: as in :func:`~sota_grpo.policy.load.resolve_model_path`; of a hub id the cached snapshot is read.
+    """
+    folder = Path(resolve_model_path(name))
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(name, "config.json")
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    if not any(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)):
+        return None
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _DIGESTED for path in folder.glob(pattern) if path.is_file()}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_BYTES:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+                continue
+            for block in range(BLOCKS):
+                file.seek(block * (size - BLOCK_BYTES) // (BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,7 +1,9 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685, eq. 3): ``W x + (alpha / r) B A x`` with ``B = 0`` at the start.
 
-And what a rollout engine needs of them: plain merged weights under the model's own names, computed without touching the
-training weights.
+And QLoRA (Dettmers et al. 2023, arXiv:2305.14314): ``W`` in 4 bits, by bitsandbytes. The policy is then the model of
+the *dequantised* weights: the learner computes with them, layer by layer.
+
+Rollout engines load plain merged weights under the model's own names, computed without touching the training weights.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sota_grpo.errors import UserError
-from sota_grpo.policy.causal import base_model
-from sota_grpo.policy.quantization import dequantized, is_quantized
+from sota_grpo.policy.causal import base_model, decoder_layers
+from sota_grpo.policy.optimizers import require_installed
 from sota_grpo.policy.sharding import divided, gathered, replicated
 from sota_grpo.policy.tensor_files import Kept
-from sota_grpo.policy.weight_pack import WeightPack, WeightPacks, padded, rounded, rounded_dtype
+from sota_grpo.policy.weight_pack import WeightPack, padded, rounded, rounded_dtype
 
 if TYPE_CHECKING:  # where bitsandbytes is installed peft imports it, a second that runs without an adapter save
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
+
+BLOCK = 64  # weights in 4 bits that share a scale
 
 
 def add_lora(
@@ -36,8 +40,7 @@ def add_lora(
     """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r`` to its linear layers.
 
     The LM head and the embedding get none: the log-probabilities read their weight directly, and tied weights would
-    part. The new model computes exactly what ``model`` did until the first step, because ``B`` starts at zero. Its
-    dropout acts in training mode only.
+    part. Until the first step the model computes exactly what it did. Dropout acts in training mode only.
 
     Args:
         model: a causal language model; its layers are wrapped in place.
@@ -72,7 +75,8 @@ def add_lora(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    model.is_loaded_in_4bit = is_quantized(model)  # type: ignore[assignment]  # asked by peft, which has layers for it
+    in_4_bits: Any = any(getattr(each, "quant_state", None) is not None for each in model.parameters())
+    model.is_loaded_in_4bit = in_4_bits  # asked by peft, which has layers for it
     return get_peft_model(model, config)
 
 
@@ -88,6 +92,53 @@ def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
     return adapted.disable_adapter()
 
 
+def quantize(model: PreTrainedModel, kind: str, device: torch.device | None = None) -> PreTrainedModel:
+    """Keep every linear layer inside the decoder layers in 4 bits, in place; the rest of the model as it is.
+
+    A block of 64 weights shares a scale, which is kept in 8 bits itself ("double quantisation"): 4.13 bits a weight.
+    Products are computed in the dtype that the weights had. A row has to be whole blocks: bitsandbytes 0.50 reads other
+    rows with a wrong scale on a CPU.
+
+    Args:
+        kind: ``nf4``, whose 16 values are quantiles of a normal distribution, or ``fp4``.
+        device: where the model goes, one layer at a time; None: it stays.
+
+    Raises:
+        UserError: bitsandbytes is not installed, or a layer has other rows.
+    """
+    require_installed("bitsandbytes", f"model.quantization={kind}", "model.quantization=null")
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for layer in decoder_layers(model):
+        for name, module in list(layer.named_modules()):
+            if not isinstance(module, nn.Linear):
+                continue
+            width, weight = module.in_features, module.weight.detach()
+            if width % BLOCK:
+                raise UserError(
+                    f"model.quantization={kind} keeps a scale for each {BLOCK} weights of a row, and this model has "
+                    f"rows of {width}; use model.quantization=null."
+                )
+            options: Any = {"quant_type": kind, "device": "meta"}
+            small: Any = Linear4bit(width, module.out_features, module.bias is not None, weight.dtype, **options)
+            small.weight = Params4bit(weight, requires_grad=False, quant_type=kind, module=small)
+            small.bias = module.bias
+            small.support_avx512bf16_for_cpu = False  # there it would compute otherwise without gradient than with it
+            owner, _, leaf = name.rpartition(".")
+            setattr(layer.get_submodule(owner), leaf, small.to(device or weight.device).train(module.training))
+    return model if device is None else model.to(device)  # type: ignore[arg-type]
+
+
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers that a layer computes with; a weight that is not in 4 bits is itself."""
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, state)
+
+
 def engine_weights(
     model: nn.Module,
     *,
@@ -100,11 +151,11 @@ def engine_weights(
     """Yield (name, weight) as a rollout engine loads them: transformers' names, LoRA merged, detached.
 
     A merged weight is ``W + (alpha / r) B A``, computed in float32 one layer at a time and rounded to the dtype of
-    ``W``; the parameters being trained are not touched. A head that is tied to the embedding comes as its own
-    ``lm_head.weight`` too: engines that process weights at load time keep the old head otherwise.
+    ``W``. A head that is tied to the embedding comes as its own ``lm_head.weight`` too: engines that process weights at
+    load time keep the old head otherwise.
 
-    Of a sharded model every rank must exhaust the iterator: the weights are gathered one by one, and rank 0 alone is
-    given them, on the CPU. Adapters are merged in parts, before.
+    Of a sharded model every rank must exhaust the iterator: the weights are merged in shards and gathered one by one,
+    and rank 0 alone is given them, on the CPU.
 
     Args:
         model: a causal language model, with or without LoRA.
@@ -114,16 +165,6 @@ def engine_weights(
             leave their device, to the same bits. None leaves them as they are.
         names: of those that are wanted; None: all.
         progress: called for every weight.
-
-    >>> import torch
-    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-    >>> config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-    ...     num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
-    >>> model = add_lora(Qwen2ForCausalLM(config), r=2, alpha=4)
-    >>> [name for name, _ in engine_weights(model, base=False)][0]
-    'model.layers.0.self_attn.q_proj.weight'
-    >>> [name for name, _ in engine_weights(model) if "layers" not in name]
-    ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
     """
     inner = base_model(model)
     uses = Counter(id(value) for value in inner.state_dict(keep_vars=True).values())
@@ -144,15 +185,14 @@ def packed_weights(
     model: nn.Module,
     *,
     base: bool = True,
-    merged: bool = True,
     dtype: torch.dtype | None = None,
     names: Set[str] | None = None,
-    progress: Callable[[], object] = lambda: None,
+    **options: Any,
 ) -> WeightPack:
     """:func:`engine_weights` in one buffer of the host, filled one by one; of a sharded model, rank 0's."""
-    weights = engine_weights(model, base=base, merged=merged, dtype=dtype, names=names, progress=progress)
     own = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
-    return WeightPack.of(weights, room=sum(_room(value, dtype) for value in own))
+    room = sum(_room(value, dtype) for value in own)
+    return WeightPack.of(engine_weights(model, base=base, dtype=dtype, names=names, **options), room=room)
 
 
 def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
@@ -165,12 +205,7 @@ def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
 def weight_slices(
     model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None, most_bytes: int
 ) -> list[set[str]]:
-    """The names of :func:`engine_weights` in groups that can be packed one after the other; tied ones stay together.
-
-    Args:
-        model, base, dtype: see there.
-        most_bytes: of a group, but for a weight that is larger.
-    """
+    """Names of :func:`engine_weights` in groups of ``most_bytes``, or one larger weight; tied ones stay together."""
     slices: list[set[str]] = [set()]
     homes: dict[int, set[str]] = {}
     room = 0
@@ -234,8 +269,8 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 class MergedWeights:
     """All weights of a model with an adapter, of which only those called ``adapted`` differ from its base's.
 
-    Who has had all weights over one ``base`` (it stands for itself: whatever object has the base) needs only these of
-    the next ones over the same.
+    An engine that has had all weights over one ``base`` (any object: its identity counts) needs only these of the next
+    ones over the same.
     """
 
     weights: Iterable[tuple[str, torch.Tensor]]
@@ -264,7 +299,7 @@ class AdapterPack:
 
     @classmethod
     def of(cls, model: nn.Module) -> AdapterPack:
-        """The adapter of a model of :func:`~sota_grpo.policy.lora.add_lora`; rank 0 alone has that of a sharded one.
+        """The adapter of a model of :func:`add_lora`; rank 0 alone has that of a sharded one.
 
         Raises:
             ValueError: the model has none.
@@ -274,34 +309,31 @@ class AdapterPack:
         for name, module in base_model(model).named_modules():
             if _is_adapted(module):
                 (adapter,) = module.active_adapters
-                first: Any = module.lora_A[adapter]
-                second: Any = module.lora_B[adapter]
-                weight = f"{name}.weight"
-                scales[weight] = float(module.scaling[adapter])
-                both = (f"{weight}:A", gathered(first.weight)), (f"{weight}:B", gathered(second.weight))
-                tensors += [(name, whole) for name, whole in both if whole is not None]
+                scales[f"{name}.weight"] = float(module.scaling[adapter])
+                for factor, matrices in (("A", module.lora_A), ("B", module.lora_B)):
+                    matrix: Any = matrices[adapter]
+                    if (whole := gathered(matrix.weight)) is not None:
+                        tensors.append((f"{name}.weight:{factor}", whole))
         if not scales:
             raise ValueError(f"{type(model).__name__} has no adapter; publish its weights instead")
         return cls(WeightPack.of(tensors), scales)
 
-    def merged(self, base: WeightPack | WeightPacks, device: torch.device | str = "cpu") -> MergedWeights:
+    def merged(self, base: WeightPack, device: torch.device | str = "cpu") -> MergedWeights:
         """Every weight of ``base`` by name and on the CPU, the adapted ones merged.
 
         Args:
-            base: of :func:`packed_weights` with ``merged=False``, in one pack or several.
+            base: of :func:`packed_weights` with ``merged=False``.
             device: where the products are computed, one weight at a time: a thread of a CPU takes a minute for what a
                 GPU does in a second.
         """
-        return MergedWeights(self._merged(base, device), self.scales.keys(), base)
 
-    def _merged(self, base: WeightPack | WeightPacks, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
-        adapter = {name: tensor.to(device) for name, tensor in self.pack.tensors()}
-        for name, weight in base.tensors():
-            scale = self.scales.get(name)
-            if scale is None:
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            adapter = {name: tensor.to(device) for name, tensor in self.pack.tensors()}
+            for name, weight in base.tensors():
+                if name in self.scales:
+                    delta = (adapter[f"{name}:B"] @ adapter[f"{name}:A"]) * self.scales[name]
+                    wide = torch.promote_types(weight.dtype, torch.float32)
+                    weight = (weight.to(device, wide) + delta.to(wide)).to(weight.dtype).cpu()
                 yield name, weight
-                continue
-            delta = (adapter[f"{name}:B"] @ adapter[f"{name}:A"]) * scale
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            merged = weight.to(device, wide) + delta.to(wide)
-            yield name, merged.to(weight.dtype).cpu()
+
+        return MergedWeights(weights(), self.scales.keys(), base)

@@ -19,19 +19,6 @@ class MuonAndAdamW(Optimizer):
     The factor is that of Liu et al. 2025 (arXiv:2502.16982, eq. 4): entries of the step are then as large as AdamW's,
     so both share ``lr``, its schedule and ``weight_decay``. Embedding, head, biases and norms are AdamW's, as the
     authors advise. The first group is Muon's, the others are AdamW's.
-
-    Args:
-        matrices: of ``[m, n]`` each.
-        others: of any shape.
-
-    >>> weight, bias = (torch.nn.Parameter(torch.zeros(size)) for size in ((4, 4), (4,)))
-    >>> optimizer = MuonAndAdamW([weight], [bias], Rates(0.1, 0.0, (0.9, 0.999), 1e-8, 0.95))
-    >>> weight.grad, bias.grad = torch.eye(4), torch.ones(4)
-    >>> optimizer.step()
-    >>> [round(float(value), 2) for value in bias.detach()]
-    [-0.1, -0.1, -0.1, -0.1]
-    >>> 0.5 < float(-weight[0, 0] / 0.1 / 0.4) < 1.5  # five iterations bring singular values near 1, not to it
-    True
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates):

@@ -23,7 +23,7 @@ MIN_8BIT = 4096  # smaller tensors keep their moments in float32
 
 @dataclass(frozen=True)
 class Rates:
-    """What the optimizers are built from, in the terms of ``optimizer`` in the config."""
+    """The options of ``optimizer`` in the config that optimizers are built from."""
 
     lr: float
     weight_decay: float
@@ -39,29 +39,16 @@ class Rates:
 
 @dataclass(frozen=True)
 class Trained:
-    """Sizes of what is trained: ``(rows, columns)`` of the matrices in decoder layers, numbers of all the rest.
+    """Sizes of what is trained."""
 
-    Args:
-        matrices: in decoder layers, adapters' included.
-        others: embedding and head, then biases and norms together, which are small tensors.
-        small: the last of ``others``.
-        weight_bytes: of each number, and so of its gradient.
-    """
-
-    matrices: Sequence[tuple[int, int]]
-    others: Sequence[int]
-    small: int
-    weight_bytes: int
+    matrices: Sequence[tuple[int, int]]  # (rows, columns), in decoder layers, adapters' included
+    others: Sequence[int]  # numbers of embedding and head
+    small: int  # numbers of biases and norms together, which are small tensors
+    weight_bytes: int  # of each number, and so of its gradient
 
     @classmethod
     def of(cls, model: Architecture, *, rank: int, weight_bytes: int) -> Trained:
-        """All weights of a model, or the adapter of that rank, which is kept in float32.
-
-        >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
-        >>> whole, adapter = (Trained.of(tiny, rank=rank, weight_bytes=2) for rank in (0, 4))
-        >>> whole.numbers == tiny.parameters, adapter.numbers == tiny.adapter_parameters(4), adapter.weight_bytes
-        (True, True, 4)
-        """
+        """All weights of a model, or the adapter of that rank, which is kept in float32."""
         if rank:
             pairs = [pair for inputs, outputs in model.linear_layers for pair in ((inputs, rank), (rank, outputs))]
             return cls(pairs * model.layers, (), 0, 4)
@@ -80,37 +67,23 @@ class Trained:
         return sum(self.sizes) + self.small
 
 
+Build = Callable[[Sequence["torch.Tensor"], Sequence["torch.Tensor"], Rates], "torch.optim.Optimizer"]
+
+
 @dataclass(frozen=True)
 class OptimizerKind:
-    """All that a new optimizer declares.
+    """All that a new optimizer declares."""
 
-    Args:
-        build: the optimizer of ``(matrices of decoder layers, all other parameters)``.
-        state_bytes: what it keeps between two steps.
-        step_bytes: what its step works with beside that, on a CPU or not.
-        package: that it needs beyond torch, which is the name of an extra too.
-        trains_adapters: it can train LoRA's factors.
-        over_ranks: its state can be divided over ranks (FSDP2).
-    """
-
-    build: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Rates], torch.optim.Optimizer]
-    state_bytes: Callable[[Trained], int]
-    step_bytes: Callable[[Trained, bool], int] = lambda trained, on_cpu: 0
-    package: str | None = None
-    trains_adapters: bool = True
-    over_ranks: bool = True
+    build: Build  # the optimizer of (matrices of decoder layers, all other parameters, rates)
+    state_bytes: Callable[[Trained], int]  # kept between two steps
+    step_bytes: Callable[[Trained, bool], int] = lambda trained, on_cpu: 0  # further bytes of a step, on a CPU or not
+    package: str | None = None  # that it needs beyond torch, which is the name of an extra too
+    trains_adapters: bool = True  # it can train LoRA's factors
+    over_ranks: bool = True  # its state can be divided over ranks (FSDP2)
 
 
 def decay_groups(parameters: Sequence[torch.Tensor], rates: Rates) -> list[dict[str, Any]]:
-    """``parameters`` as groups of an optimizer: norms and biases, of one dimension, do not decay.
-
-    Without a decay they are one group, which checkpoints of older runs have.
-
-    >>> import torch
-    >>> groups = decay_groups([torch.ones(2, 2), torch.ones(2)], Rates(0.1, 0.01, (0.9, 0.999), 1e-8, 0.95))
-    >>> [(len(group["params"]), group.get("weight_decay")) for group in groups]
-    [(1, None), (1, 0.0)]
-    """
+    """``parameters`` as groups of an optimizer: norms and biases, of one dimension, do not decay."""
     flat = [one for one in parameters if one.dim() < 2]
     if not flat or rates.weight_decay == 0:
         return [{"params": list(parameters)}]
@@ -140,19 +113,10 @@ def _muon(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rate
     return MuonAndAdamW(matrices, others, rates)
 
 
-def _two_moments(trained: Trained) -> int:
-    return 2 * trained.weight_bytes * trained.numbers
-
-
 def _two_moments_in_8_bits(trained: Trained) -> int:
     """A byte each and a float32 scale per block; those of small tensors in float32."""
     bytes_of = (2 * (size + 4 * -(-size // BLOCK)) if size >= MIN_8BIT else 8 * size for size in trained.sizes)
     return 8 * trained.small + sum(bytes_of)
-
-
-def _momentum_and_moments(trained: Trained) -> int:
-    matrices = sum(rows * columns for rows, columns in trained.matrices)
-    return trained.weight_bytes * (2 * trained.numbers - matrices)
 
 
 def _orthogonalised(trained: Trained) -> int:
@@ -162,7 +126,7 @@ def _orthogonalised(trained: Trained) -> int:
 
 
 _OWN: Mapping[str, OptimizerKind] = {
-    "adamw": OptimizerKind(_adamw, _two_moments),
+    "adamw": OptimizerKind(_adamw, lambda trained: 2 * trained.weight_bytes * trained.numbers),
     "adamw_8bit": OptimizerKind(
         _adamw_8bit,
         _two_moments_in_8_bits,
@@ -173,7 +137,7 @@ _OWN: Mapping[str, OptimizerKind] = {
     ),
     "muon": OptimizerKind(
         _muon,
-        _momentum_and_moments,
+        lambda trained: trained.weight_bytes * (2 * trained.numbers - sum(r * c for r, c in trained.matrices)),
         step_bytes=lambda trained, on_cpu: _orthogonalised(trained),
         trains_adapters=False,
     ),
@@ -185,11 +149,7 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry("sota_grpo.optimizers", _OWN)
 def make_optimizer(
     name: str, parameters: Sequence[torch.Tensor], matrices: Collection[torch.Tensor], rates: Rates
 ) -> torch.optim.Optimizer:
-    """The optimizer ``name`` of ``parameters``.
-
-    Args:
-        parameters: all that are trained.
-        matrices: the two-dimensional ones inside decoder layers, among others.
+    """The optimizer ``name`` of ``parameters``, among which are the ``matrices`` inside decoder layers.
 
     Raises:
         UserError: its package is not installed.
@@ -202,22 +162,14 @@ def make_optimizer(
 
 
 def require_package(name: str) -> None:
-    """That the package of the optimizer ``name`` is there.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise ``UserError`` unless the package of the optimizer ``name`` is installed."""
     package = OPTIMIZERS[name].package
     if package is not None:
         require_installed(package, f"optimizer.name={name}", "optimizer.name=adamw")
 
 
 def require_installed(package: str, option: str, other: str) -> None:
-    """That what ``option`` needs is there, else ``other`` is proposed; the extra is called as the package.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise ``UserError``, which proposes ``other`` and the extra of that name, unless ``package`` is installed."""
     if find_spec(package) is None:
         raise UserError(
             f"{option} needs {package}, which is not installed: `pip install 'sota-grpo[{package}]'`, or use {other}."

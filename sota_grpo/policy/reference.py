@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,15 +11,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from sota_grpo.policy.causal import CausalPolicy, kept_of
+from sota_grpo import keys
+from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import adapter_disabled
 
 
 class ReferencePolicy(Protocol):
-    """Padded rows in, log-probabilities ``[N, T]`` out: float32, 0 off the assistant mask, no gradient.
-
-    Here or in other processes (:class:`sota_grpo.workers.reference.ReferenceService`), they are on the device of the
-    rows; ``close()`` is idempotent.
+    """Padded rows in, log-probabilities ``[N, T]`` out: float32, 0 off the assistant mask, on the device of the rows.
 
     Attributes:
         shared_prompt: whether it computes packed rows, so that a call's cost counts each prompt once.
@@ -29,7 +27,7 @@ class ReferencePolicy(Protocol):
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None: ...  # idempotent
 
 
 Context = Callable[[], AbstractContextManager[Any]]  # in which a reference computes
@@ -38,9 +36,9 @@ Context = Callable[[], AbstractContextManager[Any]]  # in which a reference comp
 class _Computed:
     """Log-probabilities of a policy of this process, until it is closed."""
 
-    def __init__(self, policy: CausalPolicy, *contexts: Context) -> None:
+    def __init__(self, policy: CausalPolicy, autocast: Context, context: Context = nullcontext) -> None:
         self._policy: CausalPolicy | None = policy
-        self._contexts, self.shared_prompt = contexts, policy.shared_prompt
+        self._autocast, self._context, self.shared_prompt = autocast, context, policy.shared_prompt
 
     @torch.no_grad()
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
@@ -51,12 +49,9 @@ class _Computed:
         """
         if self._policy is None:
             raise RuntimeError("the reference policy was closed and cannot answer any more")
-        tokens, attention_mask, assistant_mask = (rows.get(key) for key in self._policy.in_keys)
-        with ExitStack() as entered:
-            for context in self._contexts:
-                entered.enter_context(context())
-            log_probs, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask, kept=kept_of(rows))
-        return log_probs.to(tokens.device)
+        with self._autocast(), self._context():
+            log_probs, _ = self._policy.log_probs(rows)
+        return log_probs.to(rows.get(keys.FULL_TOKENS).device)
 
     def close(self) -> None:
         self._policy = None
@@ -67,8 +62,7 @@ class FrozenReference(_Computed):
 
     Args:
         model: taken over: frozen and put in evaluation mode. Give a copy of a model that still trains.
-        temperature: the policy's sampling temperature.
-        shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        temperature, shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
         autocast: of the learner: the KL of equal weights is 0 then.
     """
 
@@ -88,10 +82,6 @@ class FrozenReference(_Computed):
 
 class AdapterOffReference(_Computed):
     """The base model under a LoRA policy: its adapter is off for the length of a call. No weights of its own.
-
-    Args:
-        policy: the policy being trained, around a model of :func:`sota_grpo.policy.lora.add_lora`.
-        autocast: of the learner.
 
     Raises:
         ValueError: the policy's model has no adapter.

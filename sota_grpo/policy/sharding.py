@@ -1,6 +1,6 @@
-"""A policy over several processes (FSDP2): each rank keeps a part of every parameter, gradient and optimizer moment.
+"""A policy over several processes (FSDP2): each rank keeps a shard of every parameter, gradient and optimizer moment.
 
-Ranks stand on a mesh of up to three dimensions, the last one counted fastest. Eight of them as 2 x 2 x 2::
+Ranks form a mesh of up to three dimensions, the last one counted fastest. Eight of them as 2 x 2 x 2::
 
     replicate   copies of the weights, whose gradients are added (hybrid sharding); size / fsdp_size / tensor_parallel
     shard       ranks that divide a copy, and gather it layer by layer; fsdp_size
@@ -38,21 +38,13 @@ if TYPE_CHECKING:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its memory; a tensor that is not sharded is its own part.
-
-    >>> local(torch.ones(2)).tolist()
-    [1.0, 1.0]
-    """
+    """This rank's shard of a tensor, sharing its memory; a tensor that is not sharded is its own shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The whole of a sharded tensor on rank 0's CPU and None on the others; collective. Any other tensor as it is.
-
-    >>> gathered(torch.ones(2)).tolist()
-    [1.0, 1.0]
-    """
+    """The whole of a sharded tensor on rank 0's CPU and None on the others; collective. Any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole = tensor.full_tensor()
@@ -60,20 +52,12 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor on every rank; collective. Any other tensor as it is.
-
-    >>> replicated(torch.ones(2)).tolist()
-    [1.0, 1.0]
-    """
+    """The whole of a sharded tensor on every rank; collective. Any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
-    """Whether this rank is the first of those that hold the same part of a tensor; of what is not divided, rank 0 is.
-
-    >>> is_first_holder(torch.ones(2), Ranks())
-    True
-    """
+    """Whether this rank is the first of those that hold the same shard of a tensor; rank 0 is, of a whole one."""
     if not isinstance(tensor, DTensor):
         return ranks.leads
     places: Any = tensor.device_mesh.get_coordinate()
@@ -81,27 +65,24 @@ def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 
 def own_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """What this rank has to write of a tensor, uncopied, and where it begins in the whole; None where that is nothing.
-
-    >>> own_shard(torch.ones(2), Ranks())
-    (tensor([1., 1.]), (0,))
-    """
-    own = local(tensor)
-    if not is_first_holder(tensor, ranks) or (not own.numel() and isinstance(tensor, DTensor)):
+    """What this rank has to write of a tensor, uncopied, and where it begins in the whole; None: nothing."""
+    if not is_first_holder(tensor, ranks):
         return None
-    return own, _bounds(tensor)[1] if isinstance(tensor, DTensor) else (0,) * tensor.ndim
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    own = tensor.to_local()
+    return (own, _bounds(tensor)[1]) if own.numel() else None
 
 
 def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part, and where it begins in the whole."""
+    """Shape of this rank's shard, and where it begins in the whole."""
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`gathered` and :func:`own_shard`: ``whole``, which every rank can see, cut as ``like`` is.
 
-    No message is sent. Of a stored tensor this rank reads its own rows. A shard is a copy; a whole that stays whole is
-    what it was.
+    No message is sent. Of a stored tensor this rank reads its own rows. A shard is a copy.
     """
     if not isinstance(like, DTensor):
         return in_memory(whole)
@@ -131,14 +112,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def own(value: Any, parameter: torch.Tensor) -> Any:
-        """Moments have the shape of their parameter; the count of steps is a scalar that every rank keeps.
-
-        What bitsandbytes quantised lies a level deeper, and whole: one process has it.
-        """
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping):  # what bitsandbytes quantised is a level deeper, and whole: one process has it
             return {name: in_memory(one) if isinstance(one, StoredTensor) else one for name, one in value.items()}
         if not isinstance(value, (torch.Tensor, StoredTensor)):
             return value
+        # moments have the shape of their parameter; the count of steps is a scalar that every rank keeps
         return divided(value, parameter) if value.shape == parameter.shape else in_memory(value).clone()
 
     entries = {
@@ -168,12 +146,12 @@ class Ranks:
 
     @property
     def num_shares(self) -> int:
-        """Into how many shares rows are divided."""
+        """Shares into which rows are divided."""
         return self.size // self.tensor_parallel
 
     @property
     def share(self) -> int:
-        """Which of them is this rank's, and its peers'."""
+        """The share of this rank and its peers."""
         return self.rank // self.tensor_parallel
 
     @property
@@ -182,19 +160,11 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the shares, on every rank; collective. Peers have the same values, and the first's count.
-
-        >>> Ranks().sum(torch.tensor([1.0, 2.0])).tolist()
-        [1.0, 2.0]
-        """
+        """The sum over the shares, on every rank; collective. Peers have the same values, and the first's count."""
         return self.total(values if self.rank % self.tensor_parallel == 0 else torch.zeros_like(values))
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, peers too, on each of them; collective.
-
-        >>> Ranks().total(torch.tensor([1.0, 2.0])).tolist()
-        [1.0, 2.0]
-        """
+        """The sum over all ranks, peers too, on each of them; collective."""
         if self.size == 1:
             return values
         total = values.detach().to(self.device, copy=True)
@@ -202,22 +172,14 @@ class Ranks:
         return total
 
     def sums(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each scalar summed over the shares, in float64 and one message; every rank gives the same names.
-
-        >>> Ranks().sums({"tokens": torch.tensor(3.0)})
-        {'tokens': tensor(3.)}
-        """
+        """Each scalar summed over the shares, in float64 and one message; every rank gives the same names."""
         if self.size == 1:
             return dict(values)
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
         return dict(zip(values, total.unbind()))
 
     def joined(self, values: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Every share's flat ``values`` one after the other on the CPU, and where this rank's stand; collective.
-
-        >>> Ranks().joined(torch.tensor([1.0, 2.0]))
-        (tensor([1., 2.]), slice(0, 2, None))
-        """
+        """Every share's flat ``values`` one after the other on the CPU, and where this rank's are; collective."""
         counts = torch.zeros(self.num_shares, dtype=torch.int64)
         counts[self.share] = len(values)
         ends = self.sum(counts).cumsum(0).tolist()
@@ -227,15 +189,14 @@ class Ranks:
         return self.sum(every).cpu(), own
 
     def mesh(self) -> DeviceMesh:
-        """How the ranks stand (see the module), without dimensions of one rank but for ``shard``."""
+        """The mesh of the ranks (see the module), without dimensions of one rank but for ``shard``."""
         shards = self.fsdp_size or self.num_shares
         sizes = {"replicate": self.num_shares // shards, "shard": shards, "tensor": self.tensor_parallel}
         kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         mesh = init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
         groups = mesh.get_all_groups()
         if self.tensor_parallel > 1:
-            # norms of gradients are added in one message, to the same bits
-            groups.append(mesh["shard", "tensor"]._flatten().get_group())
+            groups.append(mesh["shard", "tensor"]._flatten().get_group())  # adds norms of gradients in one message
             # gathering a matrix takes two messages, which torch says each time
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         for group in groups:
@@ -253,22 +214,22 @@ def join_ranks(
     start_timeout_s: float | None = None,
     **layout: Any,
 ) -> Ranks:
-    """Make this process one of ``size`` ranks; returns when all have come. Once per process.
+    """Make this process one of ``size`` ranks; returns when all have joined. Once per process.
 
     gloo joins CPUs, NCCL GPUs. On a loopback address gloo listens on loopback only.
 
     Args:
         rank: of this process, from 0.
-        size: how many processes join.
-        init_method: where they meet: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a file
-            that does not exist yet.
+        size: processes that join.
+        init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a file that does not
+            exist yet.
         device: where this rank computes.
         timeout_s: longest wait for the others in every collective.
-        start_timeout_s: longest wait for the others to come: rank 0 may load a model first. None: ``timeout_s``.
+        start_timeout_s: longest wait for the others to join: rank 0 may load a model first. None: ``timeout_s``.
         layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.
 
     Raises:
-        torch.distributed.DistError: the others did not come in time.
+        torch.distributed.DistError: the others did not join in time.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -288,19 +249,13 @@ def join_ranks(
 
 
 def shard(policy: CausalPolicy, ranks: Ranks) -> None:
-    """Leave this rank its part of every parameter, in place; what computes gathers one decoder layer at a time.
+    """Leave this rank its shard of every parameter, in place; what computes gathers one decoder layer at a time.
 
-    The parameters are rank 0's: it sends them, bit for bit, and the others' count for nothing, so that they need not
-    load any. They may lie on the CPU: each layer moves to the ranks' device on its own, so that no device ever holds
-    the whole model. Whether rows are packed is rank 0's to say too, which has measured it on real weights. Gradients
-    are sums over the ranks, not means. Do this before an optimizer is built. With one rank nothing happens.
+    The parameters are rank 0's: it sends them, bit for bit, so that the others need not load any. They may lie on the
+    CPU: each layer moves to the ranks' device on its own, so that no device ever holds the whole model. Whether rows
+    are packed is rank 0's to say too, which has measured it on real weights. Gradients are sums over the ranks, not
+    means. Do this before an optimizer is built.
     """
-    if ranks.size > 1:
-        shard_over(policy, ranks)
-
-
-def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
-    """:func:`shard` whatever the number of ranks: one has all of every parameter, and takes the same path."""
     mesh = ranks.mesh()
     names = mesh.mesh_dim_names or ()
     by_rows = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
@@ -329,17 +284,12 @@ def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def _send(module: nn.Module, ranks: Ranks) -> None:
-    """Rank 0's parameters and buffers to all, on their device; what is sharded has been sent already.
-
-    Raises:
-        RuntimeError: the ranks have built different modules.
-    """
+    """Rank 0's parameters and buffers to all, on their device; what is sharded has been sent already."""
     tensors = [value for value in [*module.parameters(), *module.buffers()] if not isinstance(value, DTensor)]
-    shapes = _of_rank_0([value.shape for value in tensors], ranks)
-    if shapes != [value.shape for value in tensors]:
+    sent = _of_rank_0([(value.shape, value.dtype) for value in tensors], ranks)
+    if [shape for shape, _ in sent] != [value.shape for value in tensors]:
         raise RuntimeError(f"Rank {ranks.rank} has built another {type(module).__name__} than rank 0.")
-    dtypes = _of_rank_0([value.dtype for value in tensors], ranks)
-    for value, dtype in zip(tensors, dtypes):
+    for value, (_, dtype) in zip(tensors, sent):
         empty = torch.empty(value.shape, dtype=dtype, device=ranks.device)
         whole = empty.copy_(value) if ranks.leads else empty
         dist.broadcast(whole.view(-1).view(torch.uint8), src=0)

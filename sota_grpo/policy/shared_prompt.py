@@ -1,4 +1,4 @@
-"""Rows as one unpadded sequence in which every distinct prompt stands once, and the attention over it.
+"""Rows as one unpadded sequence in which every distinct prompt is stored once, and the attention over it.
 
 Three rows, the first two of one prompt ``p q``; ``a b c d e`` are what follows the prompts::
 
@@ -6,11 +6,10 @@ Three rows, the first two of one prompt ``p q``; ``a b c d e`` are what follows 
     row 1   p q c . .   ->     position   0 1 2 2 3   0 1 2
     row 2   r d e . .          block 0: prompt [0, 2), responses [2, 3) and [3, 5); block 1: [5, 6), [6, 8)
 
-Positions restart after the prompt and a response sees its prompt and itself, so each reads as if it stood behind its
-prompt alone. Within a block responses are sorted by length, so those of one length stand together.
+Positions restart after the prompt, and a response sees its prompt and itself. Within a block responses are sorted by
+length, so those of one length follow one another. Nothing is padded or, on a CPU, copied.
 
-A prompt's keys and values are computed once and read by all of its responses; nothing is padded or copied
-on a CPU. With the scores of a response's token ``t`` split into those of the prompt (a) and of the response itself (b),
+With the scores of a response's token ``t`` split into those of the prompt (a) and of the response itself (b),
 
     o_t = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b,    lse = log(exp lse_a + exp lse_b),
 
@@ -25,7 +24,7 @@ row go response by response through a plain form, as do capped scores, and CUDA 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -42,7 +41,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sota_grpo.functional.kept_sets import KeptSets
 from sota_grpo.functional.log_probs import builds_kernels
-from sota_grpo.policy.attention_tables import Tables, attention_tables
+from sota_grpo.policy.attention_tables import Block, Run, Tables, attention_tables
 from sota_grpo.policy.weight_pack import copy_to
 
 SHARED_ATTENTION = "sota_grpo_shared"
@@ -51,33 +50,6 @@ UNKNOWN = ("position_bias", "s_aux", "sinks", "cache")  # what would change scor
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 View = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Run:
-    """``count`` responses of ``length`` tokens each, one behind the other from ``start``."""
-
-    start: int
-    count: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count * self.length
-
-
-@dataclass(frozen=True)
-class Block:
-    """One prompt ``[start, end)`` and the responses behind it."""
-
-    start: int
-    end: int
-    runs: tuple[Run, ...]
-
-    @property
-    def stop(self) -> int:
-        """Where the next block begins."""
-        return self.runs[-1].end if self.runs else self.end
 
 
 @dataclass
@@ -96,20 +68,21 @@ class Layout:
 
     def tensors(self) -> list[Tensor]:
         """What a GPU computes with; see :meth:`on`."""
-        own = [self.tokens, self.positions, self.predicting, self.targets, self.slots]
         kept = [] if self.kept is None else self.kept[:4]
-        return [*own, self.tables.flat, *kept]
+        return [self.tokens, self.positions, self.predicting, self.targets, self.slots, self.tables.flat, *kept]
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
-        ids, positions, predicting, targets, slots = tensors[:5]
-        kept = None if self.kept is None else self.kept.on(tensors[6:])
-        moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
+        kept = self.kept
+        if kept is not None:
+            ids, rows, columns, drawn = tensors[6:]
+            kept = KeptSets(ids, rows, columns, drawn, kept.largest)
+        tokens, positions, predicting, targets, slots = tensors[:5]
+        moved = Layout(tokens, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
         moved.tables = replace(self.tables, flat=tensors[5])
         return moved
 
     def to(self, device: torch.device) -> Layout:
-        """Itself on ``device``."""
         return self if self.tokens.device == device else self.on(copy_to(self.tensors(), device))
 
     def scatter(self, values: Tensor) -> Tensor:
@@ -128,18 +101,17 @@ class Layout:
 
 
 def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layout:
-    """The layout of ``tokens`` ``[N, T]``: rows are dense, prompts that are equal stand once.
+    """The layout of right-padded rows: they are dense, and prompts that are equal are stored once.
 
-    A row's prompt is what stands before its first assistant token; a row without one is a prompt that nothing follows.
-    All is computed on the CPU, and stays there: see :meth:`Layout.to`.
+    A row's prompt is what precedes its first assistant token; a row without one is a prompt that nothing follows.
 
     Args:
-        tokens: int64 ``[N, T]``.
+        tokens: int64 ``[N, T]``; all is computed on the CPU, and stays there: see :meth:`Layout.to`.
         attention_mask: bool ``[N, T]``, the real tokens: the first ones of each row.
         assistant_mask: bool ``[N, T]``, the tokens that the policy produced.
 
     Raises:
-        ValueError: padding stands before a real token.
+        ValueError: padding precedes a real token.
 
     >>> tokens = torch.tensor([[5, 6, 1, 2, 0], [5, 6, 3, 0, 0], [7, 8, 9, 0, 0]])
     >>> said = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).bool()
@@ -157,26 +129,11 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
     lengths = attention_mask.sum(-1)
     completion_mask = assistant_mask & attention_mask
     prompts = torch.where(completion_mask.any(-1), completion_mask.int().argmax(-1), lengths)
-    source, positions, place, blocks = _placed(tokens, lengths.tolist(), prompts.tolist())
-    row, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
-    return Layout(
-        tokens=tokens.flatten()[source],
-        positions=positions.unsqueeze(0),
-        predicting=place[row, column],
-        targets=tokens[row, column + 1],
-        slots=row * tokens.shape[1] + column + 1,
-        place=place,
-        blocks=tuple(blocks),
-    )
-
-
-def _placed(tokens: Tensor, total: list[int], prompt: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Block]]:
-    """Where each packed token is taken from in ``[N, T]`` (flat), its position in its row, ``place``, the blocks."""
-    ids, width = tokens.numpy(), tokens.shape[1]
-    source: list[Any] = []
+    total, prompt, width = lengths.tolist(), prompts.tolist(), tokens.shape[1]
+    ids, place = tokens.numpy(), np.zeros(tokens.shape, np.int64)
+    source: list[Any] = []  # flat positions in [N, T] from which packed tokens are taken
     positions: list[Any] = []
     blocks: list[Block] = []
-    place = np.zeros(ids.shape, np.int64)
     end = 0
     by_prompt: dict[bytes, list[int]] = {}
     for row, length in enumerate(prompt):
@@ -200,16 +157,21 @@ def _placed(tokens: Tensor, total: list[int], prompt: list[int]) -> tuple[Tensor
             runs.append(Run(first, count, length))
         if end > start:  # a row of padding alone has no token, and kernels divide by their number
             blocks.append(Block(start, prompt_end, tuple(runs)))
-    taken, order = (torch.from_numpy(np.concatenate(each)) for each in (source, positions))
-    return taken, order, torch.from_numpy(place), blocks
+    said, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
+    where = torch.from_numpy(place)
+    return Layout(
+        tokens=tokens.flatten()[torch.from_numpy(np.concatenate(source))],
+        positions=torch.from_numpy(np.concatenate(positions)).unsqueeze(0),
+        predicting=where[said, column],
+        targets=tokens[said, column + 1],
+        slots=said * width + column + 1,
+        place=where,
+        blocks=tuple(blocks),
+    )
 
 
 def is_right_padded(attention_mask: Tensor) -> bool:
-    """Whether no real token of ``[N, T]`` follows padding.
-
-    >>> is_right_padded(torch.tensor([[True, False, True]]))
-    False
-    """
+    """Whether no real token of ``[N, T]`` follows padding."""
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
 
 
@@ -243,20 +205,24 @@ def shared_attention(
         ``[1, L, heads, width]`` and None.
 
     Raises:
-        NotImplementedError: something asks for another attention than this.
+        NotImplementedError: an argument asks for another attention than this.
     """
     if layout is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout is not None:
+        unsupported = [name for name in UNKNOWN if kwargs.get(name) is not None]
+        if dropout or unsupported or kwargs.get("is_causal") is False:
+            what = unsupported or "dropout, or not causal"
+            raise NotImplementedError(f"a packed sequence has no attention with {what}")
+        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
     if layout is None or tables is None or not _takes_kernels(query, value):
-        given = (attention_mask, dropout, scaling)
-        return _between_graphs(module, query, key, value, *given, layout, sliding_window, softcap, **kwargs)
-    _require_known(dropout, kwargs)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
+        out = _between_graphs(query, key, value, attention_mask, layout, scale, sliding_window, softcap)
+        return out.transpose(1, 2), None
     if not torch.compiler.is_compiling():
         layout.windows.append(sliding_window)
     rows = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
-    scores = _scale(query, scaling), softcap or 0.0, sliding_window or 0
-    out, _ = packed_attention(*rows, tables.flat, *tables.sizes, *scores)
+    out, _ = packed_attention(*rows, tables.flat, [*tables.sizes], scale, softcap or 0.0, sliding_window or 0)
     return out.unsqueeze(0), None
 
 
@@ -264,41 +230,25 @@ AttentionInterface.register(SHARED_ATTENTION, shared_attention)
 AttentionMaskInterface.register(SHARED_ATTENTION, sdpa_mask)
 
 
-def _scale(query: Tensor, scaling: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
-
-
-def _require_known(dropout: float, others: Mapping[str, Any]) -> None:
-    unsupported = [name for name in UNKNOWN if others.get(name) is not None]
-    if dropout or unsupported or others.get("is_causal") is False:
-        raise NotImplementedError(f"a packed sequence has no attention with {unsupported or 'dropout, or not causal'}")
-
-
 @torch.compiler.disable  # blocks are others in every micro-batch
 def _between_graphs(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
+    seen: Tensor | None,
     layout: Layout | None,
+    scale: float,
     sliding_window: int | None,
     softcap: float | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """All attention but the variable-length kernel's; where layers are compiled they are several graphs around it."""
-    scale = _scale(query, scaling)
     if layout is None:  # torch's SDPA knows no cap, and transformers leaves it out in silence
-        return _attend(query, key, value, scale, softcap, seen=attention_mask).transpose(1, 2), None
-    _require_known(dropout, kwargs)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
+        return _attend(query, key, value, scale, softcap, seen=seen)
     layout.windows.append(sliding_window)
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
     if softcap is None and window is None and not query.is_cuda and query.shape[-1] == value.shape[-1]:
-        return _FlashShared.apply(query, key, value, layout, scale).transpose(1, 2), None
-    return _plain(query, key, value, layout, scale, window, softcap).transpose(1, 2), None
+        return _FlashShared.apply(query, key, value, layout, scale)
+    return _plain(query, key, value, layout, scale, window, softcap)
 
 
 class _FlashShared(torch.autograd.Function):
@@ -314,8 +264,13 @@ class _FlashShared(torch.autograd.Function):
                 attended, attended_lse = _flash(queries(query), prompt(key), prompt(value), 0.0, causal, scale=scale)
                 queries(out).copy_(attended)
                 queries(lse).copy_(attended_lse)
-            for run in block.runs:
-                _add_own(out, lse, query, key, value, _cut(run.start, run.end, run.count), scale)
+            for run in block.runs:  # joined to what out and lse have of their prompt
+                own = _cut(run.start, run.end, run.count)
+                attended, attended_lse = _flash(own(query), own(key), own(value), 0.0, True, scale=scale)
+                whole = torch.logaddexp(own(lse), attended_lse)
+                of_prompt, of_own = ((each - whole).exp_().unsqueeze(-1) for each in (own(lse), attended_lse))
+                own(out).copy_(own(out) * of_prompt + attended * of_own)
+                own(lse).copy_(whole)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
@@ -346,15 +301,6 @@ class _FlashShared(torch.autograd.Function):
         return *(total.to(each.dtype) for total, each in zip(totals, saved)), None, None
 
 
-def _add_own(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, own: View, scale: float) -> None:
-    """Join what responses see of themselves to what ``out`` and ``lse`` have of their prompt."""
-    attended, attended_lse = _flash(own(query), own(key), own(value), 0.0, True, scale=scale)
-    whole = torch.logaddexp(own(lse), attended_lse)
-    of_prompt, of_own = ((each - whole).exp_().unsqueeze(-1) for each in (own(lse), attended_lse))
-    own(out).copy_(own(out) * of_prompt + attended * of_own)
-    own(lse).copy_(whole)
-
-
 def _cut(start: int, end: int, count: int = 1) -> View:
     """A view of ``[1, heads, L, ...]`` between two places, as a batch ``[count, heads, -1, ...]``."""
 
@@ -372,9 +318,8 @@ def _like_rows(tensor: Tensor) -> Tensor:
 def _takes_kernels(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels can: Ampere or newer, half precision, one width of keys and values, 8 n up to 256."""
     width, half = query.shape[-1], value.dtype in (torch.float16, torch.bfloat16)
-    if not (query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256):
-        return False
-    return _builds_kernels(query.device)
+    fits = query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256
+    return fits and _builds_kernels(query.device)
 
 
 @torch.compiler.assume_constant_result
@@ -388,25 +333,15 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     tables: Tensor,
-    num_query_tiles: int,
-    num_key_tiles: int,
-    num_joins: int,
-    num_slots: int,
+    sizes: list[int],
     scale: float,
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention ``[L, heads, width]`` of packed rows and its log-sums ``[heads, L]`` in base 2, by the CUDA kernels.
-
-    Args:
-        query: ``[L, heads, width]``; ``key`` and ``value`` have a divisor of its heads. Last two dimensions contiguous.
-        tables: int32, and its sizes: :class:`~sota_grpo.policy.attention_tables.Tables`.
-        scale, softcap, window: of the scores; 0 is no cap, and no window.
-    """
+    """:func:`sota_grpo.policy.attention_kernels.forward`; 0 is no cap, and no window."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
-    sizes = num_query_tiles, num_key_tiles, num_joins, num_slots
-    return forward(query, key, value, Tables(tables, *sizes), Scores(scale, softcap, window))
+    return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))
 
 
 @packed_attention.register_fake
@@ -424,18 +359,14 @@ def _packed_attention_backward(
     out: Tensor,
     lse: Tensor,
     tables: Tensor,
-    num_query_tiles: int,
-    num_key_tiles: int,
-    num_joins: int,
-    num_slots: int,
+    sizes: list[int],
     scale: float,
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sota_grpo.policy.attention_kernels import Scores, backward
 
-    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
-    return backward(grad, query, key, value, out, lse, rows, Scores(scale, softcap, window))
+    return backward(grad, query, key, value, out, lse, Tables(tables, sizes), Scores(scale, softcap, window))
 
 
 @_packed_attention_backward.register_fake
@@ -450,7 +381,7 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 
 def _pull_attention(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_packed_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 8
+    return *_packed_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 5
 
 
 packed_attention.register_autograd(_pull_attention, setup_context=_save_attention)

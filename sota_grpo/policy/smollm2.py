@@ -31,14 +31,7 @@ _FOLDER = "smollm2-135m-instruct-v1"  # another number wherever a conversion cha
 
 
 def cache_folder() -> Path:
-    """``SOTA_GRPO_CACHE``, else ``sota-grpo`` in the platform's folder for what can be made again.
-
-    >>> import os
-    >>> from unittest.mock import patch
-    >>> with patch.dict(os.environ, {"SOTA_GRPO_CACHE": "/data/models"}):
-    ...     cache_folder().as_posix()
-    '/data/models'
-    """
+    """``SOTA_GRPO_CACHE``, else ``sota-grpo`` in the platform's folder for what can be made again."""
     own = os.environ.get("SOTA_GRPO_CACHE")
     if own:
         return Path(own).expanduser().absolute()
@@ -48,11 +41,7 @@ def cache_folder() -> Path:
 
 
 def require_smollm2() -> None:
-    """That the converted model is here, or what it is made of: asked before anything heavy is imported.
-
-    Raises:
-        UserError: a package is missing.
-    """
+    """Raise ``UserError`` unless the converted model or what it is made of is here; nothing heavy is imported."""
     if not (cache_folder() / _FOLDER / "config.json").is_file():
         _source()
 
@@ -60,8 +49,7 @@ def require_smollm2() -> None:
 def smollm2_folder() -> Path:
     """The folder of the converted model; the first call on a machine converts it, which takes about half a minute.
 
-    The folder has its name only once it is complete. Processes that come at the same time wait for the one that
-    converts; one that is killed leaves nothing that is taken for a model.
+    The folder has its name only once it is complete, and one process converts at a time.
 
     Raises:
         UserError: a package is missing, or the cache cannot be written.

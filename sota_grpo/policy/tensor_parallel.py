@@ -36,13 +36,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose gradients are tested 
 
 
 def require_divisible(name: str, config: PreTrainedConfig, size: int) -> None:
-    """That ``size`` ranks can divide the matrices of a model, by its ``config.json``.
-
-    Raises:
-        UserError: its family is not known here, or a number that is divided is no multiple of ``size``.
+    """Raise ``UserError`` unless ``size`` ranks can divide the matrices of a model, by its ``config.json``.
 
     >>> from transformers import LlamaConfig
-    >>> require_divisible("m", LlamaConfig(num_attention_heads=32, num_key_value_heads=8), 8)
     >>> require_divisible("m", LlamaConfig(num_attention_heads=32, num_key_value_heads=8), 16)
     Traceback (most recent call last):
     sota_grpo.errors.UserError: train_model.tensor_parallel_size=16 divides num_key_value_heads=8 of model.name=m, \
@@ -74,9 +70,7 @@ class WholeWeights(ParallelStyle):
     """A module whose weights every rank keeps whole, over inputs that are whole too, or divided by heads.
 
     Divided inputs give each rank a part of the gradient of the weights (norms of queries and keys), which is added.
-
-    Args:
-        layout: of its one input, and of its output.
+    ``layout`` is that of its one input, and of its output.
     """
 
     def __init__(self, layout: Placement):
@@ -92,10 +86,7 @@ class WholeWeights(ParallelStyle):
             known = isinstance(inputs[0], DTensor)
             return inputs[0] if known else DTensor.from_local(inputs[0], mesh, [self.layout], run_check=False)
 
-        def plain(_module: nn.Module, outputs: Any, _mesh: DeviceMesh) -> Any:
-            return outputs.to_local()
-
-        return distribute_module(module, device_mesh, replicate, annotated, plain)
+        return distribute_module(module, device_mesh, replicate, annotated, lambda _, outputs, mesh: outputs.to_local())
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
@@ -105,15 +96,9 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.
 
 
 def divide_layer(layer: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Leave this rank its part of a decoder layer, in place; adapters are divided as the matrices under them.
+    """Leave this rank its shard of a decoder layer, in place; adapters are divided as the matrices under them.
 
-    Args:
-        layer: that every rank has whole.
-        mesh: of the ranks that divide it.
-        plan: transformers' ``base_model_tp_plan``.
-
-    Raises:
-        NotImplementedError: the plan has a style that is not known here.
+    ``plan`` is transformers' ``base_model_tp_plan``.
     """
     styles: dict[str, ParallelStyle] = {}
     for path, kind in plan.items():
@@ -128,13 +113,11 @@ def divide_layer(layer: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     parallelize_module(layer, mesh, {**styles, **whole, **_INPUTS}, src_data_rank=None)
 
 
-_WHOLE = (Replicate(),)
 #: What several matrices read is annotated once, so that its gradient is added over the ranks once and not for each.
+_WHOLE: dict[str, Placement] = {"hidden_states": Replicate()}
 _INPUTS: dict[str, ParallelStyle] = {
-    "mlp": PrepareModuleInput(input_layouts=_WHOLE, desired_input_layouts=_WHOLE),
-    "self_attn": PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Replicate()}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
-    ),
+    "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+    "self_attn": PrepareModuleInput(input_kwarg_layouts=_WHOLE, desired_input_kwarg_layouts=_WHOLE),
 }
 
 
@@ -155,12 +138,7 @@ def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def divide_ends(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Leave this rank its ids of the embedding and of the head, in place; tied ones stay tied.
-
-    Args:
-        model: whose decoder layers are divided already.
-        mesh: of the ranks that divide it.
-    """
+    """Leave this rank its ids of the embedding and of the head, in place; tied ones stay tied."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     tied = head.weight is embedding.weight

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
@@ -32,10 +32,10 @@ class Place:
 
 @dataclass(frozen=True)
 class WeightPack:
-    """Named tensors in one ``uint8`` buffer on the CPU, so that a process boundary costs no copy.
+    """Named tensors in ``uint8`` buffers on the CPU, so that a process boundary costs no copy.
 
-    Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) moves the buffer by reference; :meth:`tensors`
-    views it without a copy. The views are to be read, never written: other processes may see the same memory.
+    Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) moves a buffer by reference; :meth:`tensors` views
+    it without a copy. The views are to be read, never written: other processes may see the same memory.
 
     A tensor that occurs under two names (a tied head) is stored once.
 
@@ -44,14 +44,13 @@ class WeightPack:
     {'a': [0.0, 1.0, 2.0], 'b': [1.0, 1.0]}
     """
 
-    buffer: np.ndarray
-    places: Mapping[str, Place]
+    parts: tuple[tuple[np.ndarray, Mapping[str, Place]], ...]  # buffers, and which tensors are in each
 
     @classmethod
     def of(
         cls, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None, room: int | None = None
     ) -> WeightPack:
-        """Copy ``weights`` (any dtype, any device) into a new pack.
+        """Copy ``weights`` (any dtype, any device) into a new pack of one buffer.
 
         Args:
             weights: named tensors.
@@ -80,41 +79,14 @@ class WeightPack:
                     copy_to_host(whole[end : end + sent.nbytes], as_bytes(sent))
                 end += padded(sent.nbytes)
             places[name] = place
-        return cls(buffer[:end], places)
-
-    @classmethod
-    def of_model(cls, model: nn.Module, *, dtype: torch.dtype | None = None) -> WeightPack:
-        """:func:`plain_weights` in one pack; ``dtype`` as in :meth:`of`."""
-        return cls.of(plain_weights(model), dtype=dtype)
+        return cls(((buffer[:end], places),))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the buffer, under the names and in the order given."""
-        return views(self.places, readable(self.buffer))
+        """Views of the buffers, under the names and in the order given."""
+        return chain.from_iterable(views(places, readable(buffer)) for buffer, places in self.parts)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()
-
-
-@dataclass(frozen=True)
-class WeightPacks:
-    """Packs that were made one after the other, so that nobody had to hold all of them while they were made."""
-
-    packs: tuple[WeightPack, ...]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of each pack, as :meth:`WeightPack.tensors`."""
-        return chain.from_iterable(self.packs)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.tensors()
-
-
-def plain_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """What a rollout engine loads of a model that one process has whole, without adapter: its state dict.
-
-    A tied head comes under its own name too. Of any other model: :func:`sota_grpo.policy.lora.engine_weights`.
-    """
-    return model.state_dict().items()
 
 
 def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -133,16 +105,12 @@ def readable(array: np.ndarray) -> Tensor:
 
 
 def padded(num_bytes: int) -> int:
-    """Bytes from one tensor's first to the next one's.
-
-    >>> padded(0), padded(1), padded(64), padded(65)
-    (0, 64, 64, 128)
-    """
+    """Bytes from one tensor's first to the next one's."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Checksum(NamedTuple):
-    """What tells whether a tensor has these very bits: its dtype, and a sum of its bits that depends on their rows.
+    """Whether two tensors have the same bits: a dtype, and a sum of the bits that depends on their rows.
 
     >>> one, other = (Checksum.of(torch.tensor(each)) for each in ([[1.0], [2.0]], [[2.0], [1.0]]))
     >>> one == other, one == Checksum.of(torch.tensor([[1.0], [2.0]]))
@@ -162,12 +130,9 @@ class Checksum(NamedTuple):
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A matrix in the dtype of the engine that it is for, where that is known and narrower: as it will be there.
+    """A matrix in the dtype of its engine, where that is known and narrower.
 
     Vectors stay as they are: engines keep some of them in float32 (biases, decay rates), and they take no room.
-
-    >>> rounded(torch.tensor([[1.001]]), torch.bfloat16), rounded(torch.tensor([1.001]), torch.bfloat16)
-    (tensor([[1.]], dtype=torch.bfloat16), tensor([1.0010]))
     """
     return tensor.detach().to(rounded_dtype(tensor, dtype))
 
@@ -188,9 +153,6 @@ def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on ``device``; those of a CPU go to a GPU as one block of pinned memory.
 
     A tensor by itself, from pageable memory, costs a launch, and the host waits until it is there.
-
-    >>> copy_to([torch.tensor([1, 2]), torch.tensor([True])], torch.device("cpu"))
-    [tensor([1, 2]), tensor([True])]
     """
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]
@@ -205,8 +167,8 @@ def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def copy_to_host(target: Tensor, source: Tensor) -> None:
     """Copy bytes (``uint8 [n]``, of any device) into ordinary memory of the host.
 
-    From a GPU they go through one slice of pinned memory, which the driver can write to by itself: without it, it makes
-    slower copies of its own. To pin all of ``target`` would take up to twice its size, and seconds.
+    From a GPU they go through one slice of pinned memory; without it the driver makes slower copies of its own, and to
+    pin all of ``target`` takes seconds.
     """
     if source.device.type != "cuda":
         target.copy_(source)

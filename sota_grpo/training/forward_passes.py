@@ -31,7 +31,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, rank_shares, row_weights
-from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model
 from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
@@ -368,8 +368,7 @@ class ForwardPasses:
         if weights is not None:
             by_row = torch.tensor(weights, dtype=torch.float32).unsqueeze(-1)
             batch.set(keys.LOSS_WEIGHT, torch.where(batch.get(keys.ASSISTANT_MASK), by_row, 0.0))
-        tokens, attention_mask, assistant_mask = (batch.get(key) for key in self.policy.in_keys)
-        layout = self.policy.layout(tokens, attention_mask, assistant_mask, kept_of(batch))
+        layout = self.policy.layout(batch)
         if self.device.type == "cuda":
             names, values = zip(*batch.items(include_nested=True, leaves_only=True))
             moved = copy_to([*values, *([] if layout is None else layout.tensors())], self.device)

@@ -23,7 +23,7 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.lora import AdapterPack, packed_weights, weight_slices
 from sota_grpo.policy.sharding import gathered
-from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
+from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.training.forward_passes import LearnerSettings, Planner, Share
@@ -332,14 +332,14 @@ class RemoteLearner:
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
-    def weights(self, *, base: bool = True, merged: bool = True, dtype: torch.dtype | None = None) -> WeightPacks:
+    def weights(self, *, base: bool = True, merged: bool = True, dtype: torch.dtype | None = None) -> WeightPack:
         """What engines load (:func:`sota_grpo.policy.lora.engine_weights`), of which rank 0 packs a part at a time."""
         packs: list[WeightPack] = []
         count = 1
         while len(packs) < count:
             pack, count = self._call("weights", base, merged, dtype, len(packs), self.pack_bytes)
             packs.append(pack)
-        return WeightPacks(tuple(packs))
+        return WeightPack(tuple(part for pack in packs for part in pack.parts))
 
     def adapter(self) -> AdapterPack:
         """The adapter alone (:class:`sota_grpo.policy.lora.AdapterPack`)."""

@@ -21,7 +21,7 @@ from sota_grpo.engines.stepping import SteppingEngine, Streams, response_rooms
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import AdapterPack
-from sota_grpo.policy.weight_pack import Checksum, WeightPack, WeightPacks
+from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import OpenCalls, WorkerDied, promised
 from sota_grpo.workers.fleet import Fleet
@@ -59,7 +59,7 @@ class RolloutWorker:
         self._tokenizer = tokenizer
         self._inbox: queue.SimpleQueue[tuple[int, Callable[[SteppingEngine], Any]] | None] = queue.SimpleQueue()
         self._calls = OpenCalls("This rollout worker")
-        self._base: WeightPack | WeightPacks | None = None
+        self._base: WeightPack | None = None
         self._since: float | None = None  # when the step or call at hand began; None while there is nothing to do
         started: Future[None] = promised()
         self._thread = threading.Thread(target=self._live, args=(make_engine, started), name="engine-loop", daemon=True)
@@ -70,7 +70,7 @@ class RolloutWorker:
         """Sample one group; ``ValueError`` where its prompt leaves no room for a response."""
         return self._submit(lambda engine: engine.submit(request, sampling))
 
-    def set_base(self, pack: WeightPack | WeightPacks) -> Future[None]:
+    def set_base(self, pack: WeightPack) -> Future[None]:
         """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
 
         def keep(engine: SteppingEngine) -> None:
@@ -78,7 +78,7 @@ class RolloutWorker:
 
         return self._submit(keep)
 
-    def update_weights(self, pack: WeightPack | WeightPacks | AdapterPack, version: int) -> Future[int]:
+    def update_weights(self, pack: WeightPack | AdapterPack, version: int) -> Future[int]:
         """Push weights under the running groups; the version that the engine serves from the next token on.
 
         Args:
@@ -247,7 +247,7 @@ class FleetEngine(Streams):
         max_model_len: int,
         share: Callable[[Any], Any],
         deadline_s: float,
-        base: Callable[[], WeightPack | WeightPacks] | None = None,
+        base: Callable[[], WeightPack] | None = None,
     ):
         self.fleet = fleet
         self.name = name
@@ -274,7 +274,7 @@ class FleetEngine(Streams):
         """
         if isinstance(weights, AdapterPack):
             self._send_base()
-        elif not isinstance(weights, (WeightPack, WeightPacks)):
+        elif not isinstance(weights, WeightPack):
             weights = WeightPack.of(weights)
         served = self._broadcast("update_weights", self._share(weights), version)
         if wrong := sorted(set(served) - {version}):

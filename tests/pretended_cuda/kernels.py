@@ -20,10 +20,7 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     tables: Tensor,
-    num_query_tiles: int,
-    num_key_tiles: int,
-    num_joins: int,
-    num_slots: int,
+    sizes: list[int],
     scale: float,
     softcap: float,
     window: int,
@@ -33,9 +30,9 @@ def packed_attention(
     Raises:
         RuntimeError: what the kernels would compute wrongly, or read outside of.
     """
-    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
-    _require_kernels(query, key, value, rows.starts)
-    scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(rows.starts, rows.query_tiles, window)
+    starts, query_tiles, _, _ = Tables(tables, sizes).split()
+    _require_kernels(query, key, value, starts)
+    scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(starts, query_tiles, window)
     scores = scores.masked_fill(~seen, float("-inf"))
     probs = scores.softmax(-1).to(query.dtype).float()  # the kernel rounds them before the second product
     out = torch.einsum("hqk,khd->qhd", probs, _repeated(value, query)).to(query.dtype)
@@ -50,21 +47,18 @@ def packed_attention_backward(
     out: Tensor,
     log_sums: Tensor,
     tables: Tensor,
-    num_query_tiles: int,
-    num_key_tiles: int,
-    num_joins: int,
-    num_slots: int,
+    sizes: list[int],
     scale: float,
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sota_grpo::packed_attention_backward``; what sees which key is what the table of keys says."""
-    rows = Tables(tables, num_query_tiles, num_key_tiles, num_joins, num_slots)
-    _require_kernels(query, key, value, rows.starts)
+    starts, _, key_tiles, _ = Tables(tables, sizes).split()
+    _require_kernels(query, key, value, starts)
     if not grad.is_contiguous():
         raise RuntimeError("packed_attention: the gradient must be contiguous")
     scores = _scores(query, key, scale, softcap)
-    seen = _seen_by_keys(rows.starts, rows.key_tiles, window)
+    seen = _seen_by_keys(starts, key_tiles, window)
     pull = grad.float()
     probs = torch.where(seen, (scores - log_sums.unsqueeze(-1) * math.log(2)).exp(), 0.0)
     by_probs = torch.einsum("qhd,khd->hqk", pull, _repeated(value, query))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from sota_grpo.functional import KL_ESTIMATORS, importance_weights, kl_k1, kl_k2, kl_k3, off_policy_tokens
+from sota_grpo.functional import KL_ESTIMATORS, importance_weights, kl_k3, off_policy_tokens
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 
 # levels and modes of a correction
@@ -29,20 +28,6 @@ def test_by_the_plain_loop() -> None:
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-14)
 
 
-def test_numbers_by_hand() -> None:
-    log_prob, ref = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 1.0]).log()
-    log2 = math.log(2)
-    torch.testing.assert_close(kl_k1(log_prob, ref), torch.tensor([log2, -log2]))
-    torch.testing.assert_close(kl_k2(log_prob, ref), torch.tensor([log2**2 / 2] * 2))
-    torch.testing.assert_close(kl_k3(log_prob, ref), torch.tensor([0.5 + log2 - 1, 2 - log2 - 1]))
-
-
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_equal_policies_have_exactly_0(name: str) -> None:
-    log_prob = -torch.rand(50) * 20
-    assert KL_ESTIMATORS[name](log_prob, log_prob.clone()).abs().max() == 0
-
-
 def test_k3_keeps_its_digits_for_close_policies_in_float32() -> None:
     difference = torch.tensor([1e-3])
     assert kl_k3(difference, torch.zeros(1)).item() == pytest.approx(math.expm1(-1e-3) + 1e-3, rel=1e-3)
@@ -56,14 +41,6 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_expected_value_is_the_kl(name: str) -> None:
-    logits, ref = two_policies()
-    log_prob = logits.log_softmax(-1)
-    expected = (log_prob.exp() * KL_ESTIMATORS[name](log_prob, ref)).sum()
-    torch.testing.assert_close(expected, kl(log_prob, ref))
-
-
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_expected_gradient_in_the_loss(name: str) -> None:
     """Tokens are sampled, so their probabilities are constants: only the estimator is differentiated."""
@@ -73,19 +50,6 @@ def test_expected_gradient_in_the_loss(name: str) -> None:
     log_prob = logits.log_softmax(-1)
     target = {"k1": 0 * logits.sum(), "k2": kl(log_prob, ref), "k3": kl(ref, log_prob)}[name]
     (expected,) = torch.autograd.grad(target, logits)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_times_the_ratio_the_expected_gradient_is_that_of_the_kl_whoever_sampled(name: str) -> None:
-    """Tokens of an older policy, whose probabilities are constants: E[(p / old) k] has the gradient of KL(p, ref)."""
-    logits, ref = two_policies()
-    old = torch.randn(6, dtype=torch.float64).log_softmax(-1)
-    log_prob = logits.log_softmax(-1)
-    weighed = old.exp() * ((log_prob - old).exp() * KL_ESTIMATORS[name](log_prob, ref))
-    (found,) = torch.autograd.grad(weighed.sum(), logits)
-    log_prob = logits.log_softmax(-1)
-    (expected,) = torch.autograd.grad(kl(log_prob, ref), logits)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -116,13 +80,6 @@ def test_importance_weights_by_the_plain_loop(level: str, mode: str, floor: floa
             "reject": float(inside),
         }
         assert found[i, t].item() == pytest.approx(bounded[mode], rel=1e-12)
-
-
-def test_icepop_by_hand() -> None:
-    """Ratios of 0.4, 0.5, 2 and 6 within 0.5 and 5: the first and the last are left out."""
-    log_ratio, mask = torch.tensor([[0.4, 0.5, 2.0, 6.0]]).log(), torch.ones(1, 4, dtype=torch.bool)
-    found = importance_weights(log_ratio, mask, level="token", mode="mask", cap=5.0, floor=0.4999)
-    torch.testing.assert_close(found, torch.tensor([[0.0, 0.5, 2.0, 0.0]]))
 
 
 def test_off_policy_tokens_by_the_plain_loop() -> None:
@@ -164,14 +121,6 @@ def test_a_long_row_whose_ratios_cancel_keeps_its_product() -> None:
     assert torch.equal(found, torch.ones(1, 100, dtype=torch.float64))
 
 
-def test_token_weights_are_unbiased_until_they_are_capped() -> None:
-    behaviour, proximal = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
-    values = torch.randn(6, dtype=torch.float64)
-    log_ratio, mask = (proximal - behaviour).unsqueeze(0), torch.ones(1, 6, dtype=torch.bool)
-    weights = importance_weights(log_ratio, mask, level="token", mode="truncate", cap=1e9)
-    torch.testing.assert_close((behaviour.exp() * weights[0] * values).sum(), (proximal.exp() * values).sum())
-
-
 def test_bad_corrections_are_refused() -> None:
     x, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="level is 'row'"):
@@ -186,56 +135,45 @@ def test_bad_corrections_are_refused() -> None:
         importance_weights(x, mask, level="token", mode="mask", cap=0)
 
 
-@pytest.fixture
-def generator() -> torch.Generator:
-    seed = random.getrandbits(31)
-    print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
+def make_logits() -> Tensor:
+    return 1.5 * torch.randn(NUM_TOKENS, NUM_IDS, dtype=torch.float64)
 
 
-def make_logits(generator: torch.Generator) -> Tensor:
-    return 1.5 * torch.randn(NUM_TOKENS, NUM_IDS, generator=generator, dtype=torch.float64)
-
-
-def sampled_gaps(engine: Tensor, trainer: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def sampled_gaps(engine: Tensor, trainer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gaps, and the trainer's log-probs and entropies, of tokens that the engine samples; logits ``[n, V]``."""
     ours, theirs = trainer.log_softmax(-1), engine.log_softmax(-1)
-    ids = torch.multinomial(theirs.exp(), 1, generator=generator)
+    ids = torch.multinomial(theirs.exp(), 1)
     entropy = -(ours.exp() * ours).sum(-1)
     own = ours.gather(1, ids).squeeze(1)
     return own - theirs.gather(1, ids).squeeze(1), own, entropy
 
 
-def test_the_mean_ratio_is_one_for_any_two_policies_and_the_mass_that_is_left_under_a_cut(
-    generator: torch.Generator,
-) -> None:
-    trainer = make_logits(generator)
-    engine = trainer + 0.3 * torch.randn(trainer.shape, generator=generator, dtype=torch.float64)
-    found = mean_ratio(sampled_gaps(engine, trainer, generator)[0])
+def test_the_mean_ratio_is_one_for_any_two_policies_and_the_mass_that_is_left_under_a_cut() -> None:
+    trainer = make_logits()
+    engine = trainer + 0.3 * torch.randn(trainer.shape, dtype=torch.float64)
+    found = mean_ratio(sampled_gaps(engine, trainer)[0])
     assert abs(found.value - 1) < 6 * found.error
     kept = engine >= engine.topk(4).values[:, -1:]
-    found = mean_ratio(sampled_gaps(engine.masked_fill(~kept, -1e9), trainer, generator)[0])
+    found = mean_ratio(sampled_gaps(engine.masked_fill(~kept, -1e9), trainer)[0])
     mass = float((trainer.softmax(-1) * kept).sum(-1).mean())
     assert abs(found.value - mass) < 6 * found.error
     assert 1 - mass > 12 * found.error
 
 
-def test_the_slope_is_the_share_between_two_temperatures_and_nothing_under_rounding(
-    generator: torch.Generator,
-) -> None:
-    logits = make_logits(generator)
-    noise = 0.1 * torch.randn(NUM_TOKENS, generator=generator, dtype=torch.float64)
+def test_the_slope_is_the_share_between_two_temperatures_and_nothing_under_rounding() -> None:
+    logits = make_logits()
+    noise = 0.1 * torch.randn(NUM_TOKENS, dtype=torch.float64)
     for ratio in (0.98, 1.0, 1.02):  # T_trainer / T_engine
-        gap, log_prob, entropy = sampled_gaps(logits, logits / ratio, generator)
+        gap, log_prob, entropy = sampled_gaps(logits, logits / ratio)
         found = temperature_slope(gap + noise, log_prob, entropy)
         assert abs(found.value - (1 - ratio)) < 6 * found.error + 2 * (1 - ratio) ** 2  # first order in 1 - ratio
         assert found.error < 2e-3
 
 
-def test_slope_and_error_are_those_of_least_squares(generator: torch.Generator) -> None:
+def test_slope_and_error_are_those_of_least_squares() -> None:
     """The normal equation of one variable without a constant, and White's sandwich around it."""
-    score, entropy = torch.randn(2, 50, generator=generator, dtype=torch.float64)
-    gap = torch.randn(50, generator=generator, dtype=torch.float64)
+    score, entropy = torch.randn(2, 50, dtype=torch.float64)
+    gap = torch.randn(50, dtype=torch.float64)
     slope = torch.linalg.lstsq(score[:, None], gap[:, None]).solution.item()
     bread = 1 / (score @ score)
     meat = score @ torch.diag((gap - slope * score).square()) @ score

@@ -47,13 +47,6 @@ def test_a_padded_row_alone_costs_what_a_shared_one_does() -> None:
     assert padded_load(1, 7, predicted=4) == shared_load(3, [4])
 
 
-def test_pairs_equal_a_loop_over_positions() -> None:
-    prompt, responses = int(torch.randint(1, 20, ())), torch.randint(1, 20, (4,)).tolist()
-    pairs = sum(range(1, prompt + 1))
-    pairs += sum(prompt + own for length in responses for own in range(1, length + 1))
-    assert shared_load(prompt, responses).pairs == pairs
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_torchs_counter_finds_the_same_products(frozen: bool) -> None:
     """Two linear layers and attention over every pair, not the causal half: what torch counts, forward and backward."""

@@ -53,17 +53,6 @@ def test_values_and_gradients_are_those_of_masked_logits(softcap: float | None, 
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_what_is_frozen_gets_no_gradient_and_the_entropy_none_unless_asked_for():
-    hidden, weight, bias = problem()
-    _, _, index = random_sets()
-    weight.requires_grad_(False)
-    log_probs, entropy = kept_log_probs(hidden, weight, index, bias=bias.detach(), with_entropy=True)
-    assert not entropy.requires_grad
-    log_probs.sum().backward()
-    assert weight.grad is None
-    assert hidden.grad.abs().sum() > 0
-
-
 def test_a_set_of_all_tokens_is_the_whole_softmax():
     hidden, weight, bias = problem(torch.float32)
     targets = torch.randint(V, (M,))

@@ -148,7 +148,7 @@ def test_compiled_layers_are_sharded_as_eager_ones(tmp_path: Path, gpus_kernel: 
         for each in models:
             enable_gradient_checkpointing(each)
         eager, fused = (CausalPolicy(each, fused=compiled) for each, compiled in zip(models, (False, True)))
-        sharding.shard_over(fused, ranks)
+        sharding.shard(fused, ranks)
         rows, gradients = make_groups(GROUPS), []
         for policy in (eager, fused):
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):

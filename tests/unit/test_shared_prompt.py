@@ -102,14 +102,14 @@ def test_scores_are_capped_where_rows_are_padded_too() -> None:
     assert_equal(found, expected, 1e-5)
 
 
-def packed_in_plain_torch(query, key, value, flat, num_queries, num_keys, num_joins, num_slots, scale, softcap, window):
+def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window):
     """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
     assert not softcap
-    tables = Tables(flat, num_queries, num_keys, num_joins, num_slots)
-    starts, i = tables.starts, torch.arange(len(query))
+    starts, query_tiles, _, _ = Tables(flat, sizes).split()
+    i = torch.arange(len(query))
     j = i.unsqueeze(0)
     behind, seen = i.unsqueeze(1) - j, (j <= i.unsqueeze(1)) & (j >= starts.unsqueeze(1))
-    for first, end, prompt, prompt_end in tables.query_tiles.tolist():
+    for first, end, prompt, prompt_end in query_tiles.tolist():
         seen[first:end, prompt:prompt_end] = True
         behind[first:end, prompt:prompt_end] += (prompt_end - starts[first:end]).unsqueeze(1)
     seen &= behind < (window or len(query))
@@ -134,18 +134,6 @@ def test_the_operation_for_gpus_is_asked_for_the_same_attention(case: str, monke
     assert calls
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_agree_to_1e_5_in_float32(family: str) -> None:
-    packed, padded = policies(family, torch.float32, attention="eager")
-    rows = make_groups(GROUPS)
-    weights = torch.randn(rows[keys.FULL_TOKENS].shape)
-    found, expected = (measured(policy, rows, weights) for policy in (packed, padded))
-    torch.testing.assert_close(found["log_probs"], expected["log_probs"], rtol=1e-5, atol=1e-4)
-    names = expected.keys() - {"log_probs", "entropy"}
-    gap = sum((found[name] - expected[name]).double().square().sum() for name in names)
-    assert gap.sqrt() <= 1e-5 * sum(expected[name].double().square().sum() for name in names).sqrt()
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_checkpointing_and_adapters_change_nothing(lora: bool) -> None:
     packed, padded = policies("qwen2")
@@ -162,16 +150,6 @@ def test_checkpointing_and_adapters_change_nothing(lora: bool) -> None:
     rows = make_groups(GROUPS)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
-
-
-def test_each_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, _ = policies("qwen2")
-    seen = []
-    packed.model.get_decoder().register_forward_pre_hook(
-        lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    packed(make_groups([(5, [1, 7, 7]), (3, [9, 2])]))
-    assert seen == [(1, 5 + 15 + 3 + 11)]
 
 
 def test_gradients_of_half_precision_are_rounded_once() -> None:
@@ -195,15 +173,6 @@ def test_gradients_of_half_precision_are_rounded_once() -> None:
         assert (half - exact).norm() < 2.4e-3 * exact.norm()
 
 
-def test_bfloat16_stays_within_its_rounding() -> None:
-    packed, padded = policies("qwen2", torch.float32)
-    rows = make_groups(GROUPS)
-    exact = padded(rows)[keys.LOG_PROBS]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        gaps = [(policy(rows)[keys.LOG_PROBS] - exact).abs().mean().item() for policy in (packed, padded)]
-    assert 0 < gaps[0] < 1.5 * gaps[1]
-
-
 @pytest.mark.parametrize("causal_rows", [True, False])
 def test_the_layout_puts_every_token_where_it_says(causal_rows: bool) -> None:
     rows = make_groups(GROUPS) if causal_rows else make_rows([4, 9, 2])
@@ -225,26 +194,26 @@ def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: py
     monkeypatch.setattr(attention_tables, "PIECE", piece)
     rows = make_groups([(150, [1, 140, 7, 7]), (3, [9, 2]), (130, [0]), (8, [300])])
     layout = pack(*(rows[key] for key in (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)))
-    length, tables = len(layout.tokens), layout.tables
+    length, (starts, query_tiles, key_tiles, joins) = len(layout.tokens), layout.tables.split()
     place = torch.arange(length)
-    own = (place <= place.unsqueeze(1)) & (place >= tables.starts.unsqueeze(1))
+    own = (place <= place.unsqueeze(1)) & (place >= starts.unsqueeze(1))
     expected = torch.zeros(length, length, dtype=torch.int64)
     for row, real in zip(layout.place, rows[keys.ATTENTION_MASK]):
         seen = row[real]
         for index, token in enumerate(seen):
             expected[token, seen[: index + 1]] = 1
     by_query, by_key = torch.zeros_like(expected), torch.zeros_like(expected)
-    for first, end, prompt, prompt_end in tables.query_tiles.tolist():
+    for first, end, prompt, prompt_end in query_tiles.tolist():
         by_query[first:end] += own[first:end]
         by_query[first:end, prompt:prompt_end] += 1
-    for first, end, asked, masked, last, slot, _ in tables.key_tiles.tolist():
+    for first, end, asked, masked, last, slot, _ in key_tiles.tolist():
         by_key[asked:masked, first:end] += own[asked:masked, first:end]
         by_key[masked:last, first:end] += 1
-        assert (slot >= 0) == any(first == join[0] and join[4] for join in tables.joins.tolist())
+        assert (slot >= 0) == any(first == join[0] and join[4] for join in joins.tolist())
     assert torch.equal(by_query, expected)
     assert torch.equal(by_key, expected)
-    slots = [slot + index for _, _, slot, stride, pieces in tables.joins.tolist() for index in range(stride * pieces)]
-    assert sorted(slots) == list(range(2, tables.num_slots))
+    slots = [slot + index for _, _, slot, stride, pieces in joins.tolist() for index in range(stride * pieces)]
+    assert sorted(slots) == list(range(2, layout.tables.sizes[3]))
 
 
 def test_rows_that_are_not_right_padded_are_computed_padded() -> None:
@@ -273,6 +242,7 @@ def deaf_decoder(model: PreTrainedModel) -> None:
 
 REFUSED = {
     "its attention is eager": ("qwen2", {"attn_implementation": "eager"}, None),
+    "its attention has dropout": ("llama", {"attention_dropout": 0.1}, None),
     "layers of type conv": ("lfm2", {"layer_types": ["conv", "full_attention"]}, None),
     "packed rows change its hidden states": ("qwen2", {}, rolling_mlp),
     "TypeError: layout is unknown": ("qwen2", {}, deaf_decoder),
@@ -332,6 +302,6 @@ def test_the_sums_of_a_long_prompt_take_eight_times_its_keys_at_most() -> None:
     """However many queries read them: 2,048 keys, and 64 responses of 1,024 tokens."""
     block = Block(0, 2048, (Run(2048, 64, 1024),))
     tables = attention_tables.attention_tables([block], block.stop)
-    assert 2048 < tables.num_slots - 2 <= 8 * 2048
-    pieces = [row for row in tables.key_tiles.tolist() if row[1] <= 2048]
+    assert 2048 < tables.sizes[3] - 2 <= 8 * 2048
+    pieces = [row for row in tables.split()[2].tolist() if row[1] <= 2048]
     assert sum(row[4] - row[2] for row in pieces) == sum(block.stop - first for first in range(0, 2048, 128))

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.config import Config
 from sota_grpo.errors import UserError
-from sota_grpo.migration.export import model_card
 from sota_grpo.policy import smollm2
 from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path
 from tests.engine_rigs import tiny_model
@@ -64,12 +62,6 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(smollm2, "_source", Path)
     with pytest.raises(UserError, match="SOTA_GRPO_CACHE"):
         resolve_model_path("smollm2")
-
-
-def test_a_model_card_names_the_model_on_the_hub() -> None:
-    config = Config()
-    config.model.name = "smollm2"
-    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in model_card(config, 1, [])
 
 
 class _Tokenizer:

@@ -1,4 +1,4 @@
-"""What cannot be trained is told by the model's folder, in one sentence and before a weight is read."""
+"""A model's folder says what it is: what cannot be trained is one sentence before a weight is read; its digest."""
 
 from __future__ import annotations
 
@@ -17,9 +17,17 @@ from sota_grpo.assembly.learning import trainable_tokenizer
 from sota_grpo.assembly.sampling import max_model_len
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
+from sota_grpo.policy import load as module
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.end_tokens import end_token_ids
-from sota_grpo.policy.load import find_architecture, load_model, load_tokenizer, resolve_model_path, save_hf
+from sota_grpo.policy.load import (
+    find_architecture,
+    load_model,
+    load_tokenizer,
+    model_digest,
+    resolve_model_path,
+    save_hf,
+)
 from tests.unit.tiny_models import SIZES, make_model, make_tokenizer
 
 QUANTIZED = {"quant_method": "awq", "bits": 4}
@@ -48,10 +56,6 @@ def other_folder(tmp_path: Path, family: str, **sizes: Any) -> Path:
     CONFIG_MAPPING[family](**sizes).save_pretrained(tmp_path / family)
     make_tokenizer().save_pretrained(tmp_path / family)
     return tmp_path / family
-
-
-def test_the_embedded_policy_is_trained(tmp_path: Path) -> None:
-    judge(tiny_folder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -191,3 +195,28 @@ def test_the_estimate_and_the_look_at_the_disk_refuse_it_too(tmp_path: Path) -> 
 def test_an_end_token_that_is_no_number_is_one_sentence() -> None:
     with pytest.raises(UserError, match="eos_token_id='x', which is no token's number"):
         end_token_ids(load_tokenizer("tiny"), GenerationConfig(eos_token_id=["x"]))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_it_follows_what_a_model_is(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not whole:  # 3.4 MB of weights, of which 32 blocks of 4 KiB are read
+        monkeypatch.setattr(module, "WHOLE_BYTES", 1 << 20)
+        monkeypatch.setattr(module, "BLOCKS", 32)
+        monkeypatch.setattr(module, "BLOCK_BYTES", 4 << 10)
+    folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
+    first = model_digest(str(folder))
+    assert first == model_digest("tiny")
+    (folder / "README.md").write_text("a card")
+    assert model_digest(str(folder)) == first
+    for name in ("model.safetensors", "config.json", "chat_template.jinja"):
+        path, data = folder / name, bytearray((folder / name).read_bytes())
+        path.write_bytes(bytes(byte ^ (index % 2) for index, byte in enumerate(data)))  # as other weights differ
+        assert model_digest(str(folder)) != first, name
+        path.write_bytes(data)
+    assert model_digest(str(folder)) == first
+
+
+def test_a_model_whose_weights_are_elsewhere_has_none(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert model_digest(str(folder)) is None

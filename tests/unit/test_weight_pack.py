@@ -11,7 +11,7 @@ import torch
 
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.lora import AdapterPack, add_lora, packed_weights
-from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
+from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.source.weight_sync import EngineWeightSync
 from tests.engine_rigs import EOS, PAD, tiny_model
 
@@ -26,18 +26,27 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 
 def test_every_tensor_comes_back_bit_for_bit_in_order() -> None:
+    """Counted first, copied as it comes, and by pickle's protocol 5, which carries the buffer out of band."""
     weights = random_weights()
-    found = list(WeightPack.of(weights.items()).tensors())
-    assert [name for name, _ in found] == list(weights)
-    for name, tensor in found:
-        assert tensor.dtype == weights[name].dtype
-        assert torch.equal(tensor, weights[name])
+    counted = WeightPack.of(weights.items())
+    size = counted.parts[0][0].nbytes
+    filled = WeightPack.of(((name, tensor.clone()) for name, tensor in weights.items()), room=10 * size)
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(counted, protocol=5, buffer_callback=buffers.append)
+    assert sum(buffer.raw().nbytes for buffer in buffers) == filled.parts[0][0].nbytes == size
+    assert len(body) < 10_000
+    for pack in (counted, filled, pickle.loads(body, buffers=buffers)):
+        found = list(pack.tensors())
+        assert [name for name, _ in found] == list(weights)
+        for name, tensor in found:
+            assert tensor.dtype == weights[name].dtype
+            assert torch.equal(tensor, weights[name])
 
 
 def test_a_tied_tensor_is_stored_once() -> None:
     embedding = torch.randn(16, 8)
     pack = WeightPack.of([("embed", embedding), ("head", embedding), ("other", embedding.clone())])
-    assert pack.buffer.nbytes == 2 * embedding.numel() * 4
+    assert pack.parts[0][0].nbytes == 2 * embedding.numel() * 4
     assert {name: torch.equal(tensor, embedding) for name, tensor in pack.tensors()} == dict.fromkeys(
         ("embed", "head", "other"), True
     )
@@ -48,17 +57,6 @@ def test_temporaries_that_reuse_memory_are_not_taken_for_tied_ones() -> None:
     values = torch.randn(50)
     pack = WeightPack.of((str(i), torch.full((64,), float(value))) for i, value in enumerate(values))
     assert [float(tensor[0]) for _, tensor in pack.tensors()] == values.tolist()
-
-
-def test_a_pack_is_filled_as_the_weights_come() -> None:
-    weights = random_weights()
-    counted = WeightPack.of(weights.items())
-    filled = WeightPack.of(
-        ((name, tensor.clone()) for name, tensor in weights.items()), room=10 * counted.buffer.nbytes
-    )
-    assert filled.buffer.nbytes == counted.buffer.nbytes
-    assert [name for name, _ in filled.tensors()] == list(weights)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in filled.tensors())
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -73,9 +71,10 @@ def test_weights_rounded_before_they_travel_are_what_the_engine_would_have_made_
             parameter += 0.05 * torch.randn_like(parameter)
     served = []
     for dtype in (None, engine.weight_dtype):
-        pack = packed_weights(model, dtype=dtype) if lora else WeightPack.of_model(model, dtype=dtype)
+        pack = packed_weights(model, dtype=dtype) if lora else WeightPack.of(model.state_dict().items(), dtype=dtype)
         engine.update_weights(pack, len(served) + 1)
-        served.append((pack.buffer.nbytes, {name: value.clone() for name, value in engine._model.state_dict().items()}))
+        held = {name: value.clone() for name, value in engine._model.state_dict().items()}
+        served.append((pack.parts[0][0].nbytes, held))
     (wide_bytes, by_engine), (narrow_bytes, beforehand) = served
     assert narrow_bytes < 0.52 * wide_bytes
     assert all(torch.equal(by_engine[name], beforehand[name]) for name in by_engine)
@@ -93,7 +92,7 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
         weight_sync = EngineWeightSync(partial(AdapterPack.of, model), engine, whole=partial(packed_weights, model))
     else:
         named = list(model.state_dict().items())
-        halves = lambda: WeightPacks((WeightPack.of(named[:5]), WeightPack.of(named[5:])))  # noqa: E731
+        halves = lambda: WeightPack(WeightPack.of(named[:5]).parts + WeightPack.of(named[5:]).parts)  # noqa: E731
         weight_sync = EngineWeightSync(halves, engine)
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.data.neg_().add_(1.0)
@@ -102,25 +101,3 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
     name, held = list(engine._model.named_parameters())[3]
     held.data[0] *= 1.1
     assert weight_sync.differing() == [name]
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_that_is_whole_and_has_no_adapter_is_packed_to_the_same_bytes_as_any_other(
-    tied: bool, dtype: torch.dtype | None
-) -> None:
-    model: Any = tiny_model(tied=tied, seed=2)
-    plain, general = WeightPack.of_model(model, dtype=dtype), packed_weights(model, dtype=dtype)
-    assert plain.places == general.places
-    assert list(plain.places) == list(general.places)
-    assert plain.buffer.tobytes() == general.buffer.tobytes()
-
-
-def test_protocol_5_carries_the_buffer_out_of_band() -> None:
-    pack = WeightPack.of(random_weights().items())
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(pack, protocol=5, buffer_callback=buffers.append)
-    assert sum(buffer.raw().nbytes for buffer in buffers) == pack.buffer.nbytes
-    assert len(body) < 10_000
-    back = pickle.loads(body, buffers=buffers)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(back.tensors(), pack.tensors()))

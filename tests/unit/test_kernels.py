@@ -1,4 +1,4 @@
-"""The kernels of packed attention compute what plain attention does: on a GPU, else by Triton's interpreter."""
+"""Triton's kernels, of packed attention and of log-probs, against the plain forms: on a GPU, else interpreted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from sota_grpo.functional import log_probs
+from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy import attention_tables
 from sota_grpo.policy.shared_prompt import Layout, _plain, pack, packed_attention
 
@@ -30,7 +32,7 @@ def test_in_the_interpreter() -> None:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
-    """With tables of tiles and pieces so small that a few tokens have several of each, where they can be."""
+    """The interpreter has tiles and pieces so small that a few tokens have several of each."""
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("run by test_in_the_interpreter")
     if INTERPRETED:
@@ -39,6 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(attention_kernels, "TILE", 32)
         monkeypatch.setattr(attention_tables, "TILE", 32)
         monkeypatch.setattr(attention_tables, "PIECE", 24)
+        monkeypatch.setattr(log_probs, "_takes_kernels", lambda hidden, bias, softcap: hidden.dtype != torch.float64)
     return "cpu" if INTERPRETED else "cuda"
 
 
@@ -62,7 +65,7 @@ GROUPS = {
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (11, 2.0)])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (3, 1, 24)])
 @pytest.mark.parametrize("case", GROUPS)
-def test_values_and_gradients(device: str, case: str, heads: tuple[int, int, int], window: int, softcap: float) -> None:
+def test_attention(device: str, case: str, heads: tuple[int, int, int], window: int, softcap: float) -> None:
     """In float32 (bfloat16 on a GPU) against plain attention in float64; twice, with the same bits."""
     layout, (queries, keys, width) = layout_of(GROUPS[case]), heads
     length, dtype = len(layout.tokens), torch.float32 if INTERPRETED else torch.bfloat16
@@ -71,7 +74,7 @@ def test_values_and_gradients(device: str, case: str, heads: tuple[int, int, int
     tables = layout.to(torch.device(device)).tables
     found = []
     for _ in range(2):
-        out, _ = packed_attention(*given, tables.flat, *tables.sizes, width**-0.5, softcap, window)
+        out, _ = packed_attention(*given, tables.flat, [*tables.sizes], width**-0.5, softcap, window)
         found.append((out.detach(), *torch.autograd.grad(out, given, pull)))
     assert all(torch.equal(one, again) for one, again in zip(*found))
     exact = [each.detach().cpu().double().transpose(0, 1)[None].requires_grad_() for each in given]
@@ -81,6 +84,47 @@ def test_values_and_gradients(device: str, case: str, heads: tuple[int, int, int
     for value, reference in zip(found[0], right):
         gap = (value.cpu().double() - reference).norm() / reference.norm()
         assert gap < (1e-6 if INTERPRETED else 5e-3), gap
+
+
+def measured(hidden, weight, targets, pulls, tile: int, *, entropy_grad: bool, frozen: bool) -> list[torch.Tensor]:
+    """Log-probs, entropy and the gradients of hidden states and weight."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+    found = chunked_log_probs(
+        hidden, weight, targets, temperature=0.7, logits_bytes=4 * tile, with_entropy=True, entropy_grad=entropy_grad
+    )
+    sum((pull * x).sum() for pull, x in zip(pulls[: 1 + entropy_grad], found)).backward()
+    return [*(x.detach() for x in found), hidden.grad, *([] if frozen else [weight.grad])]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "close", "tile", "entropy_grad", "frozen"),
+    [
+        (torch.float32, 2e-5, 300, False, False),
+        (torch.float32, 2e-5, 300, True, False),
+        (torch.float32, 2e-5, 100_000, False, True),
+        (torch.float32, 2e-5, 100_000, True, False),
+        (torch.bfloat16, 1e-2, 300, False, True),
+        (torch.bfloat16, 1e-2, 300, True, False),
+        (torch.bfloat16, 1e-2, 100_000, False, False),
+    ],
+)
+def test_log_probs(
+    device: str, dtype: torch.dtype, close: float, tile: int, entropy_grad: bool, frozen: bool, monkeypatch
+) -> None:
+    """In tiles of a few rows and columns, and in one; some logits are sharp. In float32 against float64, and in
+    bfloat16 against the plain form, whose products are rounded alike."""
+    hidden, weight = (torch.randn(rows, 6).to(device, dtype) for rows in (9, 300))
+    hidden[0] *= 20
+    targets, pulls = torch.randint(0, 300, (9,), device=device), torch.randn(2, 9, device=device)
+    how = {"entropy_grad": entropy_grad, "frozen": frozen}
+    found = measured(hidden, weight, targets, pulls, tile, **how)
+    if dtype == torch.float32:
+        expected = measured(hidden.double(), weight.double(), targets, pulls.double(), tile, **how)
+    else:
+        monkeypatch.setattr(log_probs, "_takes_kernels", lambda hidden, bias, softcap: False)
+        expected = measured(hidden, weight, targets, pulls, tile, **how)
+    for value, reference in zip(found, expected, strict=True):
+        assert (value.double() - reference.double()).norm() <= close * reference.double().norm()
 
 
 DEVICES = {90: 227 * 1024, 80: 163 * 1024, 89: 99 * 1024}  # shared memory of a program, by compute capability
