@@ -8,10 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Scorer
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
-from sota_grpo.workers.base import WorkerDied, WorkerSpec
-from sota_grpo.workers.processes import ThreadLauncher
+from sota_grpo.workers.base import WorkerDied
 from tests.unit.graders import WEIGHTS, Together, Unloadable, misnamed, moody, tame
 
 SEED = random.randrange(1 << 30)
@@ -199,29 +197,3 @@ def test_a_graders_process_lives_without_torch() -> None:
     code = f"import sys, {', '.join('sota_grpo.' + name for name in modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_the_worker_says_how_long_its_grader_has_been_at_one_response() -> None:
-    enter, leave = threading.Event(), threading.Event()
-
-    def waits(response: str, example: Example):
-        enter.set()
-        leave.wait(WAIT_S)
-        return tame(response, example)
-
-    options = {"score": waits, "term_names": tuple(WEIGHTS)}
-    with closing(ThreadLauncher()) as launcher:
-        worker = launcher.start("reward-0", WorkerSpec("sota_grpo.rewards.grading:RewardWorker", options))
-
-        def ping() -> float:
-            return worker.call("ping").result(WAIT_S)
-
-        assert ping() == 0
-        answer = worker.call("run", [("say 4", Example("?", "4"))])
-        enter.wait(WAIT_S)
-        first = ping()
-        time.sleep(0.05)
-        assert ping() >= first + 0.05
-        leave.set()
-        assert answer.result(WAIT_S)[0].success
-        assert ping() == 0
