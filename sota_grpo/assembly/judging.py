@@ -14,10 +14,8 @@ from sota_grpo.config.secrets import judge_key
 from sota_grpo.errors import UserError
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
-from sota_grpo.rewards.judge import TERM, Judged, Rules
-from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.grader import JudgedGrader
+from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
+from sota_grpo.rewards.judge.grader import TERM, JudgedGrader, Rules
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, without_examples
@@ -41,17 +39,17 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     options = config.reward.judge
     if options.kind is None:
         return task, make_grader(task)
-    judged = Judged(_rules(config), task.term_weights)
-    changed = copy.copy(task)
-    vars(changed).update(term_weights=judged.term_weights, gold_response=_no_gold_response, is_judged=True)
+    rules = _rules(config)
     starting("Asking for the judge")
     judge = _judge(config, run_dir)
     try:
-        grader = make_grader(task)
+        grader = JudgedGrader(make_grader(task), judge, without_examples(task), rules)
     except BaseException:
         judge.close()
         raise
-    return changed, JudgedGrader(grader, judge, without_examples(task), judged)
+    changed = copy.copy(task)
+    vars(changed).update(term_weights=grader.term_weights, gold_response=_no_gold_response, is_judged=True)
+    return changed, grader
 
 
 def _no_gold_response(example: Example) -> None: ...

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sota_grpo.rewards.judge.cache import key_of
+from sota_grpo.rewards.judge.questions import Question
 
 _TASK = re.compile(r"^Verdict ([0-9a-f]+): N$", re.MULTILINE)
 
@@ -120,7 +120,7 @@ class FakeJudge:
         if path == "/v1/models":
             return self.models
         self.bodies.append((path, body))
-        self.asked[key_of(path, body)] += 1
+        self.asked[Question(path, body, Say).key] += 1
         with self._lock:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
@@ -162,7 +162,7 @@ def _handler(fake: FakeJudge) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             if say.status == 200 and body is not None and self.connection in fake._open:
-                fake.answered[key_of(self.path, body)] += 1
+                fake.answered[Question(self.path, body, Say).key] += 1
 
         do_GET = do_POST = _serve
 

@@ -19,12 +19,10 @@ import pytest
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge import client as client_module
-from sota_grpo.rewards.judge.cache import LONGEST_LINE, Verdict, VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, RetryPolicy
-from sota_grpo.rewards.judge.grader import JudgedGrader
-from sota_grpo.rewards.judge.questions import Endpoint
+from sota_grpo.rewards.judge.client import LONGEST_LINE, JudgeClient, JudgeGone, RetryPolicy, VerdictCache
+from sota_grpo.rewards.judge.grader import JudgedGrader, Rules
+from sota_grpo.rewards.judge.questions import Endpoint, Verdict
 from sota_grpo.rl.records import TASK, Example, SampledText, Score
 from tests.process_rigs import wait_for
 from tests.unit.fake_judge import FakeJudge, Say, chat, fair, nonce_of, score_of, shown
@@ -36,6 +34,9 @@ OWN = {"right": 2.0}
 
 class Sums:
     """As much of a task as a judged grader asks."""
+
+    def __init__(self, term_weights: Mapping[str, float]) -> None:
+        self.term_weights = term_weights
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         return [{"role": "user", "content": example.query}]
@@ -68,8 +69,8 @@ def opened(fake: FakeJudge) -> Iterator[Open]:
         **options: Any,
     ) -> JudgedGrader:
         judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), retry=retry, **options)
-        judged = Judged(rules or {None: Rules(rubric="Is it right?")}, own)
-        graders.append(JudgedGrader(LocalGrader(own_score, own), judge, Sums(), judged))
+        rules = rules or {None: Rules(rubric="Is it right?")}
+        graders.append(JudgedGrader(LocalGrader(own_score, own), judge, Sums(own), rules))
         return graders[-1]
 
     yield open_one
@@ -145,8 +146,7 @@ def test_a_new_process_pays_for_nothing_again(fake: FakeJudge, opened: Open, tmp
 ASKING = """
 import sys
 from pathlib import Path
-from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient
+from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
 from sota_grpo.rewards.judge.questions import Endpoint, Material
 
 endpoint = Endpoint("chat", "judge-1", rubric="r")

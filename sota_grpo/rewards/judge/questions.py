@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sota_grpo.rewards.judge import CHAT, CLASSIFY, SCORE
-from sota_grpo.rewards.judge.cache import Verdict, key_of
 from sota_grpo.text import readable
 
+CHAT, SCORE, CLASSIFY = "chat", "score", "classify"
+PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify"}
+KINDS = tuple(PATHS)  # of reward.judge.kind
 RUBRIC = (
     "Does the response do what the prompt asks? Judge first whether what it says is right, then whether it is "
     "complete, then whether it is clear and no longer than it has to be."
@@ -31,7 +32,6 @@ _MAX_TOKENS = 512  # of what a judge says; ``extra_body`` may give another numbe
 
 Turns = Sequence[Mapping[str, Any]]
 
-_NONCE_CHARACTERS = 12
 _GAP = "\u200b"  # a space of no width: no tokenizer reads a name across it
 # How the chat templates in use write the ends of turns and the like. Of a text in this form the tokenizer of a server
 # would make the token itself.
@@ -49,6 +49,27 @@ _SYSTEM = (
 
 class Unreadable(ValueError):
     """What a judge said has no verdict where one has to stand."""
+
+
+class WrongForm(ValueError):
+    """An answer is not of the form that its path has."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one question.
+
+    Args:
+        value: the score; None where there is none.
+        error: why there is none.
+        said: the judge's words, cut to their end.
+        is_final: the judge has answered, and would say the same again; what it never answered is asked for anew.
+    """
+
+    value: float | None
+    error: str | None = None
+    said: str = ""
+    is_final: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,30 +117,21 @@ def judged_text(response: str) -> str:
 
 
 def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
-    """A word that stands in none of ``texts``, drawn from ``seed``.
+    """A word that is in none of ``texts``, drawn from ``seed``.
 
     Siblings have the same prompt and so, nearly always, the same word: a server can compute once what they share.
 
     >>> nonce_for(["a"], ["b"]) == nonce_for(["a"], ["c"]), len(nonce_for(["a"], ["b"]))
     (True, 12)
-    >>> nonce_for(["a"], ["b"]) == nonce_for(["a"], [f"b {nonce_for(['a'], ['b'])}"])
-    False
     """
-    for number in itertools.count():
-        drawn = hashlib.sha256(json.dumps([number, *seed]).encode()).hexdigest()[:_NONCE_CHARACTERS]
-        if not any(drawn in text for text in (*seed, *texts)):
-            return drawn
-    raise AssertionError("unreachable")
+    digests = (hashlib.sha256(json.dumps([number, *seed]).encode()).hexdigest() for number in itertools.count())
+    return next(word[:12] for word in digests if not any(word[:12] in text for text in (*seed, *texts)))
 
 
 def score_messages(rubric: str, one: Material) -> tuple[list[dict[str, str]], str]:
     """The chat that asks for a score of one response, and the nonce of its verdict.
 
     Each piece of the material is between lines with the nonce, which occurs in none of it.
-
-    >>> messages, nonce = score_messages("Be brief.", Material([{"role": "user", "content": "2 + 2?"}], "4"))
-    >>> [turn["role"] for turn in messages], messages[1]["content"].endswith(f"Verdict {nonce}: N")
-    (['system', 'user'], True)
     """
     shown = {"prompt": data(dialog(one.prompt))}
     if one.reference is not None:
@@ -160,14 +172,6 @@ def read_score(said: str, nonce: str) -> float:
     return value / MOST
 
 
-#: Where each kind of judge is asked.
-PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify"}
-
-
-class WrongForm(ValueError):
-    """An answer is not of the form that its path has."""
-
-
 @dataclass(frozen=True)
 class Question:
     """One request to a judge.
@@ -184,8 +188,8 @@ class Question:
 
     @property
     def key(self) -> str:
-        """By which its verdict is kept."""
-        return key_of(self.path, self.body)
+        """By which its verdict is kept: a digest of path and body, and so of model, rubric and texts."""
+        return hashlib.sha256(json.dumps([self.path, self.body], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
