@@ -23,7 +23,6 @@ from sota_grpo.errors import UserError
 
 _FOLDER = Path("tokenizers", "punkt_tab", "english")
 _MAX_CHARS = 100_000  # some 17,000 words, longer than what is sampled; keeps hostile text within a deadline
-_MAX_KEPT_CHARS = 500  # of a sentence whose count is kept
 _LOWER_CASE_INSIDE = 1 << 5  # Punkt's flag of a word that was seen in lower case inside a sentence
 
 # What stands in for Punkt's data: abbreviations, which seldom end a sentence, and words that are no names, which after
@@ -82,16 +81,18 @@ def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
         yield text[begin:end]
 
 
+@lru_cache(maxsize=256)  # a response and its loose readings share sentences
 def num_capital_tokens(sentence: str) -> int:
     """How many of its tokens, as ``nltk.word_tokenize`` splits words and marks, are all in capital letters.
 
     >>> num_capital_tokens("NASA's U.S. team IS 1st, I think.")
     4
     """
+    from nltk.tokenize import NLTKWordTokenizer
+
     if not any(map(str.isupper, sentence)):
         return 0
-    count = _count_capital_tokens if len(sentence) <= _MAX_KEPT_CHARS else _count_capital_tokens.__wrapped__
-    return count(sentence)
+    return sum(token.isupper() for token in NLTKWordTokenizer().tokenize(sentence))
 
 
 @lru_cache(maxsize=8)
@@ -115,20 +116,6 @@ def _splitter(nltk_data: str | None) -> Any:
 
 def _lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-@lru_cache(maxsize=16384)  # a response and its loose readings share sentences
-def _count_capital_tokens(sentence: str) -> int:
-    from nltk.tokenize import NLTKWordTokenizer
-
-    return sum(token.isupper() for token in NLTKWordTokenizer().tokenize(sentence))
-
-
-@lru_cache(maxsize=1)
-def _word_finder() -> Any:
-    from nltk.tokenize import RegexpTokenizer  # its words have vowel signs, as of Hindi; those of re end before them
-
-    return RegexpTokenizer(r"\w+")
 
 
 def _tolerance(threshold: int) -> int:
@@ -251,7 +238,9 @@ def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str 
 
 def word_count(text: str, relation: str, num_words: int) -> bool:
     """The text has so many runs of letters, digits and underscores."""
-    return RELATIONS[relation](len(_word_finder().tokenize(text)), num_words)
+    from nltk.tokenize import RegexpTokenizer  # its words have vowel signs, as of Hindi; those of re end before them
+
+    return RELATIONS[relation](len(RegexpTokenizer(r"\w+").tokenize(text)), num_words)
 
 
 def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> bool:
