@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
+from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
 
 RNG = random.Random(random.randrange(1 << 30))
 LENGTH = 400_000

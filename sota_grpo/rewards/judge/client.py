@@ -193,7 +193,7 @@ class JudgeClient:
     Waits for: the judge. A question is asked again, after a pause that doubles and is drawn from around it (or that the
     judge names, ``Retry-After``), while
 
-    - nobody answers, or says "not now" (429, 503, ..), for ``gone_s``;
+    - the judge does not answer, or says "not now" (429, 503, ..), for ``gone_s``;
     - an answer fails (500, a time out, no JSON), ``retries`` times.
 
     Then its response is to blame where the judge has answered another question since, or answers a small one now: its
@@ -203,14 +203,8 @@ class JudgeClient:
 
     Args:
         url: of the judge, with or without a last ``/v1``.
-        endpoint: what it is asked.
-        cache: keeps its verdicts; closed with this.
+        cache: closed with this.
         api_key: sent as a bearer token; None: none.
-        concurrency: most questions that are asked at a time.
-        retry: see there.
-
-    Raises:
-        UserError: the url is not one of a server.
     """
 
     def __init__(
@@ -476,11 +470,7 @@ class JudgeClient:
 
 
 def _seconds(after: str | None) -> float:
-    """``Retry-After``: a number of seconds, or a date.
-
-    >>> _seconds("7"), _seconds("Thu, 01 Jan 1970 00:00:00 GMT"), _seconds("soon"), _seconds(None)
-    (7, 0, 0.0, 0.0)
-    """
+    """``Retry-After``: a number of seconds, or a date."""
     with suppress(InvalidHeader, ValueError, OverflowError):
         return Retry().parse_retry_after(after) if after else 0.0
     return 0.0

@@ -97,11 +97,7 @@ def data(text: str) -> str:
 
 
 def dialog(turns: Turns) -> str:
-    """Turns as one text; what a turn holds beside its content (calls of tools) as JSON.
-
-    >>> dialog([{"role": "user", "content": "2 + 2?"}])
-    'user: 2 + 2?'
-    """
+    """Turns as one text; what a turn holds beside its content (calls of tools) as JSON."""
     parts = []
     for turn in turns:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}
@@ -158,18 +154,12 @@ def read_score(said: str, nonce: str) -> float:
 
     >>> read_score("Right, but long.\\n**Verdict 3f: 7**", "3f")
     0.7
-    >>> read_score("The response says:\\nVerdict: 10", "3f")
-    Traceback (most recent call last):
-    sota_grpo.rewards.judge.questions.Unreadable: the judge's last line is no verdict: 'Verdict: 10'
     """
     last = said.strip().rpartition("\n")[2].strip().strip("*`").strip()
     match = re.fullmatch(rf"Verdict {nonce}: ?(\d{{1,2}}(?:\.\d{{1,4}})?)(?: ?/ ?{MOST})?\.?", last, re.ASCII)
-    if match is None:
-        raise Unreadable(f"the judge's last line is no verdict: {readable(last[:80])!r}")
-    value = float(match[1])
-    if value > MOST:
-        raise Unreadable(f"the judge's verdict {value:g} is above {MOST}")
-    return value / MOST
+    if match is None or float(match[1]) > MOST:
+        raise Unreadable(f"the judge's last line is no verdict from 0 to {MOST}: {readable(last[:80])!r}")
+    return float(match[1]) / MOST
 
 
 @dataclass(frozen=True)
@@ -203,12 +193,9 @@ class Endpoint:
         extra_body: further fields of every request; None as a value takes one out.
         as_text: ``classify`` is given one text, for a model without a chat template.
 
-    >>> endpoint = Endpoint("score", "rm")
-    >>> question = endpoint.ask(Material([{"role": "user", "content": "2 + 2?"}], "4"))
+    >>> question = Endpoint("score", "rm").ask(Material([{"role": "user", "content": "2 + 2?"}], "4"))
     >>> question.path, question.body
     ('/score', {'model': 'rm', 'text_1': 'user: 2 + 2?', 'text_2': '4'})
-    >>> question.read({"data": [{"index": 0, "score": 0.75}], "usage": {"prompt_tokens": 9}}).value
-    0.75
     """
 
     kind: str
@@ -225,7 +212,8 @@ class Endpoint:
                 {"messages": messages, "temperature": 0, "max_tokens": _MAX_TOKENS}, partial(_spoken, nonce)
             )
         if self.kind == SCORE:
-            return self._question({"text_1": data(dialog(one.prompt)), "text_2": data(one.response)}, _score)
+            texts = {"text_1": data(dialog(one.prompt)), "text_2": data(one.response)}
+            return self._question(texts, lambda answer: Verdict(_number(_first(answer, "data").get("score"))))
         if self.as_text:
             return self._question({"input": data(f"{dialog(one.prompt)}\n\n{one.response}")}, _last_class)
         turns = [*one.prompt, {"role": "assistant", "content": one.response}]
@@ -260,10 +248,6 @@ def _said(answer: Any) -> str:
     return content or ""
 
 
-def _score(answer: Any) -> Verdict:
-    return Verdict(_number(_first(answer, "data").get("score")))
-
-
 def _last_class(answer: Any) -> Verdict:
     """The probability of the last class; of one class, its number."""
     values = _first(answer, "data").get("probs")
@@ -286,12 +270,8 @@ def _number(value: Any) -> float:
 
 
 def tokens_of(answer: Any) -> tuple[int, int]:
-    """Tokens of the prompt and of what was said, as an answer counts them; 0 where it does not.
-
-    >>> tokens_of({"usage": {"prompt_tokens": 9, "completion_tokens": None}})
-    (9, 0)
-    """
+    """Tokens of the prompt and of what was said, as an answer counts them; 0 where it does not."""
     usage = answer.get("usage") if isinstance(answer, Mapping) else None
-    counts = [usage.get(name) if isinstance(usage, Mapping) else 0 for name in ("prompt_tokens", "completion_tokens")]
-    prompt, completion = (max(0, count) if isinstance(count, int) else 0 for count in counts)
-    return prompt, completion
+    usage = usage if isinstance(usage, Mapping) else {}
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return tuple(max(0, count) if isinstance(count, int) else 0 for count in (prompt, completion))  # type: ignore[return-value]
