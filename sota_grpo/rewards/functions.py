@@ -40,10 +40,7 @@ TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "environments", "l
 
 Functions = Mapping[str, Callable[..., Any]]
 
-#: Why a function of TRL's form cannot be asked about a response that no environment stood behind.
 NEEDS_ENVIRONMENTS = "asks for environments, which only env.environment=FILE.py:FACTORY has"
-_NEEDS_IDS = "asks for completion_ids, which only a response of an engine has"
-
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _LOOP: list[Any] = []  # the event loop of all coroutines and the process that made it, once there are any
 _LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and take turns to run the loop
@@ -157,14 +154,12 @@ class RewardInputs:
     """One response and all that a reward function may read beside it.
 
     Args:
-        response: the model's text.
         prompt: plain text, or the chat as a list of turns.
-        ground_truth: as it stands in the data: text, number, list or dict.
+        ground_truth: as it is in the data: text, number, list or dict.
         columns: all other columns of the row, by name.
-        data_source: where the row is from.
         completion_ids: the tokens of the response, as they were sampled; None where it was not.
-        turns: of a dialog with tools, all of them, as TRL writes them; None of another response.
-        environment: the attributes of the dialog's environment at its end, by name; None without one.
+        turns: of a dialog with tools, all of them, as TRL writes them.
+        environment: the attributes of the dialog's environment at its end, by name.
     """
 
     response: str
@@ -231,12 +226,13 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
             for one in group
         ]
         return [_read_result(function, path, result) for result in _results(function, calls)]
-    for name, values, reason in (
-        ("completion_ids", [one.completion_ids for one in group], _NEEDS_IDS),
-        ("environments", [one.environment for one in group], NEEDS_ENVIRONMENTS),
-    ):
-        if name in function.required and any(value is None for value in values):
-            return [RewardOutput(error=f"TypeError: {function.name} {reason}")] * len(group)
+    reason = None
+    if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
+        reason = "asks for completion_ids, which only a response of an engine has"
+    elif "environments" in function.required and any(one.environment is None for one in group):
+        reason = NEEDS_ENVIRONMENTS
+    if reason is not None:
+        return [RewardOutput(error=f"TypeError: {function.name} {reason}")] * len(group)
     info: list[dict[str, Any]] = [{} for _ in group]
     (result,) = _results(function, [_trl_keywords(group, info)])
     if not isinstance(result, Exception):
@@ -363,12 +359,7 @@ def _reason(path: str, error: Exception) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it: arrays become lists, numbers that are not finite or huge None, the rest text.
-
-    >>> import numpy
-    >>> plain({"acc": numpy.float32(0.5), "spans": (numpy.arange(2), float("nan"))})
-    {'acc': 0.5, 'spans': [[0, 1], None]}
-    """
+    """``value`` as JSON has it: arrays become lists, numbers that are not finite or huge None, the rest text."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):

@@ -114,13 +114,7 @@ def _checked(score: Score, term_names: Collection[str], example: Example) -> Sco
 
 
 def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
-    """The score of a response whose grader failed: every term 0, no success, the reason beside it.
-
-    Of an ``example`` of a mixture, the terms of the other tasks do not apply.
-
-    >>> failed_score(["right"], "TimeoutError: 5 s")
-    Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s', info={}, reply=None)
-    """
+    """The score of a response whose grader failed: every term 0; of a mixture, other tasks' terms do not apply."""
     task = None if example is None else task_of_example(example.extra)
     terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
     return Score(terms, False, one_line(error))
@@ -156,9 +150,9 @@ class FailureLog:
 class Grader(Protocol):
     """Gives texts their scores; may be called from any thread.
 
-    ``scores`` takes ``(response, example)`` pairs, best the siblings of one group, and gives one score each, in their
-    order. A response at which the grader fails has an ``error`` and all terms 0; the future itself fails only for what
-    is no response's fault. ``close`` is idempotent.
+    ``scores`` takes ``(response, example)`` pairs, best the siblings of one group, and gives one score each, in order.
+    A response at which the grader fails has an ``error`` and all terms 0; the future itself fails only for what is no
+    response's fault. ``close`` is idempotent.
     """
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]: ...
@@ -226,16 +220,12 @@ class ProgressCounter:
 class RewardWorker:
     """Grades lists of responses, guarded as :func:`guarded_scores` says.
 
-    On the thread that calls :meth:`run`: the main thread of a worker process, so that graders may use signals.
+    On the thread that calls :meth:`run`: the main thread of a worker process, so that graders may use signals. The
+    grader's ``prepare()``, if it has one, is called first, when no response's deadline runs.
 
     Args:
-        score, term_names: as in :class:`GradingPool`; the grader's ``prepare()``, if it has one, is called here, when
-            no response's deadline runs.
+        score, term_names: as in :class:`GradingPool`.
         progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
-
-    >>> worker = RewardWorker(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
-    >>> [score.terms for score in worker.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))])]
-    [{'long': 1.0}, {'long': 0.0}]
     """
 
     ANSWERED_WHILE_BUSY = ("ping",)
@@ -263,14 +253,13 @@ class GradingPool:
     """Grades in worker processes: a text that hangs or crashes its grader costs itself and one worker.
 
     Contract. Consumes: groups of texts. Produces: their scores, equal to those of :class:`LocalGrader`. Waits for: a
-    worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. Workers note which
-    response they are at (:class:`ProgressCounter`). So the one that a worker hangs or crashes at is known and counts as
-    a failure (all terms 0) at once, and only its siblings are graded by another worker. Where a worker was ended by
-    SIGKILL or SIGTERM, perhaps by a person or by the kernel out of memory, the response is graded once more, alone, and
-    counts as a failure when that worker dies, too. A grader of whole groups (``score_group``) has ``timeout_s`` for the
-    call; it does not show at which response it is, so after a hang or a crash its responses are graded one by one. Only
-    what is no response's fault fails a future: no worker starts, the pool is closed, or the task returns other terms
-    than it names.
+    worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. The response that
+    a worker hangs or crashes at (:class:`ProgressCounter`) is a failure (all terms 0) at once, and only its siblings
+    are graded by another worker. After SIGKILL or SIGTERM, which may come from a person or from the kernel out of
+    memory, the response is graded once more, alone, and is a failure when that worker dies, too. A grader of whole
+    groups (``score_group``) has ``timeout_s`` for the call; after a hang or a crash its responses are graded one by
+    one. Only what is no response's fault fails a future: no worker starts, the pool is closed, or the task returns
+    other terms than it names.
 
     Args:
         score: the task's grader, picklable (:func:`sota_grpo.rl.task.scorer_of`).

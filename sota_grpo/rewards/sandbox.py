@@ -25,6 +25,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.http import HttpClient, ServerError
 
 MAX_OUTPUT_BYTES = 1 << 20
+_BWRAP = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
 _SETTLE_S = 5.0  # after its deadline, until a sandbox that was killed is gone
 # what a sandbox starts with: limits that nobody in it can raise, then the program as a main module
 _START = """
@@ -119,7 +120,7 @@ class BwrapRunner:
     def _command(self, program: int) -> list[str]:
         memory, file = self.limits.memory_mb << 20, self.limits.file_mb << 20
         start = _START.format(memory=memory, cpu=max(1, self.limits.cpu_s), file=file, tasks=self.limits.tasks)
-        words = [_bwrap() or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        words = [_BWRAP or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         words += ["--clearenv", "--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--hostname", "sandbox"]
         for name in _libraries():
             words += ["--ro-bind", name, name]
@@ -192,7 +193,7 @@ def why_no_bwrap() -> str | None:
     """Why bubblewrap cannot be used here, None where it can: a program is run once."""
     if sys.platform != "linux":
         return f"bubblewrap is not used on {sys.platform}"
-    if _bwrap() is None:
+    if _BWRAP is None:
         return "bubblewrap (bwrap) is not installed"
     token = secrets.token_hex(8)
     try:
@@ -248,11 +249,6 @@ def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
                 return bytes(output), True
             output += piece
     return bytes(output[:MAX_OUTPUT_BYTES]), False
-
-
-@cache
-def _bwrap() -> str | None:
-    return shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
 
 
 @cache

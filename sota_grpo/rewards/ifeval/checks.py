@@ -68,14 +68,7 @@ def find_punkt(nltk_data: str | None = None) -> Path | None:
 
 
 def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
-    """The sentences of a text, one by one as they are asked for; of the first 100,000 characters.
-
-    Args:
-        nltk_data: see :func:`find_punkt`.
-
-    >>> list(sentences("Dr. Brown is here. Run!"))
-    ['Dr. Brown is here.', 'Run!']
-    """
+    """The sentences of a text, one by one as they are asked for; of the first 100,000 characters."""
     text = text[:_MAX_CHARS]
     for begin, end in _splitter(nltk_data).span_tokenize(text):
         yield text[begin:end]
@@ -83,11 +76,7 @@ def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
 
 @lru_cache(maxsize=256)  # a response and its loose readings share sentences
 def num_capital_tokens(sentence: str) -> int:
-    """How many of its tokens, as ``nltk.word_tokenize`` splits words and marks, are all in capital letters.
-
-    >>> num_capital_tokens("NASA's U.S. team IS 1st, I think.")
-    4
-    """
+    """How many of its tokens, as ``nltk.word_tokenize`` splits words and marks, are all in capital letters."""
     from nltk.tokenize import NLTKWordTokenizer
 
     if not any(map(str.isupper, sentence)):
@@ -133,24 +122,14 @@ RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def compare_number_of(items: Iterable[object], relation: str, threshold: int) -> bool:
-    """Whether there are so many ``items``, no more of which are read than decide it.
-
-    >>> compare_number_of(iter("abc"), "exactly", 3), compare_number_of(iter(int, 1), "at most", 5)
-    (True, False)
-    """
+    """Whether there are so many ``items``, no more of which are read than decide it."""
     enough = threshold + _tolerance(threshold) + 1  # of so many or more, every relation says the same
     return RELATIONS[relation](sum(1 for _ in islice(items, enough)), threshold)
 
 
 @lru_cache(maxsize=4096)
 def pattern_of(keyword: str, before: str = "", after: str = "", *, ignore_case: bool = True) -> re.Pattern[str]:
-    r"""``before + keyword + after`` as a regular expression; the keyword as plain text where it is not a valid one.
-
-    >>> bool(pattern_of("colou?r").search("COLOR")), bool(pattern_of("c++").search("I like C++"))
-    (True, True)
-    >>> bool(pattern_of("art", r"\b", r"\b").search("party"))
-    False
-    """
+    """``before + keyword + after`` as a regular expression; the keyword as plain text where it is not a valid one."""
     flags = re.IGNORECASE if ignore_case else re.NOFLAG
     try:
         return re.compile(before + keyword + after, flags)
@@ -170,11 +149,6 @@ def is_language(text: str, language: str) -> bool:
 
     langdetect samples the text; here its generator always starts from the same seed, so that a response is graded
     alike every time. It reads the first 10,000 characters.
-
-    >>> is_language("Das ist ein deutscher Satz.", "de"), is_language("Das ist ein deutscher Satz.", "en")
-    (True, False)
-    >>> is_language("12345", "de")
-    True
     """
     from langdetect.lang_detect_exception import LangDetectException
 

@@ -281,8 +281,7 @@ class JudgeClient:
 
     def _work(self) -> None:
         while (waiting := self._waiting.get()) is not None:
-            question, verdict = waiting
-            resolve(verdict, partial(self._settle_and_keep, question))
+            resolve(waiting[1], partial(self._settle_and_keep, waiting[0]))
 
     def _settle_and_keep(self, question: Question) -> Verdict:
         key = question.key
