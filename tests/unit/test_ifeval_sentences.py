@@ -17,10 +17,10 @@ from tests.unit.test_ifeval_torchrl import random_text
 from tests.unit.test_tasks import shared_data
 
 SEED = random.randrange(1 << 30)
-COUNTED = "sentences words placeholders highlights sections".split()
+COUNTED = ["sentences", "words", "placeholders", "highlights", "sections"]
 # no check stops early
 UNREACHED = dict.fromkeys((*map("num_{}".format, COUNTED), "frequency", "capital_frequency"), 10**9)
-SHAPES = [*'[\n "\u2028\ud800', *"<<a|*\n|. |A. |a.|<<|>>|](|* |aaaa@|P. P. |{[(".split("|")]
+SHAPES = [*'[\n "\u2028\ud800', *["<<a", "*\n", ". ", "A. ", "a.", "<<", ">>", "](", "* ", "aaaa@", "P. P. ", "{[("]]
 
 
 @pytest.mark.data
