@@ -47,10 +47,6 @@ class HttpClient:
     Raises:
         UserError: the url is not one of a server.
 
-    >>> HttpClient("localhost:8000")
-    Traceback (most recent call last):
-    ...
-    sota_grpo.errors.UserError: engine.url=localhost:8000 is not the address of a server; write http://HOST:PORT.
     """
 
     def __init__(

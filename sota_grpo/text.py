@@ -96,10 +96,7 @@ def duration(seconds: float) -> str:
 class Output:
     """A text stream that ends no run when it cannot be written: a closed pipe, a lost terminal, a full disk.
 
-    One warning says so; what is written afterwards goes to the null device.
-
-    Args:
-        stream: None is standard output; a process may have none.
+    One warning says so; what is written afterwards goes to the null device. None is standard output.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

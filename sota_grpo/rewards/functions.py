@@ -400,7 +400,7 @@ def pickled(
 
 
 def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
-    """The functions of a file that :func:`pickled` filled. Like a reward file, it is code: read it only if it is yours.
+    """The functions of a file that :func:`pickled` filled. It is code: read it only if it is yours.
 
     Raises:
         RewardFunctionError: no such file, or what the functions need is not here.
@@ -426,9 +426,6 @@ def fingerprint(functions: Functions) -> str:
     read, plain values, containers of them, and functions and classes of the same module count by what they are, all
     else by the name of its type. Comments and the place of the code do not count.
 
-    >>> first, again = [eval("lambda solution_str: len(solution_str) > 3  # a note" + note) for note in ("", " more")]
-    >>> fingerprint({"f": first}) == fingerprint({"f": again})
-    True
     """
     described = []
     for name, function in functions.items():

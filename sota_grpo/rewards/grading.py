@@ -46,10 +46,7 @@ def guarded_score(score: Scorer, term_names: Collection[str], response: str, exa
         WrongTerms: the grader returns other terms than ``term_names``.
 
     >>> def ratio(response, example):
-    ...     value = float(response) / float(example.answer)
-    ...     return Score({"ratio": value}, success=value == 1)
-    >>> guarded_score(ratio, ["ratio"], "2", Example("8 / 2?", "4"))
-    Score(terms={'ratio': 0.5}, success=False, error=None, info={}, reply=None)
+    ...     return Score({"ratio": float(response) / float(example.answer)}, success=False)
     >>> guarded_score(ratio, ["ratio"], "two", Example("8 / 2?", "4")).terms
     {'ratio': 0.0}
     """

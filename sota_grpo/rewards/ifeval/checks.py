@@ -50,8 +50,7 @@ def find_punkt(nltk_data: str | None = None) -> Path | None:
     """The folder of Punkt's English data, or None where there is none.
 
     Args:
-        nltk_data: folder that holds ``tokenizers/punkt_tab``; None asks NLTK's usual places (``NLTK_DATA``,
-            ``~/nltk_data`` and the others of ``nltk.data.path``).
+        nltk_data: folder that holds ``tokenizers/punkt_tab``; None searches ``nltk.data.path``.
 
     Raises:
         UserError: the folder that was named does not hold them.

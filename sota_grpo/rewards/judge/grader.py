@@ -26,9 +26,6 @@ class Rules:
     """What one task asks the judge.
 
     Args:
-        term: of the reward, the judge's.
-        weight: of the term.
-        rubric: what is good.
         shows_reference: the judge sees the right answer.
         success_above: a reward above it is a success; None: the task says what is.
     """

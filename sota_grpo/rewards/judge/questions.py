@@ -57,11 +57,9 @@ class WrongForm(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one question.
+    """What came of one question: a value, or why there is none.
 
     Args:
-        value: the score; None where there is none.
-        error: why there is none.
         said: the judge's words, cut to their end.
         is_final: the judge has answered, and would say the same again; what it never answered is asked for anew.
     """
@@ -74,13 +72,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Material:
-    """What is judged.
-
-    Args:
-        prompt: the turns that the policy was asked with.
-        response: what it answered.
-        reference: a right answer, for the judge to compare with; None: it is not shown one.
-    """
+    """What is judged: a response to a prompt; ``reference`` is a right answer, where the judge is shown one."""
 
     prompt: Turns
     response: str
