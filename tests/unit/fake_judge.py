@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -102,10 +103,8 @@ class FakeJudge:
         with self._lock:
             broken, self._open = self._open, set()
         for one in broken:
-            try:
+            with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
 
     def __enter__(self) -> FakeJudge:
         return self.start()

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from sota_grpo.rewards.grading import LocalGrader, grading_pool, guarded_score, guarded_scores
 from sota_grpo.rl.records import Example, SampledText, Sampling, Score
 from sota_grpo.rl.task import Task, scorer_of
-from sota_grpo.rl.transforms import write_scores
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
@@ -113,24 +110,10 @@ def score(task: Task, response: str, example: Example | None = None) -> Score:
     return scores(task, [response], example_of() if example is None else example)[0]
 
 
-def in_a_grader(task: Task, responses: Sequence[str], example: Example) -> list[TensorDictBase]:
-    """The rows of one group, graded in a process of its own."""
-    fields = {"query": example.query, "answer": example.answer, "extra": json.dumps(dict(example.extra))}
-    rows: list[TensorDictBase] = [
-        TensorDict({**fields, "text": {"response": NonTensorData(text)}, "next": {"done": torch.tensor([True])}})
-        for text in responses
-    ]
+def in_a_grader(task: Task, responses: Sequence[str], example: Example) -> list[Score]:
+    """The scores of one group, graded in a process of its own."""
     with grading_pool(task, num_workers=1, timeout_s=60) as pool:
-        scores = pool.scores([(text, example) for text in responses]).result(120)
-    write_scores(lazy_stack(rows), scores, task.term_weights)
-    return rows
-
-
-def graded(row: TensorDictBase) -> tuple[float, dict[str, float], bool, bool, Any]:
-    found = row["next"]
-    terms = {name: value.item() for name, value in found["reward_terms"].items()} if "reward_terms" in found else {}
-    info = json.loads(found["reward_info"])
-    return found["reward"].item(), terms, found["success"].item(), found["reward_error"].item(), info
+        return pool.scores([(text, example) for text in responses]).result(120)
 
 
 def test_verls_parquet_and_reward_file_run_unchanged(tmp_path: Path) -> None:
@@ -145,17 +128,10 @@ def test_verls_parquet_and_reward_file_run_unchanged(tmp_path: Path) -> None:
     assert task.gold_response(task.train[0]) is None
     example = task.train[0]
     index, truth = example.extra["columns"]["extra_info"]["index"], example.answer
-    rows = in_a_grader(task, [f"So\n#### {truth}", "#### -1", "none"], example)
-    assert [graded(row) for row in rows] == [
-        (1.0, {"compute_score": 1.0}, True, False, {"acc": True, "pred": truth, "index": index}),
-        (
-            pytest.approx(0.1),
-            {"compute_score": pytest.approx(0.1)},
-            False,
-            False,
-            {"acc": False, "pred": "-1", "index": index},
-        ),
-        (0.0, {"compute_score": 0.0}, False, False, {}),
+    assert in_a_grader(task, [f"So\n#### {truth}", "#### -1", "none"], example) == [
+        Score({"compute_score": 1.0}, True, info={"acc": True, "pred": truth, "index": index}),
+        Score({"compute_score": 0.1}, False, info={"acc": False, "pred": "-1", "index": index}),
+        Score({"compute_score": 0.0}, False),
     ]
 
 
@@ -165,14 +141,12 @@ def test_trls_functions_run_unchanged_and_see_the_group(tmp_path: Path) -> None:
     example = example_of(prompt=chat, solution="4", level=3)
     unsolved = example_of(prompt=chat, solution=None, level=1)
     info = [{"accuracy/content": text, "shortest/mean_length": 5 / 3} for text in ("4", "four", "")]
-    expected = [
-        (2.0, {"accuracy": 2.0, "shortest": 0.0}, True, False, info[0]),
-        (0.0, {"accuracy": 0.0, "shortest": 0.0}, False, False, info[1]),
-        (1.5, {"accuracy": 0.0, "shortest": 3.0}, True, False, info[2]),
+    assert in_a_grader(task, ["4", "four", ""], example) == [
+        Score({"accuracy": 2.0, "shortest": 0.0}, True, info=info[0]),
+        Score({"accuracy": 0.0, "shortest": 0.0}, False, info=info[1]),
+        Score({"accuracy": 0.0, "shortest": 3.0}, True, info=info[2]),
     ]
-    assert [graded(row) for row in in_a_grader(task, ["4", "four", ""], example)] == expected
-    (row,) = in_a_grader(task, ["4"], unsolved)
-    assert graded(row)[:2] == (0.5, {"shortest": 1.0}), "a term that does not apply has no key"
+    assert score(task, "4", unsolved).terms == {"accuracy": None, "shortest": 1.0}, "a term that does not apply"
 
 
 def test_a_group_is_graded_as_its_responses_are_alone(tmp_path: Path) -> None:
@@ -200,8 +174,7 @@ def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -
     found = scores(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of())
     assert [one.terms["f"] for one in found] == [0.5, 0.0, 0.25]
     assert [one.error for one in found] == [None, f"ZeroDivisionError: division by zero ({path}, line 4)", None]
-    rows = in_a_grader(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of())
-    assert [graded(row)[3] for row in rows] == [False, True, False]
+    assert in_a_grader(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of()) == found
 
 
 @pytest.mark.parametrize(
