@@ -169,7 +169,8 @@ def trl(completions, level, **kwargs):
 
 
 def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -> None:
-    text = "\n\ndef f(completions, **kwargs):\n    return [1 / len(c) for c in completions]\n"
+    body = "return [(p == '2+2?') / len(c) for p, c in zip(prompts, completions)]"
+    text = f"\n\ndef f(prompts, completions, **columns):\n    {body}\n"
     path = str(tmp_path / "reward_function.py")
     found = scores(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of())
     assert [one.terms["f"] for one in found] == [0.5, 0.0, 0.25]
