@@ -265,7 +265,8 @@ def _joined(text: str, spans: Iterable[_Span]) -> list[_Span]:
     """
     joined: list[_Span] = []
     for span in spans:
-        last, joint = joined[-1] if joined else None, None
+        last = joined[-1] if joined else None
+        joint: re.Match[str] | None = None
         if last is not None and span.begin - last.end <= _MAX_GAP_CHARS:
             gap = _DRESS.sub(" ", _UNIT_BEFORE.sub(" ", text[last.end : span.begin], count=1))
             joint = _JOINT.fullmatch(" ".join(gap.split()))

@@ -75,11 +75,11 @@ def guarded_scores(
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
         try:
-            scores = score_group(pairs)
-            if len(scores) == len(pairs):
-                scores = [_checked(one, term_names, example) for one, (_, example) in zip(scores, pairs)]
+            answers = score_group(pairs)
+            if len(answers) == len(pairs):
+                scores = [_checked(one, term_names, example) for one, (_, example) in zip(answers, pairs)]
             else:
-                reason = f"ValueError: the grader returned {len(scores)} scores for {len(pairs)} responses"
+                reason = f"ValueError: the grader returned {len(answers)} scores for {len(pairs)} responses"
                 scores = [failed_score(term_names, reason, example) for _, example in pairs]
             tick()
             return scores

@@ -51,7 +51,7 @@ def _are_texts(value: Any) -> bool:
 
 def _is_count(value: Any, least: int = 0) -> bool:
     is_whole = value.is_integer() if isinstance(value, float) else isinstance(value, int)  # columns with gaps are float
-    return is_whole and not isinstance(value, bool) and value >= least
+    return is_whole and not isinstance(value, bool) and bool(value >= least)
 
 
 _text = _reader("a text", _is_text, str.strip)
@@ -192,22 +192,22 @@ def follow_lists(
     >>> follow_lists("Sure, here it is:\\n**Yes**", ["punctuation:no_comma", "detectable_format:title"], [{}, {}])
     ([False, False], [True, False])
     """
-    checks: list[Callable[[str], bool]] = []
+    bound: list[Callable[[str], bool]] = []
     for instruction_id, values in zip(instruction_ids, kwargs, strict=True):
         instruction = INSTRUCTIONS[instruction_id]
         data = {"nltk_data": nltk_data} if instruction.splits_sentences else {}
-        checks.append(partial(instruction.follows, **values, **data))
+        bound.append(partial(instruction.follows, **values, **data))
 
     def followed(check: Callable[[str], bool], readings: Sequence[str]) -> bool:
         return any(bool(reading.strip()) and check(reading) for reading in readings)
 
-    strict = [followed(check, [text]) for check in checks]
+    strict = [followed(check, [text]) for check in bound]
     if all(strict):
         return strict, list(strict)
     lines = text.split("\n")
     cut = [text, *("\n".join(kept).strip() for kept in (lines[1:], lines[:-1], lines[1:-1]))]
     others = list(dict.fromkeys([*cut, *(reading.replace("*", "") for reading in cut)]))[1:]
-    return strict, [is_strict or followed(check, others) for is_strict, check in zip(strict, checks, strict=True)]
+    return strict, [is_strict or followed(check, others) for is_strict, check in zip(strict, bound, strict=True)]
 
 
 _FUNCTIONS = {instruction.func_name: name for name, instruction in INSTRUCTIONS.items()}

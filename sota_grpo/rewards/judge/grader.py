@@ -69,7 +69,7 @@ class JudgedGrader:
         )
         return scores
 
-    def _verdict(self, text: str, example: Example) -> Future[Verdict | None]:
+    def _verdict(self, text: str, example: Example) -> Future[Any]:
         """The judge's verdict on a response; None where the response's task is not judged."""
         rules = self._rules.get(task_of_example(example.extra))
         if rules is None:
@@ -90,8 +90,8 @@ class JudgedGrader:
         rules = self._rules[task_of_example(example.extra)]
         terms = {**score.terms, rules.term: verdict.value}
         info = {**score.info, TERM: verdict.said} if verdict.said else score.info
-        is_own = rules.success_above is None
-        success = score.success if is_own else total_reward(terms, weights) > rules.success_above
+        above = rules.success_above
+        success = score.success if above is None else total_reward(terms, weights) > above
         return replace(score, terms=terms, info=info, success=success)
 
     def metrics(self) -> dict[str, float]:

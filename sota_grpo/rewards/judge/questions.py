@@ -265,5 +265,6 @@ def tokens_of(answer: Any) -> tuple[int, int]:
     """Tokens of the prompt and of what was said, as an answer counts them; 0 where it does not."""
     usage = answer.get("usage") if isinstance(answer, Mapping) else None
     usage = usage if isinstance(usage, Mapping) else {}
-    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return tuple(max(0, count) if isinstance(count, int) else 0 for count in (prompt, completion))  # type: ignore[return-value]
+    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    prompt, completion = (max(0, count) if isinstance(count, int) else 0 for count in counts)
+    return prompt, completion
