@@ -179,7 +179,8 @@ def _verdict_of(line: bytes) -> tuple[str, Verdict] | None:
         return None
     if not isinstance(row, dict) or not _KEY.fullmatch(str(row.get("key"))):
         return None
-    value, error, said = row.get("value"), row.get("error"), row.get("said", "")
+    value: Any = row.get("value")
+    error, said = row.get("error"), row.get("said", "")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
     if not isinstance(said, str) or (not is_number and not isinstance(error, str)):
         return None
