@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
@@ -16,11 +15,10 @@ from sota_grpo.text import first_line, one_line
 
 _CONNECT_S = 10.0
 _SHOWN_CHARACTERS = 400
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ServerError(RunFailed, RuntimeError):
-    """The server answered with an error, or with something that cannot be right; ``status`` is the HTTP one."""
+    """The server answered with an error, or with nonsense; ``status`` is the HTTP one."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -33,14 +31,6 @@ class ServerSilent(ServerError):
     def __init__(self, message: str, *, is_late: bool = False):
         super().__init__(message)
         self.is_late = is_late
-
-
-class Reply(NamedTuple):
-    """The answer to a request, whatever its status."""
-
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
 
 
 class HttpClient:
@@ -57,10 +47,6 @@ class HttpClient:
     Raises:
         UserError: the url is not one of a server.
 
-    >>> HttpClient("localhost:8000")
-    Traceback (most recent call last):
-    ...
-    sota_grpo.errors.UserError: engine.url=localhost:8000 is not the address of a server; write http://HOST:PORT.
     """
 
     def __init__(
@@ -68,7 +54,7 @@ class HttpClient:
         url: str,
         *,
         api_key: str | None = None,
-        headers: Mapping[str, str] = _NO_HEADERS,
+        headers: Mapping[str, str] | None = None,
         option: str = "engine.url",
         max_connections: int = 8,
         max_bytes: int | None = None,
@@ -78,7 +64,7 @@ class HttpClient:
             raise UserError(f"{option}={url} is not the address of a server; write http://HOST:PORT.")
         self.url, self.host = url.rstrip("/"), parts.hostname
         self._prefix, self._max_bytes = parts.path.rstrip("/"), max_bytes
-        self._headers = {"Content-Type": "application/json", **headers}
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._pool = urllib3.connection_from_url(self.url, maxsize=max_connections)
@@ -101,15 +87,9 @@ class HttpClient:
         self._pool.close()
 
     def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] = _NO_HEADERS,
-    ) -> Reply:
-        """One exchange, whatever the status of the answer.
+        self, method: str, path: str, body: bytes | None = None, *, timeout_s: float
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """One exchange: status, headers and content of the answer, whatever the status.
 
         Raises:
             ServerSilent: no connection, a broken one, or no whole answer within ``timeout_s`` seconds.
@@ -119,7 +99,7 @@ class HttpClient:
         late = f"The server is silent: {sent} was not answered within {timeout_s:g} s."
         options: dict[str, Any] = {
             "body": body,
-            "headers": {**self._headers, **headers},
+            "headers": self._headers,
             "timeout": urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
             "retries": False,
             "redirect": False,
@@ -150,24 +130,17 @@ class HttpClient:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             cause = first_line(error).rpartition(": ")[2]
             raise ServerSilent(f"{sent} found no server, or it hung up: {cause}.") from error
-        return Reply(response.status, response.headers, bytes(content))
+        return response.status, response.headers, bytes(content)
 
-    def _parsed(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        timeout_s: float,
-        headers: Mapping[str, str] = _NO_HEADERS,
-    ) -> Any:
-        reply = self.request(method, path, body, timeout_s=timeout_s, headers=headers)
-        sent, text = f"{method} {self.url}{path}", reply.content.decode(errors="replace")
-        if not 200 <= reply.status < 300:
+    def _parsed(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
+        status, headers, content = self.request(method, path, body, timeout_s=timeout_s)
+        sent, text = f"{method} {self.url}{path}", content.decode(errors="replace")
+        if not 200 <= status < 300:
             said = one_line(text.strip(), _SHOWN_CHARACTERS)
-            raise ServerError(f"{sent} was answered with status {reply.status}: {said}", reply.status)
+            raise ServerError(f"{sent} was answered with status {status}: {said}", status)
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            if "json" not in reply.headers.get("content-type", ""):
+            if "json" not in headers.get("content-type", ""):
                 return text
             raise ServerError(f"{sent} was answered with broken JSON: {first_line(error)}.") from error

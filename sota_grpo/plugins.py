@@ -28,10 +28,6 @@ class Registry(Mapping[str, Value], Generic[Value]):
     Args:
         group: of the entry points.
         own: by name, the values, or ``module:name`` of what is imported when it is asked for.
-
-    >>> registry = Registry("sota_grpo.tasks", {"gsm8k": "sota_grpo.tasks.gsm8k:GSM8KTask"})
-    >>> list(registry), registry["gsm8k"].__name__
-    (['gsm8k'], 'GSM8KTask')
     """
 
     def __init__(self, group: str, own: Mapping[str, Value | str]) -> None:

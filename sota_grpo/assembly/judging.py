@@ -14,10 +14,8 @@ from sota_grpo.config.secrets import judge_key
 from sota_grpo.errors import UserError
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
-from sota_grpo.rewards.judge import TERM, Judged, Rules
-from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.grader import JudgedGrader
+from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
+from sota_grpo.rewards.judge.grader import TERM, JudgedGrader, Rules
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, without_examples
@@ -46,20 +44,19 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
         rules = {
             name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None
         }
-    judged = Judged(rules, task.term_weights)
-    changed = copy.copy(task)
-    vars(changed).update(term_weights=judged.term_weights, gold_response=_no_gold_response, is_judged=True)
     starting("Asking for the judge")
     endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
     cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
     judge = JudgeClient(options.url, endpoint, cache, api_key=judge_key())
     try:
         judge.connect()
-        grader = make_grader(task)
+        grader = JudgedGrader(make_grader(task), judge, without_examples(task), rules)
     except BaseException:
         judge.close()
         raise
-    return changed, JudgedGrader(grader, judge, without_examples(task), judged)
+    changed = copy.copy(task)
+    vars(changed).update(term_weights=grader.term_weights, gold_response=_no_gold_response, is_judged=True)
+    return changed, grader
 
 
 def _no_gold_response(example: Example) -> None: ...

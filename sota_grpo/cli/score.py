@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from sota_grpo.cli import above_zero, add_parser, whole
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.rewards.ifeval import find_punkt
 from sota_grpo.rl.records import Example, Score, total_reward
 from sota_grpo.rl.task import Task

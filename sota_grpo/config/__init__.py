@@ -18,7 +18,7 @@ from sota_grpo.engines import ENGINES
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.policy.optimizers import OPTIMIZERS
-from sota_grpo.rewards.judge import KINDS
+from sota_grpo.rewards.judge.questions import KINDS
 from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS
 
@@ -159,7 +159,9 @@ class JudgeConfig:
     """A model that says what responses are worth: one reward term more (``judge``)."""
 
     kind: str | None = opt(
-        None, "chat is asked by a rubric; score and classify are vLLM's, for reward models; null: no judge", KINDS
+        None,
+        "chat is asked by a rubric; score and classify are vLLM's, for reward models; null: no judge",
+        KINDS,
     )
     url: str | None = opt(None, "base URL of the judge server; set its API key in SOTA_GRPO_JUDGE_KEY")
     model: str | None = opt(None, "name of the model there; null: the first that it serves")

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from sota_grpo.config import Config, JudgeConfig, reward_names
 from sota_grpo.config.spelling import changed_options
-from sota_grpo.rewards.judge import CHAT
+from sota_grpo.rewards.judge.questions import CHAT
 from sota_grpo.text import one_line
 
 

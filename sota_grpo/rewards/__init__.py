@@ -1,15 +1,4 @@
-"""Finding the answer in a response and comparing it: plain string functions, linear in the length of the text.
+"""Finding the answer in a response and grading it: untrusted text, functions of a user, a judge.
 
-Numbers are compared here; mathematical answers of every kind in :mod:`sota_grpo.rewards.maths`.
+Numbers and words are read in ``extract``, mathematical answers of every kind in ``maths``.
 """
-
-from sota_grpo.rewards.extract import (
-    ANSWER_FORMATS,
-    answers_equal,
-    extract_answer,
-    find_last_number,
-    numbers_equal,
-    parse_number,
-)
-
-__all__ = ["ANSWER_FORMATS", "answers_equal", "extract_answer", "find_last_number", "numbers_equal", "parse_number"]

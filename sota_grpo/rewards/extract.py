@@ -46,13 +46,10 @@ def parse_number(text: str) -> Fraction | None:
     Of worked numbers, ``6*3 = 18``, the last side counts. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a
     response may not hedge, and nothing is computed (``5!``, ``18²``).
 
-    Args:
-        text: an extracted answer, at most 256 characters; a longer one is not a number.
+    A text of more than 256 characters is no number.
 
-    >>> parse_number("$1,080.50"), parse_number("-3/4"), parse_number("18.00 dollars.") == 18
-    (Fraction(2161, 2), Fraction(-3, 4), True)
-    >>> parse_number("10**10**10"), parse_number("5 or 6"), parse_number("none"), parse_number("1/0")
-    (None, None, None, None)
+    >>> parse_number("$1,080.50"), parse_number("-3/4"), parse_number("18.00 dollars.") == 18, parse_number("5 or 6")
+    (Fraction(2161, 2), Fraction(-3, 4), True, None)
     """
     if len(text) > MAX_ANSWER_CHARS:
         return None
@@ -87,13 +84,7 @@ def find_last_number(text: str) -> str | None:
 
 
 def numbers_equal(left: str, right: str) -> bool:
-    """Whether both texts are numbers and equal, exactly: no tolerance, no float.
-
-    >>> numbers_equal("18", "$18.00"), numbers_equal("0.5", "1/2"), numbers_equal("18", "18.01")
-    (True, True, False)
-    >>> numbers_equal("none", "none")
-    False
-    """
+    """Whether both texts are numbers and equal, exactly: no tolerance, no float."""
     value = parse_number(left)
     return value is not None and value == parse_number(right)
 
@@ -118,16 +109,17 @@ def answers_equal(answer: str, gold: str) -> bool:
 
     >>> answers_equal("18 dollars", "$18"), answers_equal("5", "5 apples"), answers_equal("5 pears", "5 apples")
     (True, True, False)
-    >>> answers_equal(" new  york.", "New York"), answers_equal("(1,2)", "( 1, 2 )"), answers_equal("11", "Apollo 11")
-    (True, True, False)
-    >>> answers_equal("(C)", "C"), answers_equal("C) Paris", "C"), answers_equal("C or D", "C")
+    >>> answers_equal(" new  york.", "New York"), answers_equal("C) Paris", "C"), answers_equal("C or D", "C")
     (True, True, False)
     """
-    folded, gold_folded = _folded(answer), _folded(gold)
-    if folded == gold_folded:
+
+    def folded(text: str) -> str:
+        return _SPACED_SIGN.sub(r"\1", (_plain(text) or text).casefold())
+
+    if folded(answer) == folded(gold):
         return True
-    if choice := _CHOICE.fullmatch(gold_folded):
-        chosen = _CHOICE.fullmatch(folded) or _LABELLED.fullmatch(_plain(answer))
+    if choice := _CHOICE.fullmatch(folded(gold)):
+        chosen = _CHOICE.fullmatch(folded(answer)) or _LABELLED.fullmatch(_plain(answer))
         return chosen is not None and chosen[1].casefold() == choice[1]
     if not numbers_equal(answer, gold):
         return False
@@ -150,10 +142,6 @@ def _plain(text: str) -> str:
     plain = " ".join(_STYLE.sub(r"\1", text).split()).rstrip(". ")
     quoted = _QUOTED.fullmatch(plain)
     return quoted[2].rstrip(". ") if quoted else plain
-
-
-def _folded(text: str) -> str:
-    return _SPACED_SIGN.sub(r"\1", (_plain(text) or text).casefold())
 
 
 def _names(text: str) -> list[str]:
@@ -205,22 +193,15 @@ _NEXT_SENTENCE = re.compile(r"[.!?]\s|\n")
 
 
 def without_thinking(text: str) -> str:
-    """What follows the last ``</think>``, up to a ``<think>`` that is never closed; the whole text without either.
-
-    >>> without_thinking("<think>#### 1</think> #### 2"), without_thinking("#### 3 <think> or #### 4?")
-    (' #### 2', '#### 3 ')
-    """
+    """What follows the last ``</think>``, up to a ``<think>`` that is never closed; the whole text without either."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
-    """What stands between the last complete pair of tags, or None.
+    """What is between the last complete pair of tags, or None.
 
     Args:
         tag: matches both tags, the slash of the closing one as its only group; by default that of ``<answer>``.
-
-    >>> last_tagged("<answer>1</answer> or <answer>2</answer> or <answer>3")
-    '2'
     """
     begin, inside = None, None
     for match in tag.finditer(text):
@@ -232,11 +213,7 @@ def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
 
 
 def last_code_block(text: str) -> str | None:
-    """What stands in the last closed code block (between lines that begin with three backticks), or None.
-
-    >>> last_code_block("First:\\n```python\\nx = 1\\n```\\nor\\n```\\nx = 2\\n```\\nNot closed:\\n```\\nx = 3")
-    'x = 2'
-    """
+    """What is in the last closed code block (between lines that begin with three backticks), or None."""
     block: list[str] | None = None
     last = None
     for line in text.split("\n"):
@@ -263,7 +240,7 @@ class _Span(NamedTuple):
 
 
 def _boxes(text: str) -> list[_Span]:
-    """The closed boxes that hold something, the inner one of two: one pass with a stack of open braces."""
+    """The closed boxes that hold something, the inner one of two."""
     open_braces: list[tuple[int, int] | None] = []  # where a box and what is in it begin, None for other braces
     boxes: list[_Span] = []
     for token in _BRACE.finditer(text):
@@ -289,21 +266,16 @@ def _joined(text: str, spans: Iterable[_Span]) -> list[_Span]:
     joined: list[_Span] = []
     for span in spans:
         last = joined[-1] if joined else None
-        joint = _joint(text[last.end : span.begin]) if last and span.begin - last.end <= _MAX_GAP_CHARS else None
+        joint: re.Match[str] | None = None
+        if last is not None and span.begin - last.end <= _MAX_GAP_CHARS:
+            gap = _DRESS.sub(" ", _UNIT_BEFORE.sub(" ", text[last.end : span.begin], count=1))
+            joint = _JOINT.fullmatch(" ".join(gap.split()))
         if last is None or joint is None:
             joined.append(span)
         else:
-            last.words.extend((joint, *span.words))
+            last.words.extend((", " if joint[1][-1] in ",;&" else f" {joint[1].lstrip(',; ')} ", *span.words))
             joined[-1] = last._replace(end=span.end)
     return joined
-
-
-def _joint(gap: str) -> str | None:
-    """What joins the two parts of an answer that stand around ``gap``, None where they are two answers."""
-    joint = _JOINT.fullmatch(" ".join(_DRESS.sub(" ", _UNIT_BEFORE.sub(" ", gap, count=1)).split()))
-    if joint is None:
-        return None
-    return ", " if joint[1][-1] in ",;&" else f" {joint[1].lstrip(',; ')} "
 
 
 def _boxed(text: str) -> str | None:
@@ -323,19 +295,14 @@ def find_mathematics(text: str) -> str | None:
     None where neither is there, or where a number comes later. A last line that is all LaTeX is an answer, too, and so
     is a multiple of π or a root.
 
-    >>> find_mathematics("The final answer is $x=3$, as $3+1=4$."), find_mathematics("The answer is (B).")
-    ('x=3', '(B)')
-    >>> find_mathematics("So we get \\\\( \\\\frac{3}{4} \\\\)."), find_mathematics("They cost $5 and $7, so 12.")
-    ('\\\\frac{3}{4}', None)
-    >>> find_mathematics("So the area is 2π."), find_mathematics("So the area is 3 + 2π.")
-    ('2π', None)
+    >>> find_mathematics("The final answer is $x=3$, as $3+1=4$."), find_mathematics("They cost $5 and $7, so 12.")
+    ('x=3', None)
     """
     spans = _joined(text, _mathematics(text))
     marked = {span.begin: span for span in spans}
     for cue in reversed(list(_ANSWER_IS.finditer(text))):
         span = marked.get(cue.end())
-        answer = span.answer if span else _said(text[cue.end() : cue.end() + _MAX_SAID_CHARS])
-        if answer:
+        if answer := span.answer if span else _said(text, cue.end(), plainly=True):
             return answer
     if not spans:
         last_line = text.rstrip().rpartition("\n")[2]
@@ -350,20 +317,18 @@ def find_mathematics(text: str) -> str | None:
     return None if _NUMBER.search(text, end) else answer
 
 
-def _said(text: str) -> str | None:
-    """What the beginning of a text says plainly: a number with its unit, a pair, a choice, a name; None if nothing."""
-    said = _SAID_END.split(text, maxsplit=1)[0].strip(_QUOTES)
-    if len(_SAID_WORD.findall(said)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(said):
-        return None
-    return said if _SAID_NUMBER.match(said) or not any(map(str.isdigit, said)) else None
+def _said(text: str, begin: int, *, plainly: bool = False) -> str:
+    """What a sentence says from there on; ``plainly`` is a number with its unit, a pair, a choice or a name."""
+    said = _SAID_END.split(text[begin : begin + _MAX_SAID_CHARS], maxsplit=1)[0].strip(_QUOTES)
+    if plainly and (len(_SAID_WORD.findall(said)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(said)):
+        return ""
+    return said if not plainly or _SAID_NUMBER.match(said) or not any(map(str.isdigit, said)) else ""
 
 
 def _said_last(text: str) -> str | None:
     """What "the answer is" says last, whatever it is."""
-    for cue in reversed(list(_ANSWER_IS.finditer(text))):
-        if said := _SAID_END.split(text[cue.end() : cue.end() + _MAX_SAID_CHARS], maxsplit=1)[0].strip(_QUOTES):
-            return said
-    return None
+    said = (_said(text, cue.end()) for cue in reversed(list(_ANSWER_IS.finditer(text))))
+    return next(filter(None, said), None)
 
 
 def _hash(text: str) -> str | None:
@@ -405,21 +370,14 @@ def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, 
 
     >>> extract_answer("So 6*3=18.\\n#### 18", "hash"), extract_answer("#### 18", "boxed")
     ('18', None)
-    >>> extract_answer("<think>\\\\boxed{1}</think> \\\\boxed{\\\\frac{1}{2}} or \\\\boxed{3", "boxed")
-    '\\\\frac{1}{2}'
     >>> extract_answer("\\\\boxed{1}, no: $\\\\boxed{2}$ and $\\\\boxed{3}$", "boxed")
     '2 and 3'
-    >>> extract_answer("The answer is C, as 3 > 2.", "any", words=True), extract_answer("Apollo 11", "any", words=True)
-    ('C', 'Apollo 11')
     """
     if answer_format not in _FINDERS:
         raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
-    visible = without_thinking(text)
     finders = _FINDERS[answer_format]
     if answer_format == "any":
         finders = _OF_MATHEMATICS if mathematics else _OF_WORDS if words else finders
-    for find in finders:
-        answer = find(visible)
-        if answer is not None and answer.strip():
-            return answer.strip()
-    return None
+    visible = without_thinking(text)
+    answers = (answer.strip() for find in finders if (answer := find(visible)) is not None)
+    return next(filter(None, answers), None)

@@ -1,11 +1,8 @@
 """The user's own reward functions: found in a file by name, recognised by their parameters, and called.
 
-The file is the user's own code, named by an explicit path; model text never comes here but as the argument of a call.
-A function is called as verl or as TRL would call it, and what it returns is read.
-
-Functions can be passed as objects instead. Graders are processes that do not share the caller's memory. A function of
-an importable module travels by its name; one of a notebook or a script travels as its code, with the globals that it
-reads.
+The file is the user's own code, named by an explicit path; model text comes here only as the argument of a call.
+Functions can be passed as objects instead. Graders are processes that do not share the caller's memory: a function of
+an importable module travels by its name, one of a notebook or a script as its code, with the globals that it reads.
 """
 
 from __future__ import annotations
@@ -20,11 +17,11 @@ import math
 import os
 import pickle
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 from sota_grpo.errors import UserError
@@ -38,21 +35,13 @@ DEFAULT_NAME = "compute_score"  # verl's
 VERL, TRL = "verl", "trl"
 PICKLED = ".pkl"  # ending of a file of pickled functions
 PASSED = "(passed in Python)"  # the path of what was passed as an object, until the run has a directory
-VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "environments", "log_extra", "log_metric")
 
 Functions = Mapping[str, Callable[..., Any]]
 
-#: Why a function of TRL's form cannot be asked about a response that no environment stood behind.
 NEEDS_ENVIRONMENTS = "asks for environments, which only env.environment=FILE.py:FACTORY has"
-
-_TRL_NOT_HERE = ("prompt_ids", "trainer_state")
-_FORMS = (
-    "verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
-    "TRL's function(prompts, completions, **columns)"
-)
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
-_MAX_INT_BITS = 1023  # Python refuses to write integers of thousands of digits
 _LOOP: list[Any] = []  # the event loop of all coroutines and the process that made it, once there are any
 _LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and take turns to run the loop
 
@@ -63,10 +52,9 @@ class RewardFunctionError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function of a reward file.
+    """A function of a reward file, and of a reward term with its name.
 
     Args:
-        name: of the function, and of its reward term.
         form: ``verl`` (one response, by ``solution_str``) or ``trl`` (a list of them, by ``completions``).
         call: the function, plain or ``async``.
         required: parameters without a default.
@@ -79,10 +67,6 @@ class RewardFunction:
     required: tuple[str, ...]
     taken: frozenset[str] | None
 
-    def accepted(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the ``offered`` keywords that the function takes."""
-        return {name: value for name, value in offered.items() if self.taken is None or name in self.taken}
-
 
 def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
     """The functions ``names`` of the Python file ``path``, which is run once (:func:`sota_grpo.files.run_python`).
@@ -92,11 +76,6 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
     Raises:
         RewardFunctionError: no such file or function, an import that fails (with its line), or parameters that are
             neither verl's nor TRL's.
-
-    Example::
-
-        (function,) = load_functions("reward_function.py", ["compute_score"])
-        function.call(solution_str="#### 4", ground_truth="4", data_source="openai/gsm8k", extra_info={})
     """
     file = Path(path)
     require_file(file)
@@ -104,9 +83,9 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
         module = run_python(file)
     except (Exception, SystemExit) as error:
         line = error_line(file, error)
-        place = f"{file}" if line is None else f"{file}, line {line}"
+        place = "" if line is None else f", line {line}"
         raise RewardFunctionError(
-            f"{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
+            f"{file}{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
         ) from error
     public = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
     own = [name for name in public if getattr(module, name).__module__ == module.__name__]
@@ -122,11 +101,7 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
 
 
 def no_function(path: str, name: str, names: Iterable[str]) -> str:
-    """The sentence about a function that is not among the ``names`` of a file.
-
-    >>> no_function("reward.py", "score", [])
-    "reward.py has no function 'score'; its functions are none: correct reward.name."
-    """
+    """The sentence about a function that is not among the ``names`` of a file."""
     return f"{path} has no function {name!r}; its functions are {', '.join(names) or 'none'}: correct reward.name."
 
 
@@ -137,10 +112,9 @@ def require_file(path: Path) -> None:
 
 
 def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction:
-    """``call`` as a reward function: its form, told by its parameters, and what it takes.
+    """``call``, a function or what is called like one, as a reward function; its parameters tell its form.
 
     Args:
-        call: a function, or an object that is called like one.
         name: of its reward term.
         place: where it is from, for messages.
 
@@ -161,14 +135,17 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
     written = f"{place}: {name}({', '.join(map(str, parameters))})"
     if "solution_str" in keywords:
         form, reason = VERL, "nothing here has"
-        missing = [name for name in required if name not in VERL_PARAMETERS]
+        missing = [name for name in required if name not in _VERL_PARAMETERS]
     else:  # the columns that a function of TRL's form asks for are checked where the rows are known
         form, reason = TRL, "a grader, which reads responses only, does not have"
-        missing = [name for name in required if name in _TRL_NOT_HERE]
+        missing = [name for name in required if name in ("prompt_ids", "trainer_state")]
     if missing:
         raise RewardFunctionError(f"{written} asks for {', '.join(missing)}, which {reason}; give it a default value.")
     if form == TRL and not keywords & {"completions", "completion_ids", "prompts", "environments"}:
-        raise RewardFunctionError(f"{written} is neither {_FORMS}; name its parameters like one of these.")
+        raise RewardFunctionError(
+            f"{written} is neither verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
+            "TRL's function(prompts, completions, **columns); name its parameters like one of these."
+        )
     return RewardFunction(name, form, call, required, taken)
 
 
@@ -177,14 +154,12 @@ class RewardInputs:
     """One response and all that a reward function may read beside it.
 
     Args:
-        response: the model's text.
         prompt: plain text, or the chat as a list of turns.
-        ground_truth: as it stands in the data: text, number, list or dict.
+        ground_truth: as it is in the data: text, number, list or dict.
         columns: all other columns of the row, by name.
-        data_source: where the row is from.
         completion_ids: the tokens of the response, as they were sampled; None where it was not.
-        turns: of a dialog with tools, all of them, as TRL writes them; None of another response.
-        environment: the attributes of the dialog's environment at its end, by name; None without one.
+        turns: of a dialog with tools, all of them, as TRL writes them.
+        environment: the attributes of the dialog's environment at its end, by name.
     """
 
     response: str
@@ -198,10 +173,9 @@ class RewardInputs:
 
 
 class EnvironmentState:
-    """An environment as reward functions read it: the attributes that it had at the end of its dialog.
+    """The attributes that an environment had at the end of its dialog, as far as their values are JSON.
 
-    The environment itself has lived in a worker process, and is gone: there are no methods, and no attributes
-    whose value is no JSON.
+    The environment itself lived in another process, and is gone.
 
     >>> state = EnvironmentState({"reward": 0.5})
     >>> state.reward
@@ -242,7 +216,7 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
         Exception: what a function of TRL's form raised, if there are several responses: one of them may be to blame.
     """
     if function.form == VERL:
-        keywords = [
+        calls = [
             {
                 "data_source": one.data_source,
                 "solution_str": one.response,
@@ -251,20 +225,21 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
             }
             for one in group
         ]
-        return [_read_result(function, path, result) for result in _results(function, keywords)]
-    info: list[dict[str, Any]] = [{} for _ in group]
+        return [_read_result(function, path, result) for result in _results(function, calls)]
+    reason = None
     if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
-        reason = f"TypeError: {function.name} asks for completion_ids, which only a response of an engine has"
-        return [RewardOutput(error=reason)] * len(group)
-    if "environments" in function.required and any(one.environment is None for one in group):
-        reason = f"TypeError: {function.name} {NEEDS_ENVIRONMENTS}"
-        return [RewardOutput(error=reason)] * len(group)
+        reason = "asks for completion_ids, which only a response of an engine has"
+    elif "environments" in function.required and any(one.environment is None for one in group):
+        reason = NEEDS_ENVIRONMENTS
+    if reason is not None:
+        return [RewardOutput(error=f"TypeError: {function.name} {reason}")] * len(group)
+    info: list[dict[str, Any]] = [{} for _ in group]
     (result,) = _results(function, [_trl_keywords(group, info)])
-    if isinstance(result, Exception):
-        if len(group) > 1:
-            raise result
-        return [RewardOutput(error=_reason(path, result))]
-    return _read_list(function, path, result, info)
+    if not isinstance(result, Exception):
+        return _read_list(function, path, result, info)
+    if len(group) > 1:
+        raise result
+    return [RewardOutput(error=_reason(path, result))]
 
 
 def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -277,65 +252,62 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
     def log_metric(name: str, value: Any) -> None:
         log_extra(name, [value] * len(info))
 
-    ids = [one.completion_ids for one in group if one.completion_ids is not None]
-    states = [one.environment for one in group if one.environment is not None]
+    def completion(one: RewardInputs) -> str | list[Mapping[str, Any]]:
+        if one.turns is not None:
+            return copy.deepcopy([*one.turns])
+        return one.response if isinstance(one.prompt, str) else [{"role": "assistant", "content": one.response}]
+
+    ids = [list(one.completion_ids) for one in group if one.completion_ids is not None]
+    states = [EnvironmentState(one.environment) for one in group if one.environment is not None]
     rows = [{"ground_truth": one.ground_truth, **one.columns} for one in group]
     names = {name: None for row in rows for name in row if name not in _NOT_COLUMNS}  # in the order of the file
     return {name: [row.get(name) for row in rows] for name in names} | {
         "prompts": [one.prompt if isinstance(one.prompt, str) else list(one.prompt) for one in group],
-        "completions": [_completion(one) for one in group],
-        **({"completion_ids": [list(each) for each in ids]} if len(ids) == len(group) else {}),
-        **({"environments": [EnvironmentState(each) for each in states]} if len(states) == len(group) else {}),
+        "completions": [completion(one) for one in group],
+        **({"completion_ids": ids} if len(ids) == len(group) else {}),
+        **({"environments": states} if len(states) == len(group) else {}),
         "log_extra": log_extra,
         "log_metric": log_metric,
     }
 
 
-def _completion(one: RewardInputs) -> str | list[Mapping[str, Any]]:
-    if one.turns is not None:
-        return copy.deepcopy([*one.turns])
-    return one.response if isinstance(one.prompt, str) else [{"role": "assistant", "content": one.response}]
-
-
 def _results(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The result of every call, or the exception that it raised."""
+    """The result of every call, or the exception that it raised; a call is given those keywords that it takes."""
     results: list[Any] = []
     for keywords in calls:
+        taken = (
+            keywords
+            if function.taken is None
+            else {name: keywords[name] for name in keywords if name in function.taken}
+        )
         try:
-            results.append(function.call(**function.accepted(keywords)))
+            results.append(function.call(**taken))
         except BaseException as error:  # model text may make a user's function do anything
             results.append(_as_exception(error))
-    waiting = {index: result for index, result in enumerate(results) if inspect.isawaitable(result)}
-    if waiting:
-        for index, result in zip(waiting, _await_all(list(waiting.values())), strict=True):
-            results[index] = result
-    return results
-
-
-def _as_exception(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else RuntimeError(graders_error(error))
-
-
-def _await_all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The result of each, or the exception that it raised."""
+    if not any(map(inspect.isawaitable, results)):
+        return results
     import asyncio  # only here, because it would double the time in which a grader's process starts
 
-    async def result_of(one: Awaitable[Any]) -> Any:
+    async def awaited(result: Any) -> Any:
         try:
-            return await one
+            return await result if inspect.isawaitable(result) else result
         except BaseException as error:  # SystemExit would end the loop for all
             return _as_exception(error)
 
-    async def gather() -> list[Any]:
-        return await asyncio.gather(*map(result_of, waiting))
+    async def all_awaited() -> list[Any]:
+        return await asyncio.gather(*map(awaited, results))
 
     with _LOOP_LOCK:
         if not _LOOP or _LOOP[1] != os.getpid():  # a forked process shares the selector of its parent's loop
             _LOOP[:] = asyncio.new_event_loop(), os.getpid()
         if asyncio._get_running_loop() is None:  # on the caller's thread: on the main thread, signals can be used
-            return _LOOP[0].run_until_complete(gather())
+            return _LOOP[0].run_until_complete(all_awaited())  # type: ignore[no-any-return]
         with ThreadPoolExecutor(1) as other:
-            return other.submit(lambda: _LOOP[0].run_until_complete(gather())).result()
+            return other.submit(lambda: _LOOP[0].run_until_complete(all_awaited())).result()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(graders_error(error))
 
 
 def _read_result(function: RewardFunction, path: str, result: Any) -> RewardOutput:
@@ -352,18 +324,16 @@ def _read_result(function: RewardFunction, path: str, result: Any) -> RewardOutp
 def _read_list(
     function: RewardFunction, path: str, result: Any, info: Sequence[Mapping[str, Any]]
 ) -> list[RewardOutput]:
-    def failed(error: str) -> list[RewardOutput]:
-        return [RewardOutput(error=error)] * len(info)
-
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
-        kind = type(result).__name__
-        return failed(f"TypeError: {function.name} returned {kind}, not a list of one reward per completion")
+        fault = f"TypeError: {function.name} returned {type(result).__name__}, not a list of one reward per completion"
+        return [RewardOutput(error=fault)] * len(info)
     try:
         values = list(result)
-    except BaseException as stopped:  # a generator runs only now
-        return failed(_reason(path, stopped) if isinstance(stopped, Exception) else graders_error(stopped))
+    except BaseException as error:  # a generator runs only now
+        return [RewardOutput(error=_reason(path, _as_exception(error)))] * len(info)
     if len(values) != len(info):
-        return failed(f"ValueError: {function.name} returned {len(values)} rewards for {len(info)} completions")
+        fault = f"ValueError: {function.name} returned {len(values)} rewards for {len(info)} completions"
+        return [RewardOutput(error=fault)] * len(info)
     return [
         RewardOutput(info=beside) if value is None else _read_number(function, value, beside)
         for value, beside in zip(values, info, strict=True)
@@ -389,16 +359,11 @@ def _reason(path: str, error: Exception) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it: arrays become lists, numbers that are not finite or huge None, the rest text.
-
-    >>> import numpy
-    >>> plain({"acc": numpy.float32(0.5), "spans": (numpy.arange(2), float("nan"))})
-    {'acc': 0.5, 'spans': [[0, 1], None]}
-    """
+    """``value`` as JSON has it: arrays become lists, numbers that are not finite or huge None, the rest text."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return value if value.bit_length() <= _MAX_INT_BITS else None
+        return value if value.bit_length() < 1024 else None  # Python writes no longer ones
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -413,21 +378,14 @@ def pickled(
     kind: str = "reward function",
     cure: str = "make what it needs inside the function, or grade in this process: env.reward_workers=0",
 ) -> bytes:
-    """The functions as they are written to a file; :func:`unpickled` is its other end.
+    """The functions by name as bytes of a file, which :func:`unpickled` reads.
 
     Args:
-        functions: by name.
         kind: what they are, and
         cure: what to do, for the message.
 
     Raises:
         RewardFunctionError: one holds what cannot leave this process; the message names it and why.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "reward.pkl"
-    >>> size = path.write_bytes(pickled({"brevity": lambda solution_str: 1 / len(solution_str)}))
-    >>> unpickled(path)["brevity"]("four")
-    0.25
     """
     import cloudpickle
 
@@ -442,7 +400,7 @@ def pickled(
 
 
 def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
-    """The functions of a file that :func:`pickled` filled. Like a reward file, it is code: read it only if it is yours.
+    """The functions of a file that :func:`pickled` filled. It is code: read it only if it is yours.
 
     Raises:
         RewardFunctionError: no such file, or what the functions need is not here.
@@ -468,21 +426,15 @@ def fingerprint(functions: Functions) -> str:
     read, plain values, containers of them, and functions and classes of the same module count by what they are, all
     else by the name of its type. Comments and the place of the code do not count.
 
-    >>> first, again = [eval("lambda solution_str: len(solution_str) > 3  # a note" + note) for note in ("", " more")]
-    >>> fingerprint({"f": first}) == fingerprint({"f": again})
-    True
-    >>> fingerprint({"f": first}) == fingerprint({"f": lambda solution_str: len(solution_str) > 4})
-    False
     """
-    described = [[name, _Describer(_home(function)).of(function)] for name, function in functions.items()]
+    described = []
+    for name, function in functions.items():
+        written = function  # where: its module, or that of the object that is called like a function
+        while isinstance(written, functools.partial):
+            written = written.func
+        home = getattr(written, "__module__", None) or type(written).__module__
+        described.append([name, _Describer(home).of(function)])
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
-
-
-def _home(function: Any) -> str:
-    """The module that a function, or an object that is called like one, was written in."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__module__", None) or type(function).__module__
 
 
 class _Describer:
@@ -525,7 +477,8 @@ class _Describer:
         if inspect.isfunction(named):
             code, around = named.__code__, named.__globals__
             reads = {name: around[name] for name in sorted(_globals_read(code)) if name in around}
-            closed = [_content(cell) for cell in named.__closure__ or ()]
+            cells = named.__closure__ or ()
+            closed = ["empty" if cell == CellType() else cell.cell_contents for cell in cells]  # no value yet
             return ["function", code, named.__defaults__, named.__kwdefaults__, closed, reads]
         state = dict(vars(value)) if named is not value and hasattr(value, "__dict__") else {}
         # methods, properties by their getter, and what else the class holds, but for what Python writes into every one
@@ -538,10 +491,3 @@ def _globals_read(code: CodeType) -> set[str]:
     """Names of globals in ``code`` and in the functions and comprehensions inside it."""
     names = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
     return names.union(*(_globals_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # of a variable that has no value yet
-        return "empty"

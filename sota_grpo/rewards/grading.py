@@ -1,4 +1,4 @@
-"""Rewards of texts that nobody trusts: in this process, or in others, where a hang or a crash costs one, not the run.
+"""Rewards of untrusted texts: in this process, or in workers, where a hang or a crash costs one response, not the run.
 
 Imports no torch.
 """
@@ -10,18 +10,15 @@ import json
 import logging
 import os
 import signal
-import struct
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from sota_grpo.rl.records import LARGEST, Example, Score, task_of_example
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
@@ -33,14 +30,11 @@ from sota_grpo.workers.slots import TaskLost, TaskOverdue
 
 logger = logging.getLogger(__name__)
 
-Pairs = list[tuple[str, Example]]
-
 _SILENCE_S = 60.0
-_COUNT = struct.Struct("=q")
 
 
 class WrongTerms(KeyError):
-    """A grader returns other terms than its task names: a mistake of the task, which no response can make."""
+    """A grader returns other terms than its task names: a mistake of the task, not of a response."""
 
 
 def guarded_score(score: Scorer, term_names: Collection[str], response: str, example: Example) -> Score:
@@ -48,18 +42,11 @@ def guarded_score(score: Scorer, term_names: Collection[str], response: str, exa
 
     Model text is untrusted: a grader fails when it raises, reports an error, or returns a term that is not finite.
 
-    Args:
-        score: the task's grader.
-        term_names: the terms that it must return, no others.
-
     Raises:
-        WrongTerms: the grader returns other terms than ``term_names``: a mistake of the task, not of the text.
+        WrongTerms: the grader returns other terms than ``term_names``.
 
     >>> def ratio(response, example):
-    ...     value = float(response) / float(example.answer)
-    ...     return Score({"ratio": value}, success=value == 1)
-    >>> guarded_score(ratio, ["ratio"], "2", Example("8 / 2?", "4"))
-    Score(terms={'ratio': 0.5}, success=False, error=None, info={}, reply=None)
+    ...     return Score({"ratio": float(response) / float(example.answer)}, success=False)
     >>> guarded_score(ratio, ["ratio"], "two", Example("8 / 2?", "4")).terms
     {'ratio': 0.0}
     """
@@ -84,24 +71,16 @@ def guarded_scores(
 
     Args:
         tick: called after every answer of the grader.
-
-    Raises:
-        WrongTerms: as :func:`guarded_score`.
-
-    >>> class Shortest:
-    ...     def score_group(self, pairs):
-    ...         least = min(len(response) for response, _ in pairs)
-    ...         return [Score({"shortest": float(len(response) == least)}, False) for response, _ in pairs]
-    ...     def __call__(self, response, example):
-    ...         return self.score_group([(response, example)])[0]
-    >>> example = Example("8 / 2?", "4")
-    >>> [one.terms for one in guarded_scores(Shortest(), ["shortest"], [("4", example), ("four", example)])]
-    [{'shortest': 1.0}, {'shortest': 0.0}]
     """
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
         try:
-            scores = _checked_group(score_group(pairs), term_names, [example for _, example in pairs])
+            answers = score_group(pairs)
+            if len(answers) == len(pairs):
+                scores = [_checked(one, term_names, example) for one, (_, example) in zip(answers, pairs)]
+            else:
+                reason = f"ValueError: the grader returned {len(answers)} scores for {len(pairs)} responses"
+                scores = [failed_score(term_names, reason, example) for _, example in pairs]
             tick()
             return scores
         except WrongTerms:
@@ -114,13 +93,6 @@ def guarded_scores(
         scores.append(guarded_score(score, term_names, response, example))
         tick()
     return scores
-
-
-def _checked_group(scores: Sequence[Score], term_names: Collection[str], examples: Sequence[Example]) -> list[Score]:
-    if len(scores) != len(examples):
-        reason = f"ValueError: the grader returned {len(scores)} scores for {len(examples)} responses"
-        return [failed_score(term_names, reason, example) for example in examples]
-    return [_checked(one, term_names, example) for one, example in zip(scores, examples, strict=True)]
 
 
 def _checked(score: Score, term_names: Collection[str], example: Example) -> Score:
@@ -139,13 +111,7 @@ def _checked(score: Score, term_names: Collection[str], example: Example) -> Sco
 
 
 def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
-    """The score of a response whose grader failed: every term 0, no success, the reason beside it.
-
-    Of an ``example`` of a mixture, the terms of the other tasks do not apply.
-
-    >>> failed_score(["right"], "TimeoutError: 5 s")
-    Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s', info={}, reply=None)
-    """
+    """The score of a response whose grader failed: every term 0; of a mixture, other tasks' terms do not apply."""
     task = None if example is None else task_of_example(example.extra)
     terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
     return Score(terms, False, one_line(error))
@@ -179,11 +145,11 @@ class FailureLog:
 
 
 class Grader(Protocol):
-    """Gives texts their scores, wherever that happens; may be called from any thread.
+    """Gives texts their scores; may be called from any thread.
 
-    ``scores`` takes ``(response, example)`` pairs, best the siblings of one group, and gives one score each, in their
-    order. A response at which the grader fails has an ``error`` and all terms 0; the future itself fails only for what
-    is no response's fault. ``close`` is idempotent.
+    ``scores`` takes ``(response, example)`` pairs, best the siblings of one group, and gives one score each, in order.
+    A response at which the grader fails has an ``error`` and all terms 0; the future itself fails only for what is no
+    response's fault. ``close`` is idempotent.
     """
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]: ...
@@ -192,11 +158,7 @@ class Grader(Protocol):
 
 
 class LocalGrader:
-    """Grades in this process, before :meth:`scores` returns: a text that hangs its grader hangs whoever asks.
-
-    Args:
-        score: the task's grader.
-        term_names: the terms that it returns.
+    """Grades in this process, before :meth:`scores` returns: a text that hangs its grader hangs the caller.
 
     >>> grader = LocalGrader(lambda text, example: Score({"right": float(text == example.answer)}, True), ["right"])
     >>> grader.scores([("4", Example("2 + 2?", "4"))]).result()[0].terms
@@ -209,85 +171,58 @@ class LocalGrader:
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """One score per pair; the future is done already."""
-        done = promised()
-        resolve(done, lambda: list(map(self._failures.add, guarded_scores(self._score, self._term_names, pairs))))
-        return done
+        scores = promised()
+        resolve(scores, lambda: list(map(self._failures.add, guarded_scores(self._score, self._term_names, pairs))))
+        return scores
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 class ProgressCounter:
-    """One number per open call in a file without a name, which the processes of this machine share.
+    """A number for each call, how many parts of it are done, in a nameless file that processes of this machine share.
 
-    A worker notes how many parts of a call are done *before* it begins the next one. To note is one system call (about
-    1 µs), so the number is there even when the next thing that the worker does is to crash, or to hang with the
-    interpreter locked, where no answer to a ping comes any more. Nobody reads it while all goes well.
+    A worker notes it *before* it begins the next part, by one system call (about 1 µs). So it is there even when the
+    worker crashes next, or hangs with the interpreter locked, where it would answer no ping.
 
     Args:
-        fd: descriptor of the file, as :attr:`fd` of the counter that made it; None makes one, which lives as long as
-            this object. A child process inherits it under the same number (``pass_fds``).
+        fd: the ``fd`` of another counter, which a child process inherits under the same number (``pass_fds``); None
+            makes a file, which lives as long as this object.
 
     >>> ours = ProgressCounter()
-    >>> theirs, page = ProgressCounter(ours.fd), ours.open()
-    >>> ours.read(page), theirs.note(page, 3), ours.read(page)
-    (0, None, 3)
-    >>> ours.free(page), ours.open() == page, ours.read(page)
-    (None, True, 0)
+    >>> theirs = ProgressCounter(ours.fd)
+    >>> ours.read(7), theirs.note(7, 300), ours.read(7)
+    (0, None, 300)
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = _nameless_file() if fd is None else fd
-        if fd is None:  # not before: a number that is written to late must not mean another file by then
-            weakref.finalize(self, os.close, self.fd)
-        self._free: list[int] = []
-        self._pages = itertools.count()
+        if fd is None:
+            if hasattr(os, "memfd_create"):
+                fd = os.memfd_create("progress")
+            else:
+                with tempfile.TemporaryFile() as file:
+                    fd = os.dup(file.fileno())
+            weakref.finalize(self, os.close, fd)  # not before: a late note must not go to another file of that number
+        self.fd = fd
 
-    def open(self) -> int:
-        """A page for a call, at 0; from any thread."""
-        try:
-            page = self._free.pop()
-        except IndexError:
-            page = next(self._pages)
-        self.note(page, 0)
-        return page
-
-    def note(self, page: int, done: int) -> None:
+    def note(self, call: int, done: int) -> None:
         """So many parts are done."""
-        os.pwrite(self.fd, _COUNT.pack(done), page * _COUNT.size)
+        os.pwrite(self.fd, done.to_bytes(8, "little"), 8 * call)
 
-    def read(self, page: int) -> int:
-        """What was noted last."""
-        (done,) = _COUNT.unpack(os.pread(self.fd, _COUNT.size, page * _COUNT.size))
-        return done
-
-    def free(self, page: int) -> None:
-        """The page may be another call's: nobody writes to it any more."""
-        self._free.append(page)
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("progress")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    def read(self, call: int) -> int:
+        """What was noted last, 0 before."""
+        return int.from_bytes(os.pread(self.fd, 8, 8 * call), "little")
 
 
 class RewardWorker:
     """Grades lists of responses, guarded as :func:`guarded_scores` says.
 
-    On the thread that calls :meth:`run`: the main thread of a worker process, so that graders may use signals.
+    On the thread that calls :meth:`run`: the main thread of a worker process, so that graders may use signals. The
+    grader's ``prepare()``, if it has one, is called first, when no response's deadline runs.
 
     Args:
-        score, term_names: as in :class:`GradingPool`; the grader's ``prepare()``, if it has one, is called here, when
-            nobody waits for a response.
+        score, term_names: as in :class:`GradingPool`.
         progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
-
-    >>> worker = RewardWorker(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
-    >>> [score.terms for score in worker.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))])]
-    [{'long': 1.0}, {'long': 0.0}]
-    >>> worker.ping()
-    0.0
     """
 
     ANSWERED_WHILE_BUSY = ("ping",)
@@ -295,43 +230,33 @@ class RewardWorker:
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
         prepare(score)
-        self._progress_counter = ProgressCounter(progress_fd)
-        self._since: float | None = None
+        self._progress = ProgressCounter(progress_fd)
 
-    def run(self, pairs: Sequence[tuple[str, Example]], page: int = 0) -> list[Score]:
-        """The scores of ``(response, example)`` pairs, in their order; ``page`` is this call's in the counter."""
+    def run(self, pairs: Sequence[tuple[str, Example]], call: int = 0) -> list[Score]:
+        """The scores of ``(response, example)`` pairs, in their order; ``call`` is this one's in the counter."""
         answers = itertools.count(1)
-
-        def tick() -> None:
-            self._since = time.monotonic()
-            self._progress_counter.note(page, next(answers))
-
-        self._since = time.monotonic()
-        try:
-            scores = guarded_scores(self._score, self._term_names, pairs, tick=tick)
-            self._progress_counter.note(page, len(pairs))  # a grader of whole groups has answered once
-            return scores
-        finally:
-            self._since = None
+        scores = guarded_scores(
+            self._score, self._term_names, pairs, tick=lambda: self._progress.note(call, next(answers))
+        )
+        self._progress.note(call, len(pairs))  # a grader of whole groups has answered once
+        return scores
 
     def ping(self) -> float:
-        """Seconds for which the grader has been at one response; from any thread."""
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since
+        """No silence: of a response that takes long the pool knows by the counter."""
+        return 0.0
 
 
 class GradingPool:
     """Grades in worker processes: a text that hangs or crashes its grader costs itself and one worker.
 
     Contract. Consumes: groups of texts. Produces: their scores, equal to those of :class:`LocalGrader`. Waits for: a
-    worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. Workers note which
-    response they are at (:class:`ProgressCounter`), so the one that a worker hangs or crashes at is known, counts as a
-    failure (all terms 0) at once, and only its siblings are graded by another worker. Where a worker was ended by
-    SIGKILL or SIGTERM, somebody else may have done it (a person, the kernel out of memory): the response is graded
-    once more, alone, and counts as a failure when that worker dies, too. A grader of whole groups (``score_group``)
-    has ``timeout_s`` for the call; it does not show at which response it is, so after a hang or a crash its
-    responses are graded one by one. Only what is no response's fault fails a future: no worker starts, the pool is
-    closed, or the task returns other terms than it names.
+    worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. The response that
+    a worker hangs or crashes at (:class:`ProgressCounter`) is a failure (all terms 0) at once, and only its siblings
+    are graded by another worker. After SIGKILL or SIGTERM, which may come from a person or from the kernel out of
+    memory, the response is graded once more, alone, and is a failure when that worker dies, too. A grader of whole
+    groups (``score_group``) has ``timeout_s`` for the call; after a hang or a crash its responses are graded one by
+    one. Only what is no response's fault fails a future: no worker starts, the pool is closed, or the task returns
+    other terms than it names.
 
     Args:
         score: the task's grader, picklable (:func:`sota_grpo.rl.task.scorer_of`).
@@ -347,9 +272,10 @@ class GradingPool:
         self._term_names, self._timeout_s = tuple(term_names), timeout_s
         self._grades_groups = hasattr(score, "score_group")
         self._failures, self._launcher = FailureLog(), ProcessLauncher()
-        self._progress_counter = progress_counter = ProgressCounter()
-        placement = {"pass_fds": (progress_counter.fd,), "threads": 1}
-        options = {"score": score, "term_names": self._term_names, "progress_fd": progress_counter.fd}
+        self._calls = itertools.count()
+        self._progress = progress = ProgressCounter()
+        placement = {"pass_fds": (progress.fd,), "threads": 1}
+        options = {"score": score, "term_names": self._term_names, "progress_fd": progress.fd}
         spec = WorkerSpec("sota_grpo.rewards.grading:RewardWorker", options)
         self.fleet = Fleet(
             "reward",
@@ -357,7 +283,7 @@ class GradingPool:
             num_workers,
             capacity=1,  # so that a worker's end is the doing of one group
             task_deadline_s=timeout_s,
-            progress=lambda pairs, page: progress_counter.read(page),
+            progress=lambda pairs, call: progress.read(call),
             silence_s=max(_SILENCE_S, 2 * timeout_s),  # the deadline of a response comes first
             max_attempts=1,
         )
@@ -375,45 +301,42 @@ class GradingPool:
         self.fleet.close()
         self._launcher.close()
 
-    def _grade(self, pairs: Pairs, is_suspect: bool = False) -> Future[list[Score]]:
-        done = promised()
+    def _grade(self, pairs: list[tuple[str, Example]], is_suspect: bool = False) -> Future[list[Score]]:
+        """The scores of a group, or of the part of one that is graded again; ``is_suspect``: a worker died at it."""
         if not pairs:
-            done.set_result([])
-            return done
-        page = self._progress_counter.open()
-        self.fleet.submit(pairs, page).add_done_callback(partial(self._answered, pairs, is_suspect, page, done))
-        return done
+            return done([])
+        scores, call = promised(), next(self._calls)
 
-    def _answered(
-        self, pairs: Pairs, is_suspect: bool, page: int, done: Future[list[Score]], answer: Future[list[Score]]
-    ) -> None:
-        error = answer.exception()
-        if not isinstance(error, (TaskOverdue, TaskLost)):
-            self._progress_counter.free(page)
-            resolve(done, lambda: list(map(self._failures.add, answer.result())))
-            return
-        # The page is not freed: a worker that is about to be killed may still write to it.
-        num_graded = error.progress if isinstance(error, TaskOverdue) else self._progress_counter.read(page)
-        parts = self._again(pairs, num_graded, error, is_suspect)
-        gathered(parts).add_done_callback(lambda graded: resolve(done, lambda: list(chain(*graded.result()))))
+        def answered(answer: Future[list[Score]]) -> None:
+            error = answer.exception()
+            if not isinstance(error, (TaskOverdue, TaskLost)):
+                resolve(scores, lambda: list(map(self._failures.add, answer.result())))
+                return
+            if isinstance(error, TaskOverdue):
+                at, is_guilty, reason = error.progress, True, f"TimeoutError: no score within {self._timeout_s:g} s"
+            else:
+                at, reason = self._progress.read(call), f"WorkerDied: {error.__cause__ or error}"
+                is_guilty = is_suspect or isinstance(error.__cause__, ProcessEndedItself)
+            if len(pairs) > 1 and (at >= len(pairs) or (self._grades_groups and at == 0)):
+                parts = [self._grade([pair]) for pair in pairs]  # which of them it was at is unclear
+            else:
+                at = min(at, len(pairs) - 1)
+                if is_guilty:
+                    failed = done([self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))])
+                else:
+                    failed = self._grade([pairs[at]], is_suspect=True)
+                parts = [self._grade(pairs[:at]), failed, self._grade(pairs[at + 1 :])]
+            gathered(parts).add_done_callback(lambda graded: resolve(scores, lambda: list(chain(*graded.result()))))
 
-    def _again(
-        self, pairs: Pairs, num_graded: int, error: TaskOverdue | TaskLost, is_suspect: bool
-    ) -> list[Future[list[Score]]]:
-        """The group in parts: whom the worker was at, who came before, who comes after; their scores in order."""
-        is_unclear = num_graded >= len(pairs) or (self._grades_groups and num_graded == 0)
-        if is_unclear and len(pairs) > 1:
-            return [self._grade([pair]) for pair in pairs]
-        at = min(num_graded, len(pairs) - 1)
-        if is_suspect or isinstance(error, TaskOverdue) or isinstance(error.__cause__, ProcessEndedItself):
-            late = isinstance(error, TaskOverdue)
-            died = f"WorkerDied: {error.__cause__ or error}"
-            reason = f"TimeoutError: no score within {self._timeout_s:g} s" if late else died
-            failed = promised()
-            failed.set_result([self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))])
-        else:
-            failed = self._grade([pairs[at]], is_suspect=True)
-        return [self._grade(pairs[:at]), failed, self._grade(pairs[at + 1 :])]
+        self.fleet.submit(pairs, call).add_done_callback(answered)
+        return scores
+
+
+def done(value: Any) -> Future[Any]:
+    """A future that has its result."""
+    future = promised()
+    future.set_result(value)
+    return future
 
 
 def own_grader(grader: Grader) -> Grader:

@@ -25,7 +25,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.http import HttpClient, ServerError
 
 MAX_OUTPUT_BYTES = 1 << 20
-MEBIBYTE = 1 << 20
+_BWRAP = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
 _SETTLE_S = 5.0  # after its deadline, until a sandbox that was killed is gone
 # what a sandbox starts with: limits that nobody in it can raise, then the program as a main module
 _START = """
@@ -105,8 +105,8 @@ class BwrapRunner:
                 start_new_session=True,
                 env={},
             )
+            assert process.stdout is not None
             try:
-                assert process.stdout is not None
                 printed, whole = _read(process.stdout, time.monotonic() + self.limits.wall_s)
                 ended = whole and process.wait(_SETTLE_S) == 0
             except subprocess.TimeoutExpired:
@@ -114,14 +114,13 @@ class BwrapRunner:
             finally:  # with the first process of its namespace all others die
                 process.kill()
                 process.wait()
-                process.stdout.close()  # type: ignore[union-attr]
+                process.stdout.close()
         return Ran(printed.decode("utf-8", "replace"), ended)
 
     def _command(self, program: int) -> list[str]:
-        limits = self.limits
-        memory, file = limits.memory_mb * MEBIBYTE, limits.file_mb * MEBIBYTE
-        start = _START.format(memory=memory, cpu=max(1, limits.cpu_s), file=file, tasks=limits.tasks)
-        words = [_bwrap() or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        memory, file = self.limits.memory_mb << 20, self.limits.file_mb << 20
+        start = _START.format(memory=memory, cpu=max(1, self.limits.cpu_s), file=file, tasks=self.limits.tasks)
+        words = [_BWRAP or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         words += ["--clearenv", "--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--hostname", "sandbox"]
         for name in _libraries():
             words += ["--ro-bind", name, name]
@@ -175,9 +174,6 @@ def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
 
     Raises:
         UserError: bubblewrap is not there, or this machine does not let it work; or it is neither.
-
-    >>> make_runner("http://127.0.0.1:8080").url
-    'http://127.0.0.1:8080'
     """
     if is_url(sandbox):
         return FusionRunner(sandbox, limits)
@@ -197,7 +193,7 @@ def why_no_bwrap() -> str | None:
     """Why bubblewrap cannot be used here, None where it can: a program is run once."""
     if sys.platform != "linux":
         return f"bubblewrap is not used on {sys.platform}"
-    if _bwrap() is None:
+    if _BWRAP is None:
         return "bubblewrap (bwrap) is not installed"
     token = secrets.token_hex(8)
     try:
@@ -219,31 +215,25 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
         OSError: the sandbox itself fails.
         SyntaxError: tests that are no Python.
     """
+
+    def lines(text: str) -> list[str]:
+        return [line.rstrip() for line in text.strip().splitlines()]
+
     passed: list[bool] = []
     for test in [tests] if isinstance(tests, str) else tests:
         if isinstance(test, Mapping):
             ran = runner.run(program, str(test.get("stdin", "")))
-            passed.append(ran.ended and _lines(ran.stdout) == _lines(str(test["stdout"])))
-        else:
-            passed += _run_assertions(runner, program, test)
+            passed.append(ran.ended and lines(ran.stdout) == lines(str(test["stdout"])))
+            continue
+        # All assertions in one run. A program cannot guess the marks, but one that searches its process for them finds
+        # them, and an object that equals everything passes every comparison: only outputs of pairs are compared outside
+        body = ast.parse(test).body
+        counted = [node for node in body if isinstance(node, ast.Assert)] or body[-1:]
+        marks = {id(node): secrets.token_hex(16) for node in counted}
+        steps = [(marks.get(id(node), ""), ast.unparse(node)) for node in body]
+        told = runner.run(_TESTING, json.dumps({"code": program, "steps": steps})).stdout.split()
+        passed += [mark in told for mark in marks.values()]
     return passed
-
-
-def _run_assertions(runner: Runner, program: str, tests: str) -> list[bool]:
-    """All in one run. A program cannot guess the marks, but one that searches its process for them finds them, and an
-    object that equals everything passes every comparison: only the outputs of pairs are compared outside.
-    """
-    body = ast.parse(tests).body
-    counted = [node for node in body if isinstance(node, ast.Assert)] or body[-1:]
-    marks = {id(node): secrets.token_hex(16) for node in counted}
-    steps = [(marks.get(id(node), ""), ast.unparse(node)) for node in body]
-    ran = runner.run(_TESTING, json.dumps({"code": program, "steps": steps}))
-    told = set(ran.stdout.split())
-    return [mark in told for mark in marks.values()]
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
 
 
 def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
@@ -259,11 +249,6 @@ def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
                 return bytes(output), True
             output += piece
     return bytes(output[:MAX_OUTPUT_BYTES]), False
-
-
-@cache
-def _bwrap() -> str | None:
-    return shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
 
 
 @cache

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sota_grpo.rewards import answers_equal, extract_answer
-from sota_grpo.rewards.extract import is_number
+from sota_grpo.rewards.extract import answers_equal, extract_answer, is_number
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_named, normalised, present
 from sota_grpo.tasks.gsm8k import GSM8KTask

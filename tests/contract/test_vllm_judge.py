@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,10 +22,8 @@ import sota_grpo
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.smollm2 import smollm2_folder
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rewards.judge import Judged, Rules
-from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.grader import JudgedGrader
+from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
+from sota_grpo.rewards.judge.grader import JudgedGrader, Rules
 from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rl.records import Example, Score
 from tests.process_rigs import wait_for
@@ -41,6 +39,8 @@ EXAMPLE = Example("2 + 2?", "4")
 
 
 class Sums:
+    term_weights: Mapping[str, float] = {}
+
     def messages(self, example: Example) -> list[dict[str, str]]:
         return [{"role": "user", "content": example.query}]
 
@@ -77,7 +77,7 @@ def served(model: str, log_path: Path, *arguments: str) -> Iterator[str]:
 
 def grader_of(client: JudgeClient) -> JudgedGrader:
     own = LocalGrader(lambda text, example: Score({}, False), ())
-    return JudgedGrader(own, client, Sums(), Judged({None: Rules(rubric="Right?")}, {}))
+    return JudgedGrader(own, client, Sums(), {None: Rules(rubric="Right?")})
 
 
 def values(grader: JudgedGrader, texts: list[str]) -> list[float]:

@@ -8,11 +8,12 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sota_grpo.rewards.judge.cache import key_of
+from sota_grpo.rewards.judge.questions import Question
 
 _TASK = re.compile(r"^Verdict ([0-9a-f]+): N$", re.MULTILINE)
 
@@ -102,10 +103,8 @@ class FakeJudge:
         with self._lock:
             broken, self._open = self._open, set()
         for one in broken:
-            try:
+            with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
 
     def __enter__(self) -> FakeJudge:
         return self.start()
@@ -120,7 +119,7 @@ class FakeJudge:
         if path == "/v1/models":
             return self.models
         self.bodies.append((path, body))
-        self.asked[key_of(path, body)] += 1
+        self.asked[Question(path, body, Say).key] += 1
         with self._lock:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
@@ -162,7 +161,7 @@ def _handler(fake: FakeJudge) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             if say.status == 200 and body is not None and self.connection in fake._open:
-                fake.answered[key_of(self.path, body)] += 1
+                fake.answered[Question(self.path, body, Say).key] += 1
 
         do_GET = do_POST = _serve
 

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.code import CodeTask
 from sota_grpo.tasks.dataset import DatasetError
 from tests.process_rigs import wait_for
+from tests.unit.fake_judge import FakeJudge, Say
 
 NOWHERE = "http://127.0.0.1:9"
 needs_bwrap = pytest.mark.skipif(why_no_bwrap() is not None, reason=why_no_bwrap() or "it works")
@@ -180,36 +180,11 @@ def test_a_program_that_does_not_do_what_is_asked_passes_nothing(program: str) -
     assert run_tests(RUNNER, program, "assert f(1) == 2") == [False]
 
 
-class _Fusion(BaseHTTPRequestHandler):
-    """A server that answers as SandboxFusion does; it runs nothing."""
-
-    asked: list[dict] = []  # noqa: RUF012
-    answer: object = {}
-    status = 200
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append({"path": self.path, **body})
-        content = json.dumps(type(self).answer).encode()
-        self.send_response(type(self).status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
-def fusion() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Fusion)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    _Fusion.asked, _Fusion.status = [], 200
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def fusion() -> Iterator[FakeJudge]:
+    """A server that answers as SandboxFusion does; it runs nothing."""
+    with FakeJudge() as fake:
+        yield fake
 
 
 def finished(stdout: object, code: int = 0, status: str = "Finished") -> dict:
@@ -217,26 +192,24 @@ def finished(stdout: object, code: int = 0, status: str = "Finished") -> dict:
     return {"status": "Success", "message": "", "compile_result": None, "run_result": result, "files": {}}
 
 
-def test_a_server_is_asked_in_sandbox_fusions_form(fusion: str) -> None:
-    runner = FusionRunner(fusion, Limits(wall_s=3.0, memory_mb=100))
-    _Fusion.answer = finished("8\n")
+def test_a_server_is_asked_in_sandbox_fusions_form(fusion: FakeJudge) -> None:
+    runner = FusionRunner(f"{fusion.url}/", Limits(wall_s=3.0, memory_mb=100))
+    fusion.others["/run_code"] = lambda body: Say(finished("8\n"))
     assert run_tests(runner, "print(8)", [{"stdin": "4", "stdout": "8 \n"}]) == [True]
-    assert _Fusion.asked == [
-        {"path": "/run_code", "code": "print(8)", "language": "python", "stdin": "4", "compile_timeout": 3.0,
-         "run_timeout": 3.0, "memory_limit_MB": 100}
-    ]  # fmt: skip
+    asked = {"code": "print(8)", "language": "python", "stdin": "4", "compile_timeout": 3.0, "run_timeout": 3.0}
+    assert fusion.bodies == [("/run_code", asked | {"memory_limit_MB": 100})]
     for answer in (finished("8\n", 1), finished("8\n", 0, "TimeLimitExceeded"), finished(None), finished("9")):
-        _Fusion.answer = answer | {"status": "Failed"}
+        fusion.others["/run_code"] = lambda body, answer=answer: Say(answer | {"status": "Failed"})
         assert run_tests(runner, "", [{"stdin": "4", "stdout": "8"}]) == [False]
-    _Fusion.answer = {"status": "Failed", "run_result": None}
+    fusion.others["/run_code"] = lambda body: Say({"status": "Failed", "run_result": None})
     assert runner.run("", "") == Ran("", False)
 
 
-def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusion: str) -> None:
-    task = CodeTask(sandbox=fusion)
+def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusion: FakeJudge) -> None:
+    task = CodeTask(sandbox=fusion.url)
     example = task.read_row({"tests": "assert f(1) == 2"}, "here")
-    for status, answer in ((500, {}), (200, {"status": "SandboxError"}), (200, [1]), (302, {})):
-        _Fusion.status, _Fusion.answer = status, answer
+    for say in (Say({}, 500), Say({"status": "SandboxError"}), Say([1]), Say({}, 302)):
+        fusion.others["/run_code"] = lambda body, say=say: say
         score = guarded_score(task.score, ["tests"], "```\nx = 1\n```", example)
         assert score.error.startswith("OSError: the sandbox http://127.0.0.1")
     assert "OSError" in guarded_score(CodeTask(sandbox=NOWHERE).score, ["tests"], "```\n\n```", example).error

@@ -8,10 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
@@ -21,13 +20,13 @@ from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Scorer
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
-from sota_grpo.workers.base import WorkerDied, WorkerSpec
-from sota_grpo.workers.processes import ThreadLauncher
+from sota_grpo.workers.base import WorkerDied
 from tests.unit.graders import WEIGHTS, Together, Unloadable, misnamed, moody, tame
 
 SEED = random.randrange(1 << 30)
 EXAMPLE = Example("2 + 2?", "4")
 WAIT_S = 60.0
+PoolOf = Callable[..., GradingPool]
 
 
 def asked(*texts: str) -> list[tuple[str, Example]]:
@@ -45,25 +44,16 @@ def outcomes(scores: list[Score]) -> list[tuple[Any, ...]]:
     return [(score.terms, score.success, score.info, same.get(kind, kind)) for score, kind in zip(scores, kinds)]
 
 
-class Pools:
-    """Grading pools, closed at the end of a test."""
-
-    def __init__(self) -> None:
-        self.open = list[GradingPool]()
-
-    def make(
-        self, score: Scorer, terms: Collection[str] = WEIGHTS, *, num_workers: int = 1, timeout_s: float = 30.0
-    ) -> GradingPool:
-        self.open.append(GradingPool(score, terms, num_workers=num_workers, timeout_s=timeout_s))
-        return self.open[-1]
-
-
 @pytest.fixture
-def pools() -> Iterator[Pools]:
-    made = Pools()
-    yield made
-    for pool in made.open:
-        pool.close()
+def pool_of() -> Iterator[PoolOf]:
+    """Grading pools, closed at the end of a test."""
+    with ExitStack() as stack:
+
+        def make(score: Scorer, num_workers: int = 1, timeout_s: float = 30.0) -> GradingPool:
+            pool = GradingPool(score, WEIGHTS, num_workers=num_workers, timeout_s=timeout_s)
+            return stack.enter_context(closing(pool))
+
+        yield make
 
 
 def test_scores_are_equal_to_those_of_this_process() -> None:
@@ -81,20 +71,20 @@ def test_scores_are_equal_to_those_of_this_process() -> None:
         ], SEED
 
 
-def test_a_grader_of_whole_groups_gets_them_whole(pools: Pools) -> None:
+def test_a_grader_of_whole_groups_gets_them_whole(pool_of: PoolOf) -> None:
     group = asked("a", "abc", "ab")
-    scores = pools.make(Together()).scores(group).result(WAIT_S)
+    scores = pool_of(Together()).scores(group).result(WAIT_S)
     assert [score.terms["right"] for score in scores] == [0, 2, 1]
     assert scores == here(Together(), group)
 
 
 @pytest.mark.parametrize("mood", ["hang", "spin", "crash", "exit"])
-def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pools: Pools, mood: str) -> None:
+def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pool_of: PoolOf, mood: str) -> None:
     """A group of 8, one failed: its siblings keep their scores, and nobody else waits for a deadline."""
-    place = random.Random(SEED).randrange(8)
+    place = random.randrange(8)
     texts = [f"say {number}" for number in range(8)]
     texts[place] = mood
-    pool = pools.make(moody, timeout_s=1.0 if mood in ("hang", "spin") else 3600.0)
+    pool = pool_of(moody, timeout_s=1.0 if mood in ("hang", "spin") else 3600.0)
     pool.wait_ready()
     scores = pool.scores(asked(*texts)).result(WAIT_S)
     assert outcomes(scores) == outcomes(here(tame, asked(*texts))), SEED
@@ -102,31 +92,23 @@ def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pools: Pools
     assert pool.fleet.restarts == 1  # so one deadline passed at most: a response that is late costs its worker
 
 
-def test_every_guilty_one_costs_one_worker(pools: Pools) -> None:
-    groups = [asked("say 4", "hang", "say 5", "quit 0", "crash"), asked("exit", "exit"), asked("nan", "memory", "hang")]
-    pool = pools.make(moody, num_workers=2, timeout_s=2.0)
-    found = [future.result(WAIT_S) for future in [pool.scores(group) for group in groups]]
-    assert [outcomes(scores) for scores in found] == [outcomes(here(tame, group)) for group in groups]
-    assert pool.fleet.restarts == 5, "two for the first group, two for the second, one for the third"
-
-
-def test_memory_that_runs_out_is_a_failure_of_the_response_alone(pools: Pools) -> None:
-    pool = pools.make(moody)
+def test_memory_that_runs_out_is_a_failure_of_the_response_alone(pool_of: PoolOf) -> None:
+    pool = pool_of(moody)
     scores = pool.scores(asked("say 4", "memory", "say 4")).result(WAIT_S)
     assert [(score.error or "").partition(":")[0] for score in scores] == ["", "MemoryError", ""]
     assert pool.fleet.restarts == 0
 
 
-def test_the_kernel_ends_a_grader_before_the_trainer(pools: Pools) -> None:
-    pool = pools.make(moody)
+def test_the_kernel_ends_a_grader_before_the_trainer(pool_of: PoolOf) -> None:
+    pool = pool_of(moody)
     pool.wait_ready()
     (pid,) = pool.fleet.pids
     assert open(f"/proc/{pid}/oom_score_adj").read().strip() == "1000"  # noqa: SIM115
 
 
-def test_one_that_is_shot_is_graded_once_more_alone(pools: Pools) -> None:
+def test_one_that_is_shot_is_graded_once_more_alone(pool_of: PoolOf) -> None:
     """SIGKILL may have come from outside: the second worker proves it."""
-    pool = pools.make(moody)
+    pool = pool_of(moody)
     scores = pool.scores(asked("say 4", "shot", "say 4")).result(WAIT_S)
     assert [(score.error or "").partition(" ")[0] for score in scores] == ["", "WorkerDied:", ""]
     assert "SIGKILL" in scores[1].error
@@ -134,22 +116,22 @@ def test_one_that_is_shot_is_graded_once_more_alone(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("mood", ["hang", "crash"])
-def test_a_group_graded_at_once_is_graded_one_by_one_after_a_fault(pools: Pools, mood: str) -> None:
-    pool = pools.make(Together(), timeout_s=0.5)
+def test_a_group_graded_at_once_is_graded_one_by_one_after_a_fault(pool_of: PoolOf, mood: str) -> None:
+    pool = pool_of(Together(), timeout_s=0.5)
     scores = pool.scores(asked("say 4", mood, "say 12")).result(WAIT_S)
     assert [score.error is not None for score in scores] == [False, True, False]
     assert [score.terms["length"] for score in scores] == [5, 0, 6]
     assert pool.fleet.restarts == 2, "one for the group, one for the failed"
 
 
-def test_the_deadline_is_that_of_one_response(pools: Pools) -> None:
-    pool, group = pools.make(moody, timeout_s=1.2), asked(*["slow 0.3"] * 6)
+def test_the_deadline_is_that_of_one_response(pool_of: PoolOf) -> None:
+    pool, group = pool_of(moody, timeout_s=1.2), asked(*["slow 0.3"] * 6)
     assert pool.scores(group).result(WAIT_S) == here(tame, group[:1]) * 6
     assert pool.fleet.restarts == 0
 
 
-def test_killing_workers_from_outside_changes_no_result(pools: Pools) -> None:
-    rng, pool = random.Random(SEED), pools.make(moody, num_workers=2)
+def test_killing_workers_from_outside_changes_no_result(pool_of: PoolOf) -> None:
+    rng, pool = random.Random(SEED), pool_of(moody, num_workers=2)
     groups = [asked(*(f"slow {rng.random() / 50}" for _ in range(4))) for _ in range(40)]
     expected = [here(tame, group) for group in groups]
     pool.wait_ready()
@@ -162,18 +144,18 @@ def test_killing_workers_from_outside_changes_no_result(pools: Pools) -> None:
     assert pool.fleet.restarts > 0
 
 
-def test_a_mistake_of_the_task_is_told_and_is_no_ones_score(pools: Pools) -> None:
-    for grader in (pools.make(misnamed), LocalGrader(misnamed, WEIGHTS)):
+def test_a_mistake_of_the_task_is_told_and_is_no_ones_score(pool_of: PoolOf) -> None:
+    for grader in (pool_of(misnamed), LocalGrader(misnamed, WEIGHTS)):
         with pytest.raises(KeyError, match=r"\['wrong'\] but term_weights names \['length', 'right'\]"):
             grader.scores(asked("say 4", "say 5")).result(WAIT_S)
 
 
-def test_workers_that_cannot_start_and_a_closed_pool_blame_no_response(pools: Pools) -> None:
-    broken = pools.make(Unloadable())
+def test_workers_that_cannot_start_and_a_closed_pool_blame_no_response(pool_of: PoolOf) -> None:
+    broken = pool_of(Unloadable())
     early = broken.scores(asked("say 4", "hang"))
     with pytest.raises(WorkerDied, match="a package that is missing here"):
         broken.wait_ready()
-    closed = pools.make(moody)
+    closed = pool_of(moody)
     open_call = closed.scores(asked("hang", "say 4"))
     closed.close()
     closed.close()  # idempotent
@@ -184,9 +166,9 @@ def test_workers_that_cannot_start_and_a_closed_pool_blame_no_response(pools: Po
 
 @pytest.mark.parametrize("grader", [moody, None], ids=["processes", "here"])
 def test_a_failure_is_logged_once_for_each_kind(
-    pools: Pools, grader: Scorer | None, caplog: pytest.LogCaptureFixture
+    pool_of: PoolOf, grader: Scorer | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen = pools.make(moody) if grader else LocalGrader(tame, WEIGHTS)
+    chosen = pool_of(moody) if grader else LocalGrader(tame, WEIGHTS)
     chosen.scores(asked("quit 3", "quit 4", "nan")).result(WAIT_S)
     told = [record.getMessage() for record in caplog.records if "grader failed" in record.getMessage()]
     assert len([text for text in told if "SystemExit" in text]) == 1
@@ -199,29 +181,3 @@ def test_a_graders_process_lives_without_torch() -> None:
     code = f"import sys, {', '.join('sota_grpo.' + name for name in modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_the_worker_says_how_long_its_grader_has_been_at_one_response() -> None:
-    enter, leave = threading.Event(), threading.Event()
-
-    def waits(response: str, example: Example):
-        enter.set()
-        leave.wait(WAIT_S)
-        return tame(response, example)
-
-    options = {"score": waits, "term_names": tuple(WEIGHTS)}
-    with closing(ThreadLauncher()) as launcher:
-        worker = launcher.start("reward-0", WorkerSpec("sota_grpo.rewards.grading:RewardWorker", options))
-
-        def ping() -> float:
-            return worker.call("ping").result(WAIT_S)
-
-        assert ping() == 0
-        answer = worker.call("run", [("say 4", Example("?", "4"))])
-        enter.wait(WAIT_S)
-        first = ping()
-        time.sleep(0.05)
-        assert ping() >= first + 0.05
-        leave.set()
-        assert answer.result(WAIT_S)[0].success
-        assert ping() == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task

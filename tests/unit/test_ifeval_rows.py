@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.rewards.ifeval import FUNC_NAMES, INSTRUCTIONS
+from sota_grpo.rewards.ifeval import FUNC_NAMES
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import IFEvalTask
 from tests.unit.test_ifeval_task import UNUSED, ifeval_row, rlvr_row
@@ -46,110 +46,50 @@ def test_a_parquet_file_gives_the_examples_of_its_jsonl(tmp_path: Path) -> None:
     assert tasks[0].heldout == tasks[1].heldout
 
 
-RLVR = [  # constraint, instruction, what follows, what does not
-    ({"func_name": "verify_keywords", "keyword_list": ["C++", "a.b"]}, "keywords:existence", "c++ a.b", "c++ acb"),
-    (
-        {"func_name": "verify_keyword_frequency", "word": "art", "N": 2},
-        "keywords:frequency",
-        "Art, art party",
-        "art party",
-    ),
-    ({"func_name": "validate_forbidden_words", "forbidden_words": ["art"]}, "keywords:forbidden_words", "party", "art"),
-    ({"func_name": "verify_letter_frequency", "letter": "a", "N": 2}, "keywords:letter_frequency", "Aa", "aaa"),
-    (
-        {"func_name": "verify_paragraph_count", "N": 2},
-        "length_constraints:number_paragraphs",
-        "a\n* * *\nb",
-        "a\n***\nb",
-    ),
-    (
-        {"func_name": "validate_word_constraint", "quantifier": "around", "N": 10},
-        "length_constraints:number_words",
-        "a " * 11,
-        "a " * 12,
-    ),
-    (
-        {"func_name": "verify_sentence_constraint", "quantifier": "at most", "N": 1},
-        "length_constraints:number_sentences",
-        "One.",
-        "One. Two.",
-    ),
-    (
-        {"func_name": "validate_paragraphs", "N": 2, "i": 2, "first_word": "So"},
-        "length_constraints:nth_paragraph_first_word",
-        "a\n\nso",
-        "so\n\na",
-    ),
-    (
-        {"func_name": "verify_postscript", "postscript_marker": "P.S."},
-        "detectable_content:postscript",
-        "P.S. a",
-        "PS a",
-    ),
-    ({"func_name": "validate_placeholders", "N": 1}, "detectable_content:number_placeholders", "[a]", "(a)"),
-    ({"func_name": "verify_bullet_points", "N": 1}, "detectable_format:number_bullet_lists", "* a", "* a\n* b"),
-    ({"func_name": "validate_title"}, "detectable_format:title", "<<a>>", "<a>"),
-    (
-        {"func_name": "validate_choice", "options": "red, blue"},
-        "detectable_format:constrained_response",
-        "blue",
-        "Blue",
-    ),
-    ({"func_name": "validate_choice", "options": ["a, b"]}, "detectable_format:constrained_response", "a, b", "a b"),
-    (
-        {"func_name": "validate_highlighted_sections", "N": 1},
-        "detectable_format:number_highlighted_sections",
-        "*a*",
-        "a",
-    ),
-    (
-        {"func_name": "validate_sections", "N": 1, "section_splitter": "(Part)"},
-        "detectable_format:multiple_sections",
-        "(Part) 1",
-        "Part 1",
-    ),
-    ({"func_name": "validate_json_format"}, "detectable_format:json_format", "[]", "no"),
+RLVR: list[tuple[dict[str, Any], str, str]] = [  # constraint, what follows, what does not
+    ({"func_name": "verify_keywords", "keyword_list": ["C++", "a.b"]}, "c++ a.b", "c++ acb"),
+    ({"func_name": "verify_keyword_frequency", "word": "art", "N": 2}, "Art, art party", "art party"),
+    ({"func_name": "validate_forbidden_words", "forbidden_words": ["art"]}, "party", "art"),
+    ({"func_name": "verify_letter_frequency", "letter": "a", "N": 2}, "Aa", "aaa"),
+    ({"func_name": "verify_paragraph_count", "N": 2}, "a\n* * *\nb", "a\n***\nb"),
+    ({"func_name": "validate_word_constraint", "quantifier": "around", "N": 10}, "a " * 11, "a " * 12),
+    ({"func_name": "verify_sentence_constraint", "quantifier": "at most", "N": 1}, "One.", "One. Two."),
+    ({"func_name": "validate_paragraphs", "N": 2, "i": 2, "first_word": "So"}, "a\n\nso", "so\n\na"),
+    ({"func_name": "verify_postscript", "postscript_marker": "P.S."}, "P.S. a", "PS a"),
+    ({"func_name": "validate_placeholders", "N": 1}, "[a]", "(a)"),
+    ({"func_name": "verify_bullet_points", "N": 1}, "* a", "* a\n* b"),
+    ({"func_name": "validate_title"}, "<<a>>", "<a>"),
+    ({"func_name": "validate_choice", "options": "red, blue"}, "blue", "Blue"),
+    ({"func_name": "validate_choice", "options": ["a, b"]}, "a, b", "a b"),
+    ({"func_name": "validate_highlighted_sections", "N": 1}, "*a*", "a"),
+    ({"func_name": "validate_sections", "N": 1, "section_splitter": "(Part)"}, "(Part) 1", "Part 1"),
+    ({"func_name": "validate_json_format"}, "[]", "no"),
     (
         {"func_name": "validate_repeat_prompt", "original_prompt": "Why? First, repeat the request without change"},
-        "combination:repeat_prompt",
         "Why? Because.",
         "Because.",
     ),
-    ({"func_name": "validate_two_responses"}, "combination:two_responses", "a******b", "a"),
-    ({"func_name": "validate_uppercase"}, "change_case:english_capital", "THIS IS ALL THAT THERE IS TO SAY.", "This"),
-    ({"func_name": "validate_lowercase"}, "change_case:english_lowercase", "this is all that there is to say.", "This"),
-    (
-        {"func_name": "validate_frequency_capital_words", "quantifier": "at least", "N": 2},
-        "change_case:capital_word_frequency",
-        "NASA UN",
-        "NASA",
-    ),
-    ({"func_name": "validate_end", "end_phrase": "Bye."}, "startend:end_checker", "a bye.", "Bye. a"),
-    ({"func_name": "validate_quotation"}, "startend:quotation", '"a"', "a"),
-    ({"func_name": "validate_no_commas"}, "punctuation:no_comma", "a", "a,"),
-    (
-        {"func_name": "validate_response_language", "language": "de"},
-        "language:response_language",
-        "1",
-        "This is English.",
-    ),
+    ({"func_name": "validate_two_responses"}, "a******b", "a"),
+    ({"func_name": "validate_uppercase"}, "THIS IS ALL THAT THERE IS TO SAY.", "This"),
+    ({"func_name": "validate_lowercase"}, "this is all that there is to say.", "This"),
+    ({"func_name": "validate_frequency_capital_words", "quantifier": "at least", "N": 2}, "NASA UN", "NASA"),
+    ({"func_name": "validate_end", "end_phrase": "Bye."}, "a bye.", "Bye. a"),
+    ({"func_name": "validate_quotation"}, '"a"', "a"),
+    ({"func_name": "validate_no_commas"}, "a", "a,"),
+    ({"func_name": "validate_response_language", "language": "de"}, "1", "This is English."),
 ]
 
 
 def test_every_constraint_has_a_case() -> None:
     assert {constraint["func_name"] for constraint, *_ in RLVR} == set(FUNC_NAMES)
-    assert {instruction for _, instruction, *_ in RLVR} == set(INSTRUCTIONS)
 
 
-@pytest.mark.parametrize(
-    ("constraint", "instruction", "follows", "differs"), RLVR, ids=[c["func_name"] for c, *_ in RLVR]
-)
-def test_rlvr_constraints_become_instructions(constraint: dict, instruction: str, follows: str, differs: str) -> None:
+@pytest.mark.parametrize(("constraint", "follows", "differs"), RLVR, ids=[one["func_name"] for one, *_ in RLVR])
+def test_rlvr_constraints_become_instructions(constraint: dict, follows: str, differs: str) -> None:
     task, row = IFEvalTask(), rlvr_row(3, N=None, quantifier=None)
     for truth in (UNUSED | constraint, json.dumps(UNUSED | constraint), [json.dumps(UNUSED | constraint)]):
         example = task.read_row(row | {"ground_truth": truth}, "demo, row 1")
         assert example.query == "Answer with at least 17 words. Question 3?"
-        assert example.extra["instruction_id_list"] == [instruction]
         assert task.score(follows, example).success
         assert not task.score(differs, example).success
 
@@ -161,9 +101,7 @@ def test_rlvr_constraints_become_instructions(constraint: dict, instruction: str
         ({"instruction_id_list": ["punctuation:no_comma"]}, "'kwargs' does not hold one mapping for each of the 1"),
         ({"instruction_id_list": []}, r"'instruction_id_list' holds \[\], not a list of instructions"),
         ({"instruction_id_list": "punctuation:no_comma"}, "'punctuation:no_comma' is not valid JSON"),
-        ({"instruction_id_list": None}, "'instruction_id_list' holds None"),
         ({"kwargs": None}, "'kwargs' does not hold one mapping for each of the 2"),
-        ({"kwargs": "{not json"}, "'{not json' is not valid JSON"),
         ({"kwargs": [{}, 3]}, "'kwargs' holds int, not a mapping"),
         ({"kwargs": [{}, {"num_words": 3}]}, "length_constraints:number_words needs relation"),
         ({"prompt": 3}, "'prompt' holds int, not text"),
@@ -181,7 +119,6 @@ def test_a_broken_row_of_ifeval_is_named(tmp_path: Path, change: dict, message: 
     ("change", "message"),
     [
         ({"ground_truth": json.dumps({"func_name": "verify_rhymes"})}, "func_name 'verify_rhymes' is none of the 25"),
-        ({"ground_truth": "{}"}, "func_name None is none of the 25"),
         ({"ground_truth": "[]"}, "'ground_truth' holds no constraint"),
         ({"ground_truth": "42"}, "'ground_truth' holds int, not a mapping"),
         ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": [3]}}, r"keyword_list=\[3\] is no text"),

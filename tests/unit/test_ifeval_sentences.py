@@ -13,40 +13,14 @@ from sota_grpo.errors import UserError
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, find_punkt, follow_lists, read_kwargs
 from sota_grpo.rewards.ifeval.checks import num_capital_tokens, sentences
 from tests.unit.test_ifeval_checks import CASES
-from tests.unit.test_ifeval_torchrl import DRAWS, random_text
+from tests.unit.test_ifeval_torchrl import random_text
 from tests.unit.test_tasks import shared_data
 
 SEED = random.randrange(1 << 30)
-MANY = 10**9
-UNREACHED = {  # so that no check can stop early
-    "num_sentences": MANY,
-    "capital_frequency": MANY,
-    "num_words": MANY,
-    "frequency": MANY,
-    "num_placeholders": MANY,
-    "num_highlights": MANY,
-    "num_sections": MANY,
-}
-SHAPES = [
-    "[",
-    "<<a",
-    "\n",
-    " ",
-    "*\n",
-    ". ",
-    "A. ",
-    "a.",
-    '"',
-    "<<",
-    ">>",
-    "](",
-    "* ",
-    "\u2028",
-    "aaaa@",
-    "P. P. ",
-    "\ud800",
-    "{[(",
-]
+COUNTED = ["sentences", "words", "placeholders", "highlights", "sections"]
+# no check stops early
+UNREACHED = dict.fromkeys((*map("num_{}".format, COUNTED), "frequency", "capital_frequency"), 10**9)
+SHAPES = [*'[\n "\u2028\ud800', *["<<a", "*\n", ". ", "A. ", "a.", "<<", ">>", "](", "* ", "aaaa@", "P. P. ", "{[("]]
 
 
 @pytest.mark.data
@@ -141,27 +115,3 @@ def test_a_long_hostile_text_takes_no_check_long(shape: str) -> None:
         kwargs = {key: UNREACHED.get(key, value) for key, value in cases[0][0].items()}
         INSTRUCTIONS[name].follows(text, **read_kwargs(name, kwargs))
     follow_lists(text, ["detectable_format:title"], [{}])  # and its loose readings
-
-
-@pytest.mark.parametrize("seed", [SEED + shift for shift in range(3)], ids=["first", "second", "third"])
-def test_fuzzed_text_raises_nothing(seed: int) -> None:
-    rng = random.Random(seed)
-    junk = [
-        "\x00",
-        "\x1b[31m",
-        "\ud800",
-        "\u202e",
-        "__import__('os')",
-        "10**10**10",
-        "<answer>",
-        "</think>",
-        "\\boxed{",
-    ]
-    for _ in range(60):
-        pieces = [random_text(rng), *rng.choices(junk, k=5), chr(rng.randrange(0x110000)) * rng.randint(1, 400)]
-        rng.shuffle(pieces)
-        names = list(INSTRUCTIONS)
-        kwargs = [read_kwargs(name, DRAWS.get(name, lambda rng: {})(rng)) for name in names]
-        strict, loose = follow_lists("".join(pieces), names, kwargs)
-        assert len(strict) == len(loose) == 25
-        assert {type(outcome) for outcome in strict + loose} == {bool}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import random
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ import pytest
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge import client as client_module
-from sota_grpo.rewards.judge.cache import LONGEST_LINE, Verdict, VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, RetryPolicy
-from sota_grpo.rewards.judge.grader import JudgedGrader
-from sota_grpo.rewards.judge.questions import Endpoint
+from sota_grpo.rewards.judge.client import LONGEST_LINE, JudgeClient, JudgeGone, RetryPolicy, VerdictCache
+from sota_grpo.rewards.judge.grader import JudgedGrader, Rules
+from sota_grpo.rewards.judge.questions import Endpoint, Verdict
 from sota_grpo.rl.records import TASK, Example, SampledText, Score
 from tests.process_rigs import wait_for
 from tests.unit.fake_judge import FakeJudge, Say, chat, fair, nonce_of, score_of, shown
@@ -36,6 +34,9 @@ OWN = {"right": 2.0}
 
 class Sums:
     """As much of a task as a judged grader asks."""
+
+    def __init__(self, term_weights: Mapping[str, float]) -> None:
+        self.term_weights = term_weights
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         return [{"role": "user", "content": example.query}]
@@ -68,8 +69,8 @@ def opened(fake: FakeJudge) -> Iterator[Open]:
         **options: Any,
     ) -> JudgedGrader:
         judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), retry=retry, **options)
-        judged = Judged(rules or {None: Rules(rubric="Is it right?")}, own)
-        graders.append(JudgedGrader(LocalGrader(own_score, own), judge, Sums(), judged))
+        rules = rules or {None: Rules(rubric="Is it right?")}
+        graders.append(JudgedGrader(LocalGrader(own_score, own), judge, Sums(own), rules))
         return graders[-1]
 
     yield open_one
@@ -81,8 +82,8 @@ def texts_of(count: int) -> list[str]:
     return [f"{random.random()}" for _ in range(count)]
 
 
-def values(scores: Sequence[Score]) -> list[float | None]:
-    return [score.terms["judge"] for score in scores]
+def values(scores: Sequence[Score], term: str = "judge") -> list[float | None]:
+    return [score.terms[term] for score in scores]
 
 
 def fair_values(texts: Sequence[str]) -> list[float]:
@@ -121,7 +122,10 @@ def test_equal_questions_are_asked_once_even_at_the_same_time(fake: FakeJudge, o
     metrics = grader.metrics()
     assert (metrics["judge/requests"], metrics["judge/cached"]) == (2, 3)
     assert (metrics["judge/prompt_tokens"], metrics["judge/completion_tokens"]) == (200, 14)
-    assert grader.metrics()["judge/requests"] == 0
+    assert metrics["judge/latency_s"] > 0
+    metrics = grader.metrics()
+    assert metrics["judge/requests"] == 0
+    assert "judge/latency_s" not in metrics
 
 
 def test_no_more_are_asked_at_a_time_than_allowed(fake: FakeJudge, opened: Open) -> None:
@@ -134,19 +138,10 @@ def test_no_more_are_asked_at_a_time_than_allowed(fake: FakeJudge, opened: Open)
     assert fake.most_at_once == 3
 
 
-def test_a_new_process_pays_for_nothing_again(fake: FakeJudge, opened: Open, tmp_path: Path) -> None:
-    path, texts = tmp_path / "judge.jsonl", texts_of(5)
-    before = asked(opened(cache=path), texts)
-    fake.kill()
-    assert asked(opened(cache=path), texts) == before, "the words, too"
-    assert (path.stat().st_mode & 0o777) == 0o600
-
-
 ASKING = """
 import sys
 from pathlib import Path
-from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient
+from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
 from sota_grpo.rewards.judge.questions import Endpoint, Material
 
 endpoint = Endpoint("chat", "judge-1", rubric="r")
@@ -179,15 +174,12 @@ def test_a_process_that_is_killed_while_it_asks_asks_nothing_again(fake: FakeJud
 
 def once_each(answers: Sequence[Say]) -> Callable[[Any], Say]:
     """Every question gets these answers in turn, then fair ones."""
-    came: dict[str, int] = {}
-    lock = threading.Lock()
+    came: Counter[str] = Counter()
 
     def answer(body: Any) -> Say:
-        with lock:
-            number = came[nonce_of(body) + shown(body, "response")] = (
-                came.get(nonce_of(body) + shown(body, "response"), -1) + 1
-            )
-        return answers[number] if number < len(answers) else fair(body)
+        question = nonce_of(body) + shown(body, "response")
+        came[question] += 1
+        return answers[came[question] - 1] if came[question] <= len(answers) else fair(body)
 
     return answer
 
@@ -235,7 +227,7 @@ def test_words_without_a_verdict_are_asked_for_twice_and_are_an_error_that_is_ke
     texts, path = ["Verdict: 10", "4"], tmp_path / "judge.jsonl"
     fake.answer = lambda body: fair(body) if "4" in shown(body, "response") else Say(chat(shown(body, "response")))
     bad, good = asked(opened(cache=path), texts)
-    assert bad.error.startswith("Unreadable: the judge's last line is no verdict: 'Verdict: 10'")
+    assert bad.error.startswith("Unreadable: the judge's last line is no verdict")
     assert bad.terms == {"right": 0.0, "judge": 0.0}
     assert (good.error, sorted(fake.asked.values())) == (None, [1, 2])
     assert "grader failed: Unreadable" in caplog.text
@@ -314,20 +306,19 @@ def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
         (Say({}, 500), "it answers 500"),
         (Say({"error": "your credit"}, 402), "it answers 402"),
         (Say(b"no"), "cannot be read"),
+        (None, r"not answered within 0\.2 s"),
     ],
-    ids=["failing", "unpaid", "garbage"],
+    ids=["failing", "unpaid", "garbage", "hanging"],
 )
-def test_a_judge_that_only_fails_ends_the_run_with_its_words(fake: FakeJudge, opened: Open, say: Say, why: str) -> None:
+def test_a_judge_that_only_fails_ends_the_run_with_its_words(
+    fake: FakeJudge, opened: Open, say: Say | None, why: str
+) -> None:
     """No response is to blame, and none is trained on as wrong."""
-    fake.answer = lambda body: say
+    fake.answer = lambda body: say or Say()
+    if say is None:
+        fake.gate.clear()
     with pytest.raises(JudgeGone, match=why):
-        asked(opened(RetryPolicy(5.0, 1, 0.4, 0.02)), texts_of(4))
-
-
-def test_a_judge_that_hangs_is_gone_too(fake: FakeJudge, opened: Open) -> None:
-    fake.gate.clear()
-    with pytest.raises(JudgeGone, match=r"not answered within 0\.1 s"):
-        asked(opened(RetryPolicy(0.1, 1, 0.5, 0.02)), texts_of(2))
+        asked(opened(RetryPolicy(5.0 if say else 0.2, 1, 0.5, 0.02)), texts_of(4))
 
 
 def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge, opened: Open) -> None:
@@ -372,22 +363,18 @@ def test_closing_ends_what_is_open_and_keeps_what_was_paid(fake: FakeJudge, open
 def test_of_a_mixture_the_judged_tasks_have_a_term_of_their_own(fake: FakeJudge, opened: Open) -> None:
     own = {"a/right": 1.0, "b/right": 1.0}
     grader = opened(rules={"a": Rules("a/judge", 0.5, "Be kind.", success_above=0.4)}, own=own)
-    grader.grader = LocalGrader(lambda text, e: Score({f"{e.extra[TASK]}/right": 0.0}, False), ["a/right"])
-    grader.grader._score = lambda text, e: Score(dict.fromkeys(own) | {f"{e.extra[TASK]}/right": 0.0}, False)
-    grader.grader._term_names = tuple(own)
+    grader.grader = LocalGrader(
+        lambda text, e: Score(dict.fromkeys(own) | {f"{e.extra[TASK]}/right": 0.0}, False), tuple(own)
+    )
     pairs = [(text, Example("q", "4", {TASK: name})) for name in "ab" for text in ("9", "4")]
     scores = grader.scores(pairs).result(60)
-    assert values_of(scores, "a/judge") == [*fair_values(["9", "4"]), None, None]
+    assert values(scores, "a/judge") == [*fair_values(["9", "4"]), None, None]
     assert [score.success for score in scores] == [score_of(text) / 20 > 0.4 for text in ("9", "4")] + [False] * 2
     assert len(fake.bodies) == 2
     assert "Be kind." in fake.bodies[0][1]["messages"][-1]["content"]
     fake.answer = lambda body: Say({}, 400)
     (failed,) = grader.scores([("new", Example("q", "4", {TASK: "a"}))]).result(60)
     assert failed.terms == {"a/right": 0.0, "b/right": None, "a/judge": 0.0}
-
-
-def values_of(scores: Sequence[Score], term: str) -> list[float | None]:
-    return [score.terms[term] for score in scores]
 
 
 def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(fake: FakeJudge, opened: Open) -> None:
@@ -398,13 +385,6 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
     said = 'assistant:  {"tool_calls": [{"name": "add"}]}\n\ntool: 4\n\nassistant: It is 4.'
     assert shown(body, "response") == said
     assert shown(body, "right answer, which the policy did not see") == "4"
-
-
-def test_metrics_have_time(opened: Open) -> None:
-    grader = opened()
-    assert "judge/latency_s" not in grader.metrics()
-    asked(grader, texts_of(4))
-    assert grader.metrics()["judge/latency_s"] > 0
 
 
 def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
@@ -446,6 +426,7 @@ def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(
     cache.put(keys[0], Verdict(0.5, said="x\u2028\ud800" * 2000))
     cache.put(keys[1], Verdict(None, "Unreadable: é"))
     cache.close()
+    assert (path.stat().st_mode & 0o777) == 0o600
     whole = path.read_bytes()
     odd = [b'{"key": "12"}', b'{"key": "%s", "value": NaN}' % keys[2].encode(), b"[]", b"x" * (3 * LONGEST_LINE)]
     odd += [b'{"key": "%s", "value": true}' % keys[3].encode(), b'{"key": "%s", "value": 1' % keys[4].encode()]
@@ -482,8 +463,3 @@ def test_a_full_disk_ends_the_run(opened: Open, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(VerdictCache, "put", full)
     with pytest.raises(RunFailed, match=r"cannot be kept .No space left on device."):
         asked(grader, ["4"])
-
-
-@pytest.fixture(autouse=True)
-def _logs(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)

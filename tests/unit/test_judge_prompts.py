@@ -56,12 +56,11 @@ def attacks() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("number", range(7))
-def test_a_response_cannot_end_its_block(number: int) -> None:
-    response = attacks()[number]
-    body, nonce = ask(response)
-    assert nonce not in response
-    assert read_score(obedient(body), nonce) == 0.3
+def test_a_response_cannot_end_its_block() -> None:
+    for response in attacks():
+        body, nonce = ask(response)
+        assert nonce not in response
+        assert read_score(obedient(body), nonce) == 0.3, response
 
 
 def test_the_obedient_judge_would_obey() -> None:
@@ -91,13 +90,8 @@ def test_only_a_verdict_in_the_last_line_is_one(said: str) -> None:
 
 
 def test_verdicts_are_read() -> None:
-    assert [read_score(f"Why.\nVerdict 3f: {n}", "3f") for n in ("0", "10", "7.5", "8/10", "8.")] == [
-        0,
-        1,
-        0.75,
-        0.8,
-        0.8,
-    ]
+    said = {"0": 0, "10": 1, "7.5": 0.75, "8/10": 0.8, "8.": 0.8}
+    assert {n: read_score(f"Why.\nVerdict 3f: {n}", "3f") for n in said} == said
     assert read_score("**Verdict 3f: 4**\n\n", "3f") == 0.4
 
 
@@ -112,8 +106,9 @@ def test_no_name_of_a_special_token_is_left_and_other_text_stays() -> None:
         "<end_of_turn>",
         "<｜end▁of▁sentence｜>",
         "<eos>",
+        "<|eot_id|>",
     ]
-    names += ["<|eot_id|>", "[AVAILABLE_TOOLS]", "</think>"]
+    names += ["<eos>", "<|eot_id|>", "[AVAILABLE_TOOLS]", "</think>"]
     text = " ".join(names)
     kept = data(text)
     assert not any(name in kept for name in names)

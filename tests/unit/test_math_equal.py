@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -13,300 +12,35 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.math_pairs import responses, tables
 from sota_grpo.rewards.maths import MAX_ANSWER_CHARS, math_equal, tidy
 
-PAIRS = r"""
-# fractions, mixed numbers, separators of thousands
-2:4 <=> 1:2
-3:4:5 <!> 3:5:4
-10^{60} <!> 10^{60}+1
-1,234 <!> 1.234
-1,234.5 <=> 1234.5
-\dfrac{1}{2} <=> 1/2
-\tfrac{3}{4} <=> 0.75
-\cfrac{25}{16} <=> 25/16
-1 1/2 <=> 1.5
-8\frac47 <=> 60/7
-1 000 000 <=> 1000000
-\mathrm{e} <=> e
-# roots, powers of ten, floors, complex numbers, factorials
-1,\!000 <=> 1000
-1.5\times10^3 <=> 1500
-\dbinom{6}{3} <=> 20
-{7 \choose 3} <=> 35
-3 \times 4 <=> 12
-12 \div 4 <=> 3
-\lfloor 3.7 \rfloor <=> 3
-\lceil -3.7 \rceil <=> -3
-sqrt(2) <=> \sqrt2
-√2 <=> \sqrt{2}
-2√3 <=> 2\sqrt{3}
-\sqrt[3]{-27} <=> -3
-π <=> \pi
-1\frac{1}{2} <!> 1.2
-1.5\times10^3 <!> 1.5\times10^2
-1.5\times10^{-3} <!> 1.5\times10^3
-5! <!> 60
-\binom{5}{2} <!> 20
-\binom{5}{2} <!> \frac{5}{2}
-180 <!> \pi
-0 <!> \emptyset
-2^3\cdot 3 <!> 2\cdot 3^3
-3\frac12 <!> 3.2
-5:3 <!> 3:5
-# a percentage is written as 50 and as 0.5
-50\% <=> 0.5
-50\% <=> 50
-28\% <=> 28 percent
-50\% <!> 5
-50\% <!> 0.05
-0.5 <=> \frac12 \text{ or } 50\%
-# a decimal stands for a number that has none from six places on
-0.5 <!> 0.5000001
-2\pi <!> 6.2832
-\frac{1}{3} <=> 0.\overline{3}
-0.\overline{142857} <=> \frac17
-\frac{1}{3} <=> 0.333333
-\sqrt{2} <=> 1.41421356
-0.33 <!> 1/3
-0.\overline{3} <!> 0.3
-\frac{\sqrt{3}}{3} \approx 0.577 <=> \frac{\sqrt3}{3}
-x \approx 11 <=> 11
-# a numeral says its base
-101_2 <=> 101_{2}
-77_8 <=> 77_{8}
-101_2 <!> 5
-1011_2 <!> 1011_{3}
-# a remainder says its modulus
-7 \bmod 3 <=> 7 \bmod 3
-x \equiv 3 \pmod{7} <=> 3 \pmod 7
-x \equiv 3 \pmod{7} <=> 3
-3 \pmod 7 <!> 3 \pmod 5
-# units, money and factors are compared where both have them
-5\text{ cm} <=> 5\,\mathrm{cm}
-5\text{ cm} <=> 5\text{ centimeters}
-5\text{ meters} <=> 5\text{ m}
-15\mbox{ cm}^2 <=> 15
-15\text{ cm}^2 <=> 15\text{ square centimeters}
-864 \mbox{ inches}^2 <=> 864 \text{ in}^2
-\frac{68}{3}\text{ pounds} <=> \frac{68}{3}
-17\text{ meters} <=> 17
-5.4 \text{ cents} <=> 5.4
-3 hours <=> 3
-60 \text{ mph} <=> 60\text{ miles per hour}
-90^{\circ} <=> 90\text{ degrees}
-\$5 <=> 5\text{ dollars}
-\$16,\!386.16 <=> 16386.16
-3\text{ million} <=> 3000000
-2.5 billion <=> 2,500,000,000
-4:30 \text{ p.m.} <=> \text{4:30 PM}
-4\frac{1}{2}\text{ hours} <=> 4.5
-7\text{ days} <=> 7
-\text{7 days} <=> 7
-25\text{ degrees} <=> 25^\circ
-\$3.50 <=> 3.50 dollars
-12 \text{ inches} <=> 12 in
-5\text{ hours} <!> 5\text{ minutes}
-\$5 <!> 50
-\$1,000 <!> 100
-3\text{ million} <!> 3
-10\text{ feet} <!> 10\text{ inches}
-5 \text{ hours} <!> 5 \text{ days}
-# logarithms, circular functions, degrees
-\arctan 1 <=> \frac{\pi}{4}
-\sin^{-1}(1) <=> \frac{\pi}{2}
-\log_2 8 <=> 3
-e^{\ln 5} <=> 5
-\exp(1) <=> e
-e^{i\pi} <=> -1
-\tan^{-1}\frac{3}{4} <=> \arctan 0.75
-\ln(1) <=> 0
-e^{2} <=> e \cdot e
-\sin 30^\circ <!> \sin 60^\circ
-\log_2 8 <!> 8
-\ln 2 <!> \log 2
-\sin^2 x + \cos^2 x <=> 1
-\cot x <=> \frac{1}{\tan x}
-\sec^2 y <=> \tan^2 y + 1
-\sin(2x) <=> \sin 2x
-\cos\theta <=> \cos(\theta)
-\log(x^2) <=> 2\log x
-2\cos^2 x-1 <=> \cos 2x
-\sec x <=> \frac{1}{\cos x}
-\sin x <!> \cos x
-\sin 2x <!> 2\sin x
-\sin^2 x <!> \sin x^2
-\log x <!> \ln x
-e^x <!> x^e
-45° <=> 45^\circ
-2\operatorname{cis}60^\circ <=> 2 \text{cis} 60^\circ
-10^\circ <!> 100
-# expressions are equal where they have equal values at every point
-x^2+2x+1 <=> (x+1)^2
-\sqrt{x^2} <!> x
-\frac{x^2-1}{x-1} <=> x+1
-2 x <=> 2 \cdot x
-x² <=> x^2
-a b <=> ba
-\binom{n}{2} <=> \frac{n(n-1)}{2}
-x_1+x_2 <=> x_{2}+x_{1}
-\alpha + \beta <=> \beta + \alpha
-\frac{n(n+1)}{2} <=> \binom{n+1}{2}
-12\pi <=> 12*pi
-\sqrt{x+y} <!> \sqrt{x}+\sqrt{y}
-x_1 <!> x_2
-a^b <!> b^a
-\pi(R^2-r^2) <!> \pi(r^2-R^2)
-|x-3| <!> x-3
-# points have an order, lists and sets have none; plus-minus is both
-(1,2) <=> 1,2
-(1,2) <!> 1 or 2
-(100,200) <!> 100200
-1,1,2 <!> 1,2,2
-1, 2, 3 <=> 3,1,2
-\left(\frac34,5\right) <=> (0.75, 5)
-\langle 1,2,3\rangle <=> (1,2,3)
-\{5\} <=> 5
-\lbrace 1,2\rbrace <=> \{1,2\}
-\emptyset <=> \varnothing
-\emptyset <=> \{\}
-±3 <=> \pm 3
-\{2,4,6,\ldots\} <=> \{2, 4, 6, \dots\}
-1,3,5,...,99 <=> 1, 3, 5, \ldots, 99
-\left\lfloor \frac{n}{2} \right\rfloor <=> \lfloor n/2 \rfloor
-(−3, 4) <=> (-3,4)
-\pm 3i <=> 3i, -3i
-\begin{aligned} x &= 1 \end{aligned} <=> 1
-\(1\) and \(2\) <=> 1, 2
-(1,2) <!> (2,1)
-(1,2) <!> \{1,2\}
-\{1\pm\sqrt{5},-2\} <!> \{1+\sqrt{5},-2\}
-(1,2),(3,4) <!> (1,3),(2,4)
-\emptyset <!> \{0\}
-1\pm\sqrt{19} <!> \pm 1+\sqrt{19}
-0.5 <!> \frac12 \text{ or } 0.6
-# matrices, by entries; a column may be written as a point
-\begin{pmatrix}6 & 8 \\ 10 & 12\end{pmatrix} <=> 2\begin{pmatrix}3 & 4 \\ 5 & 6\end{pmatrix}
-\frac{1}{2}\begin{pmatrix} 1 \\ 2 \end{pmatrix} <=> \begin{pmatrix} 0.5 \\ 1 \end{pmatrix}
-\begin{pmatrix} 7 \\ -2 \end{pmatrix} <!> (-2,7)
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} <!> 1,2,3,4
-\begin{pmatrix}6 & 8 \\ 10 & 12\end{pmatrix} <!> 2\begin{pmatrix}3 & 4 \\ 5 & 7\end{pmatrix}
-[[1,2],[3,4]] <=> \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
-# sets of numbers: intervals, their unions, and what inequalities say of one variable
-(2,∞) <=> (2,\infty)
-(-\infty,-8)\cup (8,\infty) <=> (-\infty, -8) ∪ (8, \infty)
-(-\infty,2) U (3,\infty) <=> (-\infty,2)\cup(3,\infty)
-[-1, -\frac{1}{2}) \cup (-\frac{1}{2}, 0) <=> [-1, -\tfrac12) \cup (-0.5, 0)
-(0,5) \cap (3,8) <=> (3,5)
-\mathbb{R}\setminus\{2\} <=> (-\infty,2)\cup(2,\infty)
-x \ge 3 <=> [3,\infty)
-x \leqslant 2 <=> 2 \geq x
--2 \le x \le 7 <=> x \in [-2,7]
-x < 1, x > 2 <=> x>2 \text{ or } x<1
-x>1 \text{ and } x<3 <=> (1,3)
-x \ne 2 <=> (-\infty,2)\cup(2,\infty)
-x \neq 2 <=> x != 2
--x > -1 <=> x<1
-\{x \mid x > 2\} <=> (2,\infty)
-\{x\,|\,x>2\} <=> (2,\infty)
--x>-1 <=> x<1
-(-\infty,0)\cup(0,\infty) <=> \mathbb{R}\setminus\{0\}
-(-\infty,0)\cup(0,\infty) <=> x\neq0
-(-\infty, 5] <=> x \leq 5
-x \geq -1 <=> -1 \leq x
-[1,2] <!> 1,2
-(-\infty,-8)\cup (8,\infty) <!> (-8,8)
-(1,4)\cup(5,7) <!> (1,7)
-\mathbb{R}\setminus\{2\} <!> \mathbb{R}
-x>3 <!> x\ge 3
-x \ge 3 <!> (3,\infty)
-x \ne 2 <!> 2
-1<x<2 <!> [1,2]
-x<1 \text{ or } x>2 <!> (1,2)
--2 \le x \le 7 <!> -2 < x < 7
-2x<6 <!> x<6
--x > -1 <!> x>1
-x<3 <!> 2x<6
-|x|<2 <!> (0,2)
-\mathbb{Z} <!> \mathbb{R}
-\left[ -2, 3 \right) <!> (-2,3]
-x \in (-\infty, 2] \cup [3, \infty) <=> x\le2 \text{ or } x\ge3
-# a value may be named; an equation or an order that does not give it is no answer
-f(x) = 2x+3 <=> y=2x+3
-x^2+y^2=1 <!> x^2+y^2=2
-2x+3y=6 <=> 4x+6y=12
-y=2x+1 <!> x=2y+1
-x=1, y=2 <=> y=2, x=1
-x=1,y=2 <=> (1,2)
-x = \pm 2 <=> x=2, x=-2
-f(2) < f(1) < f(4) <=> f(4)>f(1)>f(2)
-x=5 <=> 5 = x
-AB = 5 <=> 5
-|AB|=1 <=> 1
-\angle ABC = 30^\circ <=> 30
-2+2=4 <=> 4
-\begin{cases} x=1 \\ y=2 \end{cases} <=> x=1, y=2
-x = \frac{-b \pm \sqrt{b^2-4ac}}{2a} <=> \frac{-b\pm\sqrt{b^2-4ac}}{2a}
-f'(x)=2x <=> 2x
-x_1=2,x_2=3 <=> 3,2
-\theta=\frac\pi3 <=> \pi/3
-x^2 - 1 <=> (x-1)(x+1) = x^2 - 1
-x=1, y=2 <!> 2, 1
-x=1, y=2 <!> x=2, y=1
-x=1,y=2 <!> (2,1)
-f(2) < f(1) < f(4) <!> f(1) < f(2) < f(4)
-x=5 <!> y=5
-2x+z=1 <!> 1
-\sin(x)=\frac{42}{59} <!> \cos(x)=\frac{42}{59}
-x^2=4 <!> 4
-f(x) = x^2 + 1 <!> x^2 - 1
-a_n = 2n+1 <!> 2n-1
-x\ =\ 5 <=> 5
-x = 2 \text{ and } y = 3 <=> (2,3)
-# words are compared as words, choices by their letter
-\text{no solution} <=> \emptyset
-\text{Tuesday} <=> tuesday
-\text{I and II} <!> \text{I and III}
-R-r <!> r-R
-\textbf{(C)} <=> C
-\textbf{(C)}\ 42 <=> C
-\text{the answer is } 5 <=> 5
-\text{Yes} <!> \text{No}
-\text{A} <!> \text{A and B}
-5 <!> \text{5 and 6}
-5 <!> \boxed{}
-5 <!> ?
-5 <!> 5 + 
-5 <!> I do not know
-\text{between 4 and 5} <!> 4,5
-\text{B} <!> \textbf{(C)}\ 42
-A <!> \text{the answer is } B
-# delimiters, spaces, sizes and fonts do not count
-AB <=> \overline{AB}
-\(5\) <=> 5
-\[5\] <=> 5
-\boxed{5} <=> 5
-\displaystyle\frac12 <=> \frac12
-\bigl(1,2\bigr) <=> (1,2)
-\Big( 1,2 \Big) <=> (1,2)
-\mathbf{v} <=> v
-42 <=> \boxed{42}
-42 <=> \mathbf{42}
-42 <=> \large 42
-42 <=> \textcolor{red}{42}
-\dfrac{\,1\,}{\,2\,} <=> \frac12
-12:00 <!> 1:00
-"""
+TABLES = tables()  # what a careful reader says
+PAIRS = TABLES["pairs"]
+LOST = {("3:4:5", "6:8:10"), ("5\\text{ m}", "5 m")}  # of them, what ours gets wrong
+MORE = (
+    ("10^{60}", "10^{60}+1", False),
+    ("1,234.5", "1234.5", True),
+    ("1,1,2", "1,2,2", False),
+    ("2x+3y=6", "4x+6y=12", True),
+    ("\\text{Tuesday}", "tuesday", True),
+)
 
 
 def test_pairs_are_equal_or_not_in_both_directions() -> None:
-    rows = [row for row in PAIRS.strip().splitlines() if not row.startswith("#")]
-    assert len(rows) > 200
-    for row in rows:
-        equal = " <=> " in row
-        gold, answer = row.split(" <=> " if equal else " <!> ")
-        assert math_equal(gold, answer) is equal, row
-        assert math_equal(answer, gold) is equal, row
+    assert len(PAIRS) > 900
+    for gold, answer, equal in (*PAIRS, *MORE):
+        expected = equal != ((gold, answer) in LOST)
+        assert math_equal(gold, answer) is expected, (gold, answer)
+        assert math_equal(answer, gold) is expected, (answer, gold)
+
+
+@pytest.mark.parametrize(("table", "answer_format"), [("boxed responses", "boxed"), ("answers in sentences", "any")])
+def test_answers_in_responses_are_read_as_a_careful_reader_would(table: str, answer_format: str) -> None:
+    """In one box or several, corrected later, or said in a sentence."""
+    is_right = responses(answer_format)
+    for gold, response, equal in TABLES[table]:
+        assert is_right(gold, response) is equal, (gold, response)
 
 
 def test_a_numeral_of_the_asked_base_may_leave_the_base_out() -> None:
@@ -404,26 +138,17 @@ HOSTILE = (
     *("2^" * 400 + "2", "1/" * 400 + "1", "x!" + "!" * 400, "-" * 500 + "1", "\\pm" + "1\\pm" * 100 + "1", "x_{" * 99),
     *(",".join(map(str, range(200))), "\\cup".join(f"({n},{n + 1})" for n in range(99)), "\\begin{matrix}" * 40),
     *("\\{" + ",".join(f"\\sqrt{{{n}}}" for n in range(2, 60)) + "\\}", "x^{99999999}", "(x+1)^{9999}", "\\arccos 5"),
+    *("\\frac{1}{0}", "__import__('os').system('true')", "eval('1')", "\\operatorname{eye}(10^6)"),
     *(
-        "\\frac{1}{0}",
-        "__import__('os').system('true')",
-        "eval('1')",
-        "\\operatorname{eye}(10^6)",
         "\\text{" + "1" * 900,
-    ),
-    *(
         "\ud800",
         "\x00",
         "\u202e",
         "\\",
-        "{",
-        "}",
-        "$",
+        *"{}$_^",
         "\\text{",
         "\\begin{",
         "\\left",
-        "_",
-        "^",
         "5_",
         "\\sqrt[",
         "\\{x|",
@@ -454,7 +179,7 @@ SOUP = r"""
 
 
 def test_equality_is_reflexive_symmetric_and_total() -> None:
-    golds = [text for row in PAIRS.splitlines() for text in re.split(" <[=!]> ", row) if text[:1] not in ("", "#")]
+    golds = [text for gold, answer, _ in PAIRS for text in (gold, answer)]
     for _ in range(400):
         damaged = list(random.choice(golds))
         damaged[random.randrange(len(damaged))] = random.choice(SOUP.split())

@@ -14,7 +14,6 @@ import pytest
 
 from sota_grpo.rewards.functions import RewardFunctionError, fingerprint, pickled, unpickled
 from sota_grpo.rewards.grading import grading_pool
-from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
@@ -153,10 +152,3 @@ def test_a_name_that_was_not_passed_is_named(tmp_path: Path) -> None:
     (tmp_path / "reward.pkl").write_bytes(pickled({"f": compiled("def f(solution_str): return 1.0")}))
     with pytest.raises(RewardFunctionError, match=r"no function 'g'; its functions are f: correct reward\.name"):
         with_reward_functions(TASK, str(tmp_path / "reward.pkl"), ["g"])
-
-
-def test_an_example_is_not_changed_by_a_function(tmp_path: Path) -> None:
-    task = passed_to(tmp_path, {"f": lambda solution_str, extra_info: extra_info.clear() or 1.0})
-    row = Example("?", "4", {"prompt": "?", "ground_truth": "4", "columns": {"level": 3}})
-    assert scorer_of(task)("4", row).terms == {"f": 1.0}
-    assert row.extra["columns"] == {"level": 3}

@@ -32,11 +32,9 @@ def refusal(path: Path, text: str | None, names: list[str], weights: list[float]
     ("signature", "form"),
     [
         ("data_source, solution_str, ground_truth, extra_info=None", VERL),
-        ("data_source, solution_str, ground_truth", VERL),
         ("solution_str, ground_truth, **kwargs", VERL),
         ("data_source, solution_str, ground_truth, extra_info=None, method='strict', *, score=1.0", VERL),
         ("prompts, completions, **columns", TRL),
-        ("completions, **kwargs", TRL),
         ("completions, level, log_extra=None, **kwargs", TRL),
         ("prompts, completions, completion_ids=None, trainer_state=None", TRL),
         ("completion_ids, **kwargs", TRL),
@@ -84,7 +82,6 @@ def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
             "import os\ndef grade(solution_str): ...\ndef mark(solution_str): ...\ndef _own(): ...\n",
             "has no function 'compute_score'; its functions are grade, mark:",
         ),
-        ("", "has no function 'compute_score'; its functions are none: correct reward.name"),
         ("compute_score = 3\n", "has no function 'compute_score'"),
     ],
 )
@@ -104,7 +101,6 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     [
         ("response, answer, **columns", NEITHER),
         ("", NEITHER),
-        ("*args, **kwargs", NEITHER),
         ("data_sources, solution_strs, ground_truths, extra_infos", NEITHER),
         (
             "solution_str, ground_truth, judge_url",

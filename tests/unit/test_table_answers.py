@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.tasks.table import MATH_SOURCES, TableTask, is_right
 
 SEED = random.randrange(1 << 30)

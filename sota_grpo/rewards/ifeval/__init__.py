@@ -26,57 +26,52 @@ from sota_grpo.rewards.ifeval.checks import LANGUAGES, RELATIONS
 from sota_grpo.rewards.ifeval.checks import find_punkt as find_punkt
 
 Kwargs = Mapping[str, Any]
-Reader = Callable[[Any], Any]  # the value of a kwarg, or a ValueError that says what it must be
 
 
-def _require(holds: bool, must_be: str) -> None:
-    if not holds:
-        raise ValueError(must_be)
+def _reader(
+    must_be: str, holds: Callable[[Any], bool], read: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Any], Any]:
+    """A reader of a kwarg's value, which raises a ValueError that says what the value must be."""
+
+    def reader(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(must_be)
+        return read(value)
+
+    return reader
 
 
-def _count(value: Any, least: int = 0) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # a column of numbers with gaps comes back as floats
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_whole and value >= least, f"a whole number from {least}")
-    return value
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def _text(value: Any) -> str:
-    _require(isinstance(value, str) and bool(value.strip()), "a text")
-    return value.strip()
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, str) and item for item in value)
 
 
-def _texts(value: Any) -> list[str]:
-    are_texts = isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value)
-    _require(are_texts and bool(value), "a list of texts")
-    return list(value)
+def _is_count(value: Any, least: int = 0) -> bool:
+    is_whole = value.is_integer() if isinstance(value, float) else isinstance(value, int)  # columns with gaps are float
+    return is_whole and not isinstance(value, bool) and bool(value >= least)
 
 
-def _letter(value: Any) -> str:
-    _require(len(_text(value)) == 1, "one character")
-    return _text(value)
-
-
-def _relation(value: Any) -> str:
-    _require(isinstance(value, str) and value in RELATIONS, f"one of {', '.join(RELATIONS)}")
-    return value
-
-
-def _language(value: Any) -> str:
-    is_known = isinstance(value, str) and value in LANGUAGES
-    _require(is_known, "the code of a language that langdetect knows, such as en, de or zh-cn")
-    return value
-
-
-_READERS: Mapping[str, Reader] = {
+_text = _reader("a text", _is_text, str.strip)
+_texts = _reader("a list of texts", _are_texts, list)
+_letter = _reader("one character", lambda value: _is_text(value) and len(value.strip()) == 1, str.strip)
+_count = _reader("a whole number from 0", _is_count, int)
+_number = _reader("a whole number from 1", partial(_is_count, least=1), int)
+_relation = _reader(f"one of {', '.join(RELATIONS)}", lambda value: isinstance(value, str) and value in RELATIONS)
+_language = _reader(
+    "the code of a language that langdetect knows, such as en, de or zh-cn",
+    lambda value: isinstance(value, str) and value in LANGUAGES,
+)
+_READERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_sentences", "num_words"), _count),
     **dict.fromkeys(("num_paragraphs", "num_placeholders", "num_bullets", "num_highlights", "num_sections"), _count),
     **dict.fromkeys(("keywords", "forbidden_words", "options"), _texts),
     **dict.fromkeys(("keyword", "divider", "first_word", "postscript_marker", "section_spliter"), _text),
     **dict.fromkeys(("prompt_to_repeat", "end_phrase"), _text),
     **dict.fromkeys(("relation", "let_relation", "capital_relation"), _relation),
-    **{"letter": _letter, "language": _language, "nth_paragraph": partial(_count, least=1)},
+    **{"letter": _letter, "language": _language, "nth_paragraph": _number},
 }
 
 
@@ -85,31 +80,21 @@ class Instruction:
     """What a response is checked for.
 
     Args:
-        follows: ``(text, **kwargs) -> bool``.
+        follows: ``(text, **kwargs) -> bool``; ``splits_sentences``: it takes ``nltk_data`` as well.
         func_name: of the constraint of RLVR-IFeval that is this instruction.
-        kwargs: reader of each kwarg that must be there.
-        optional: reader of each kwarg that may be there; the benchmark has none, training data do.
-        splits_sentences: ``follows`` takes ``nltk_data`` beside its kwargs.
+        kwargs: by name, whether it must be there; the benchmark has no other ones, training data do.
     """
 
     follows: Callable[..., bool]
     func_name: str
-    kwargs: Mapping[str, Reader]
-    optional: Mapping[str, Reader]
+    kwargs: Mapping[str, bool]
     splits_sentences: bool
 
 
 def _instruction(follows: Callable[..., bool], func_name: str) -> Instruction:
-    """What the parameters of a check say."""
     _, *parameters = signature(follows).parameters.values()
-    named = [one for one in parameters if one.name != "nltk_data"]
-    return Instruction(
-        follows,
-        func_name,
-        kwargs={one.name: _READERS[one.name] for one in named if one.default is one.empty},
-        optional={one.name: _READERS[one.name] for one in named if one.default is not one.empty},
-        splits_sentences=len(named) < len(parameters),
-    )
+    kwargs = {one.name: one.default is one.empty for one in parameters if one.name != "nltk_data"}
+    return Instruction(follows, func_name, kwargs, splits_sentences=len(kwargs) < len(parameters))
 
 
 INSTRUCTIONS: Mapping[str, Instruction] = {
@@ -152,41 +137,36 @@ def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any
     Raises:
         ValueError: an id that is none of the 25, a kwarg that is missing, of the wrong kind or not the instruction's.
 
-    >>> read_kwargs("length_constraints:number_words", {"relation": "less than", "num_words": 0, "keywords": None})
-    {'relation': 'less than', 'num_words': 0}
     """
     if instruction_id not in INSTRUCTIONS:
         raise ValueError(f"{instruction_id!r} is none of the {len(INSTRUCTIONS)} instructions of IFEval")
-    instruction = INSTRUCTIONS[instruction_id]
-    readers = {**instruction.kwargs, **instruction.optional}
-    present = {name: value for name, value in kwargs.items() if not _is_absent(value)}
-    for name in instruction.kwargs:
-        if name not in present:
+    names = INSTRUCTIONS[instruction_id].kwargs
+    present = {
+        name: value
+        for name, value in kwargs.items()
+        if value is not None and value == value and (value or not isinstance(value, (str, list, tuple, dict)))
+    }
+    for name, is_needed in names.items():
+        if is_needed and name not in present:
             raise ValueError(f"{instruction_id} needs {name}")
     for name, value in present.items():
-        if name not in readers:
-            takes = f"takes {', '.join(readers)}" if readers else "takes no kwargs"
+        if name not in names:
+            takes = f"takes {', '.join(names)}" if names else "takes no kwargs"
             raise ValueError(f"{instruction_id} has {name}={value!r} but {takes}")
     read = {}
-    for name in filter(present.__contains__, readers):
+    for name in filter(present.__contains__, names):
         try:
-            read[name] = readers[name](present[name])
+            read[name] = _READERS[name](present[name])
         except ValueError as must_be:
             raise ValueError(f"{instruction_id}: {name}={present[name]!r} must be {must_be}") from None
     return read
 
 
-def _is_absent(value: Any) -> bool:
-    return value is None or value != value or (isinstance(value, (str, list, tuple, dict)) and not value)
-
-
 def answer_text(response: str) -> str:
     """What is graded: the last ``<answer>`` block if there is one, else all but the thinking; the frame is stripped.
 
-    >>> answer_text("<think>Yes?</think>\\n<answer>\\nNo\\n</answer> Bye"), answer_text("<think>Yes?</think>\\nNo")
-    ('No', 'No')
-    >>> answer_text(" as it is \\n")
-    ' as it is \\n'
+    >>> answer_text("<think>Yes?</think>\\n<answer>\\nNo\\n</answer> Bye"), answer_text(" as it is \\n")
+    ('No', ' as it is \\n')
     """
     tagged = extract_answer(response, "tags")
     if tagged is not None:
@@ -206,8 +186,8 @@ def follow_lists(
     Args:
         text: :func:`answer_text` of a response.
         instruction_ids: keys of ``INSTRUCTIONS``.
-        kwargs: one per instruction, as :func:`sota_grpo.rewards.ifeval.read_kwargs` returns them.
-        nltk_data: see :func:`sota_grpo.rewards.ifeval.find_punkt`.
+        kwargs: one per instruction, as :func:`read_kwargs` returns them.
+        nltk_data: see :func:`find_punkt`.
 
     >>> follow_lists("Sure, here it is:\\n**Yes**", ["punctuation:no_comma", "detectable_format:title"], [{}, {}])
     ([False, False], [True, False])
@@ -217,19 +197,17 @@ def follow_lists(
         instruction = INSTRUCTIONS[instruction_id]
         data = {"nltk_data": nltk_data} if instruction.splits_sentences else {}
         bound.append(partial(instruction.follows, **values, **data))
-    strict = [_follows(check, [text]) for check in bound]
-    others = [] if all(strict) else _other_readings(text)
-    return strict, [followed or _follows(check, others) for followed, check in zip(strict, bound, strict=True)]
 
+    def followed(check: Callable[[str], bool], readings: Sequence[str]) -> bool:
+        return any(bool(reading.strip()) and check(reading) for reading in readings)
 
-def _follows(check: Callable[[str], bool], readings: Sequence[str]) -> bool:
-    return any(bool(text.strip()) and check(text) for text in readings)
-
-
-def _other_readings(text: str) -> list[str]:
+    strict = [followed(check, [text]) for check in bound]
+    if all(strict):
+        return strict, list(strict)
     lines = text.split("\n")
     cut = [text, *("\n".join(kept).strip() for kept in (lines[1:], lines[:-1], lines[1:-1]))]
-    return list(dict.fromkeys([*cut, *(reading.replace("*", "") for reading in cut)]))[1:]
+    others = list(dict.fromkeys([*cut, *(reading.replace("*", "") for reading in cut)]))[1:]
+    return strict, [is_strict or followed(check, others) for is_strict, check in zip(strict, bound, strict=True)]
 
 
 _FUNCTIONS = {instruction.func_name: name for name, instruction in INSTRUCTIONS.items()}
@@ -270,34 +248,24 @@ def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
     >>> instruction_of({"func_name": "validate_word_constraint", "N": 17, "quantifier": "at least", "word": None})
     ('length_constraints:number_words', {'relation': 'at least', 'num_words': 17})
-    >>> instruction_of({"func_name": "verify_keyword_frequency", "word": "cat", "N": 2})[1]
-    {'keyword': '(?<!\\\\w)cat(?!\\\\w)', 'relation': 'exactly', 'frequency': 2}
     """
     func_name = constraint.get("func_name")
     if func_name not in FUNC_NAMES:
         raise ValueError(f"func_name {func_name!r} is none of the {len(FUNC_NAMES)} constraints of RLVR-IFeval")
-    instruction = INSTRUCTIONS[_FUNCTIONS[func_name]]
-    names = {kwarg: _ARGUMENTS.get(kwarg, kwarg) for kwarg in (*instruction.kwargs, *instruction.optional)}
-    kwargs = {kwarg: _meaning(argument, constraint.get(argument)) for kwarg, argument in names.items()}
-    return _FUNCTIONS[func_name], {**kwargs, **_FIXED.get(func_name, {})}
-
-
-def _meaning(argument: str, value: Any) -> Any:
-    try:
-        return value if value is None or argument not in _MEANING else _MEANING[argument](value)
-    except (TypeError, AttributeError):
-        raise ValueError(f"{argument}={value!r} is no text, nor a list of texts") from None
+    instruction_id = _FUNCTIONS[func_name]
+    kwargs = {}
+    for name in INSTRUCTIONS[instruction_id].kwargs:
+        argument = _ARGUMENTS.get(name, name)
+        value = constraint.get(argument)
+        try:
+            kwargs[name] = value if value is None else _MEANING.get(argument, lambda same: same)(value)
+        except (TypeError, AttributeError):
+            raise ValueError(f"{argument}={value!r} is no text, nor a list of texts") from None
+    return instruction_id, {**kwargs, **_FIXED.get(func_name, {})}
 
 
 def read_prompt(row: Mapping[str, Any]) -> str:
-    """The prompt of a row of either table, empty where it is missing.
-
-    Raises:
-        ValueError: it is not text.
-
-    >>> read_prompt({"messages": [{"role": "user", "content": "Hi"}], "ground_truth": "{}"}), read_prompt({})
-    ('Hi', '')
-    """
+    """The prompt of a row of either table, empty where it is missing; raises ValueError where it is not text."""
     column, prompt = "prompt", row.get("prompt")
     if prompt is None and row.get("messages") is not None:
         column, messages = "messages", row["messages"]
@@ -314,18 +282,20 @@ def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str,
     """The instruction ids of a row of either table, and the kwargs of each, checked.
 
     IFEval: ``instruction_id_list`` and ``kwargs``, a list with one mapping per instruction, or the JSON of it.
-    RLVR-IFeval: ``ground_truth``, a constraint (:func:`sota_grpo.rewards.ifeval.instruction_of`), a list of them,
-    or the JSON of either.
+    RLVR-IFeval: ``ground_truth``, a constraint (:func:`instruction_of`), a list of them, or the JSON of either.
 
     Raises:
         ValueError: a column that is missing or of the wrong form, an unknown instruction, kwargs that it cannot be
             checked with.
 
-    >>> read_instructions({"instruction_id_list": ["startend:quotation"], "kwargs": '[{"num_words": null}]'})
-    (['startend:quotation'], [{}])
     """
     if "instruction_id_list" in row:
-        instructions = _of_ifeval(_plain(row["instruction_id_list"]), _plain(row.get("kwargs")))
+        ids, kwargs = _plain(row["instruction_id_list"]), _plain(row.get("kwargs"))
+        if not isinstance(ids, (list, tuple)) or not ids or not all(isinstance(name, str) for name in ids):
+            raise ValueError(f"column 'instruction_id_list' holds {ids!r}, not a list of instructions")
+        if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(ids):
+            raise ValueError(f"column 'kwargs' does not hold one mapping for each of the {len(ids)} instructions")
+        instructions = [(name, _mapping(one or {}, "kwargs")) for name, one in zip(ids, kwargs, strict=True)]
     elif "ground_truth" in row:
         ground_truth = _plain(row["ground_truth"])
         constraints = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
@@ -336,14 +306,6 @@ def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str,
         columns = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"there is no column 'instruction_id_list' or 'ground_truth'; the columns found are {columns}")
     return [name for name, _ in instructions], [read_kwargs(name, kwargs) for name, kwargs in instructions]
-
-
-def _of_ifeval(ids: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    if not isinstance(ids, (list, tuple)) or not ids or not all(isinstance(name, str) for name in ids):
-        raise ValueError(f"column 'instruction_id_list' holds {ids!r}, not a list of instructions")
-    if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(ids):
-        raise ValueError(f"column 'kwargs' does not hold one mapping for each of the {len(ids)} instructions")
-    return [(name, _mapping(one or {}, "kwargs")) for name, one in zip(ids, kwargs, strict=True)]
 
 
 def _mapping(value: Any, column: str) -> Mapping[str, Any]:

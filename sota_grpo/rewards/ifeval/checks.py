@@ -23,7 +23,6 @@ from sota_grpo.errors import UserError
 
 _FOLDER = Path("tokenizers", "punkt_tab", "english")
 _MAX_CHARS = 100_000  # some 17,000 words, longer than what is sampled; keeps hostile text within a deadline
-_MAX_KEPT_CHARS = 500  # of a sentence whose count is kept
 _LOWER_CASE_INSIDE = 1 << 5  # Punkt's flag of a word that was seen in lower case inside a sentence
 
 # What stands in for Punkt's data: abbreviations, which seldom end a sentence, and words that are no names, which after
@@ -51,8 +50,7 @@ def find_punkt(nltk_data: str | None = None) -> Path | None:
     """The folder of Punkt's English data, or None where there is none.
 
     Args:
-        nltk_data: folder that holds ``tokenizers/punkt_tab``; None asks NLTK's usual places (``NLTK_DATA``,
-            ``~/nltk_data`` and the others of ``nltk.data.path``).
+        nltk_data: folder that holds ``tokenizers/punkt_tab``; None searches ``nltk.data.path``.
 
     Raises:
         UserError: the folder that was named does not hold them.
@@ -69,29 +67,20 @@ def find_punkt(nltk_data: str | None = None) -> Path | None:
 
 
 def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
-    """The sentences of a text, one by one as they are asked for; of the first 100,000 characters.
-
-    Args:
-        nltk_data: see :func:`find_punkt`.
-
-    >>> list(sentences("Dr. Brown is here. Run!"))
-    ['Dr. Brown is here.', 'Run!']
-    """
+    """The sentences of a text, one by one as they are asked for; of the first 100,000 characters."""
     text = text[:_MAX_CHARS]
     for begin, end in _splitter(nltk_data).span_tokenize(text):
         yield text[begin:end]
 
 
+@lru_cache(maxsize=256)  # a response and its loose readings share sentences
 def num_capital_tokens(sentence: str) -> int:
-    """How many of its tokens, as ``nltk.word_tokenize`` splits words and marks, are all in capital letters.
+    """How many of its tokens, as ``nltk.word_tokenize`` splits words and marks, are all in capital letters."""
+    from nltk.tokenize import NLTKWordTokenizer
 
-    >>> num_capital_tokens("NASA's U.S. team IS 1st, I think.")
-    4
-    """
     if not any(map(str.isupper, sentence)):
         return 0
-    count = _count_capital_tokens if len(sentence) <= _MAX_KEPT_CHARS else _count_capital_tokens.__wrapped__
-    return count(sentence)
+    return sum(token.isupper() for token in NLTKWordTokenizer().tokenize(sentence))
 
 
 @lru_cache(maxsize=8)
@@ -117,20 +106,6 @@ def _lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-@lru_cache(maxsize=16384)  # a response and its loose readings share sentences
-def _count_capital_tokens(sentence: str) -> int:
-    from nltk.tokenize import NLTKWordTokenizer
-
-    return sum(token.isupper() for token in NLTKWordTokenizer().tokenize(sentence))
-
-
-@lru_cache(maxsize=1)
-def _word_finder() -> Any:
-    from nltk.tokenize import RegexpTokenizer  # its words have vowel signs, as of Hindi; those of re end before them
-
-    return RegexpTokenizer(r"\w+")
-
-
 def _tolerance(threshold: int) -> int:
     return max(round(threshold / 10), 1)
 
@@ -146,24 +121,14 @@ RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def compare_number_of(items: Iterable[object], relation: str, threshold: int) -> bool:
-    """Whether there are so many ``items``, no more of which are read than decide it.
-
-    >>> compare_number_of(iter("abc"), "exactly", 3), compare_number_of(iter(int, 1), "at most", 5)
-    (True, False)
-    """
+    """Whether there are so many ``items``, no more of which are read than decide it."""
     enough = threshold + _tolerance(threshold) + 1  # of so many or more, every relation says the same
     return RELATIONS[relation](sum(1 for _ in islice(items, enough)), threshold)
 
 
 @lru_cache(maxsize=4096)
 def pattern_of(keyword: str, before: str = "", after: str = "", *, ignore_case: bool = True) -> re.Pattern[str]:
-    r"""``before + keyword + after`` as a regular expression; the keyword as plain text where it is not a valid one.
-
-    >>> bool(pattern_of("colou?r").search("COLOR")), bool(pattern_of("c++").search("I like C++"))
-    (True, True)
-    >>> bool(pattern_of("art", r"\b", r"\b").search("party"))
-    False
-    """
+    """``before + keyword + after`` as a regular expression; the keyword as plain text where it is not a valid one."""
     flags = re.IGNORECASE if ignore_case else re.NOFLAG
     try:
         return re.compile(before + keyword + after, flags)
@@ -183,11 +148,6 @@ def is_language(text: str, language: str) -> bool:
 
     langdetect samples the text; here its generator always starts from the same seed, so that a response is graded
     alike every time. It reads the first 10,000 characters.
-
-    >>> is_language("Das ist ein deutscher Satz.", "de"), is_language("Das ist ein deutscher Satz.", "en")
-    (True, False)
-    >>> is_language("12345", "de")
-    True
     """
     from langdetect.lang_detect_exception import LangDetectException
 
@@ -251,7 +211,9 @@ def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str 
 
 def word_count(text: str, relation: str, num_words: int) -> bool:
     """The text has so many runs of letters, digits and underscores."""
-    return RELATIONS[relation](len(_word_finder().tokenize(text)), num_words)
+    from nltk.tokenize import RegexpTokenizer  # its words have vowel signs, as of Hindi; those of re end before them
+
+    return RELATIONS[relation](len(RegexpTokenizer(r"\w+").tokenize(text)), num_words)
 
 
 def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> bool:

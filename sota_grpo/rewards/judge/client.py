@@ -1,6 +1,7 @@
-"""Asks a judge: many at a time, each until it is answered, can be blamed for its own failure, or the judge is given up.
+"""Asks a judge: many at a time, each until it is answered, can be blamed for its own failure, or the judge is given up;
+and keeps its verdicts, so that a resumed run pays for no answer twice.
 
-The judge is slow, rate-limited and restarted by somebody else; the run waits for it, and trains on no failure of its.
+The judge is slow, rate-limited and restarted by others; the run waits for it, and trains on no failure of its.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ import itertools
 import json
 import logging
 import math
+import os
 import queue
 import random
+import re
+import stat
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from urllib3.exceptions import InvalidHeader
@@ -24,40 +30,41 @@ from urllib3.util import Retry
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
-from sota_grpo.rewards.judge import CLASSIFY
-from sota_grpo.rewards.judge.cache import Verdict, VerdictCache
-from sota_grpo.rewards.judge.questions import PATHS, Endpoint, Question, Unreadable, WrongForm, tokens_of
-from sota_grpo.text import duration, one_line
+from sota_grpo.rewards.grading import done
+from sota_grpo.rewards.judge.questions import CLASSIFY, Endpoint, Question, Unreadable, Verdict, WrongForm, tokens_of
+from sota_grpo.text import duration, json_line, one_line
 from sota_grpo.workers.base import promised, resolve
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20  # of an answer
 CONCURRENCY = 32  # requests at a time
+LONGEST_LINE = 1 << 16  # of the file of verdicts
+_MOST_SAID = 2000  # characters of what a judge said that are kept, its end
+_KEY = re.compile(r"[0-9a-f]{64}")
 _LONGEST_PAUSE_S = 30.0
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0
 _GOODBYE_S = 5.0
 _MOST_WITHOUT = 64  # questions in a row without a verdict
 _READINGS = 2  # answers that are asked for before a judge's words count as unreadable
-#: Answers of a server, or of what stands before it, that say "not now", or "not you": no response is to blame.
+#: Answers of a server, or of a proxy before it, that say "not now", or "not you": no response is to blame.
 _NOT_NOW = frozenset((401, 402, 403, 404, 405, 407, 408, 409, 425, 429, 502, 503, 529))
 _OF_THE_QUESTION = frozenset(range(400, 500)) - _NOT_NOW
+_COUNTED = ("requests", "cached", "retries", "latency_s", "prompt_tokens", "completion_tokens")
 
 
 class JudgeGone(RunFailed, RuntimeError):
     """The judge has answered nothing for as long as the run may wait."""
 
 
-class _NotNow(Exception):
-    """Nobody answers, or not now; ``after_s`` is for how long not, where that was said."""
-
-    def __init__(self, reason: str, after_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.after_s = after_s
-
-
 class _Failed(Exception):
     """An answer that says nothing; the next one may."""
+
+    after_s = 0.0
+
+
+class _NotNow(_Failed):
+    """The judge does not answer, or not now; ``after_s`` is for how long not, where that was said."""
 
 
 class _Refused(Exception):
@@ -81,16 +88,104 @@ class RetryPolicy:
     first_pause_s: float = 1.0
 
 
-@dataclass
-class Counts:
-    """What was asked since the counts were last taken."""
+class VerdictCache:
+    """Verdicts by the key of their question, in a file of JSON lines that is only ever appended to; for any thread.
 
-    requests: int = 0  # answered, and so paid for
-    cached: int = 0
-    retries: int = 0
-    latency_s: float = 0.0  # of those answered, together
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    A line is written with one call of the system, so a process that is killed leaves whole lines and at most one cut
+    short. What is no verdict is passed over. The verdicts themselves stay in the file: memory holds their positions.
+
+    Args:
+        path: of the file; None: one without a name, gone with this object.
+
+    Raises:
+        UserError: the path is a link, or no regular file, or cannot be written.
+
+    >>> path = getfixture("tmp_path") / "judge.jsonl"
+    >>> cache = VerdictCache(path)
+    >>> cache.put("a" * 64, Verdict(0.5, said="Verdict: 5"))
+    >>> cache.close()
+    >>> size = path.open("a").write('{"key": "cut sh')
+    >>> VerdictCache(path).get("a" * 64)
+    Verdict(value=0.5, error=None, said='Verdict: 5', is_final=True)
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._lock, self._places = threading.Lock(), dict[bytes, tuple[int, int]]()  # of lines: length and position
+        if path is None:
+            with tempfile.TemporaryFile() as unnamed:
+                self._fd = os.dup(unnamed.fileno())
+            return
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise UserError(f"The judge's answers cannot be kept in {path} ({error.strerror}).") from error
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise UserError(f"The judge's answers cannot be kept in {path}: it is no regular file.")
+        at, num_odd, ends_whole = 0, 0, True
+        with open(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            while line := file.readline(LONGEST_LINE):
+                verdict = _verdict_of(line) if (ends_whole and line.endswith(b"\n")) else None
+                if verdict is not None:
+                    self._places[bytes.fromhex(verdict[0])] = (len(line), at)
+                else:
+                    num_odd += 1
+                at += len(line)
+                ends_whole = line.endswith(b"\n")
+        if not ends_whole:
+            os.write(self._fd, b"\n")
+        if num_odd:
+            logger.warning("%s: %d pieces are no verdicts of a judge, and are passed over.", path, num_odd)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def get(self, key: str) -> Verdict | None:
+        """The verdict on the question called ``key``; None where it was not asked yet."""
+        with self._lock:
+            place = self._places.get(bytes.fromhex(key))
+        verdict = None if place is None else _verdict_of(os.pread(self._fd, *place))
+        return None if verdict is None or verdict[0] != key else verdict[1]
+
+    def put(self, key: str, verdict: Verdict) -> None:
+        """Keep ``verdict``; it is in the file when this returns.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        row = {"key": key, "value": verdict.value, "error": verdict.error, "said": verdict.said[-_MOST_SAID:]}
+        line = json_line({name: value for name, value in row.items() if value not in (None, "")}).encode() + b"\n"
+        with self._lock:
+            written = os.write(self._fd, line)
+            if written < len(line):  # the disk is full: what was begun is no line, and none goes on from it
+                os.write(self._fd, b"\n")
+                raise OSError(28, "No space left on device")
+            end = os.lseek(self._fd, 0, os.SEEK_CUR)
+            self._places[bytes.fromhex(key)] = (len(line), end - len(line))
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+
+def _verdict_of(line: bytes) -> tuple[str, Verdict] | None:
+    """Key and verdict of a line; None of a line that is none, whoever wrote it."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not _KEY.fullmatch(str(row.get("key"))):
+        return None
+    value: Any = row.get("value")
+    error, said = row.get("error"), row.get("said", "")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+    if not isinstance(said, str) or (not is_number and not isinstance(error, str)):
+        return None
+    return row["key"], Verdict(float(value), said=said) if is_number else Verdict(None, error, said)
 
 
 class JudgeClient:
@@ -100,7 +195,7 @@ class JudgeClient:
     Waits for: the judge. A question is asked again, after a pause that doubles and is drawn from around it (or that the
     judge names, ``Retry-After``), while
 
-    - nobody answers, or says "not now" (429, 503, ..), for ``gone_s``;
+    - the judge does not answer, or says "not now" (429, 503, ..), for ``gone_s``;
     - an answer fails (500, a time out, no JSON), ``retries`` times.
 
     Then its response is to blame where the judge has answered another question since, or answers a small one now: its
@@ -110,14 +205,8 @@ class JudgeClient:
 
     Args:
         url: of the judge, with or without a last ``/v1``.
-        endpoint: what it is asked.
-        cache: keeps its verdicts; closed with this.
+        cache: closed with this.
         api_key: sent as a bearer token; None: none.
-        concurrency: most questions that are asked at a time.
-        retry: see there.
-
-    Raises:
-        UserError: the url is not one of a server.
     """
 
     def __init__(
@@ -139,7 +228,7 @@ class JudgeClient:
             max_bytes=MOST_BYTES,
         )
         self.url = self._http.url
-        self.counts, self._lock = Counts(), threading.Lock()
+        self._counts, self._lock = dict.fromkeys(_COUNTED, 0.0), threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Question, Future[Verdict]] | None] = queue.SimpleQueue()
         self._open, self._threads = dict[str, Future[Verdict]](), list[threading.Thread]()
         self._closed = threading.Event()
@@ -157,7 +246,7 @@ class JudgeClient:
             pending = self._open.get(key)
             known = self._cache.get(key) if pending is None else None
             if pending is not None or known is not None:
-                self.counts.cached += 1
+                self._counts["cached"] += 1
                 return pending or done(known)
             self._open[key] = verdict
             if len(self._threads) < min(len(self._open), self._concurrency):
@@ -167,16 +256,16 @@ class JudgeClient:
         self._waiting.put((question, verdict))
         return verdict
 
-    def take_counts(self) -> Counts:
-        """What was asked since the last call."""
+    def take_counts(self) -> dict[str, float]:
+        """What was asked since the last call; ``latency_s`` is the time of all ``requests``, which were answered."""
         with self._lock:
-            taken, self.counts = self.counts, Counts()
-        return taken
+            counts, self._counts = self._counts, dict.fromkeys(_COUNTED, 0.0)
+        return counts
 
     def _add(self, **amounts: float) -> None:
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self.counts, name, getattr(self.counts, name) + amount)
+                self._counts[name] += amount
 
     def close(self) -> None:
         """Ask nothing more; what was not asked fails, what was is waited for a moment: it is paid. Idempotent."""
@@ -194,8 +283,7 @@ class JudgeClient:
 
     def _work(self) -> None:
         while (waiting := self._waiting.get()) is not None:
-            question, verdict = waiting
-            resolve(verdict, partial(self._settle_and_keep, question))
+            resolve(waiting[1], partial(self._settle_and_keep, waiting[0]))
 
     def _settle_and_keep(self, question: Question) -> Verdict:
         key = question.key
@@ -215,7 +303,6 @@ class JudgeClient:
         first_at = last_at = math.nan  # of failures: the first and the one before
         num_failed = num_unreadable = 0
         for attempt in itertools.count():
-            after_s = 0.0
             self._await_pause()
             if attempt:
                 self._add(retries=1)
@@ -223,26 +310,27 @@ class JudgeClient:
                 verdict = self._send(question)
             except Unreadable as error:
                 num_unreadable += 1
-                if num_unreadable == _READINGS:
-                    self._note_verdict(f"Unreadable: {error}")
-                    return Verdict(None, f"Unreadable: {error}")
-                continue
+                if num_unreadable < _READINGS:
+                    continue
+                verdict = Verdict(None, f"Unreadable: {error}")
             except _Refused as error:
-                self._note_verdict(str(error))
-                return Verdict(None, f"JudgeError: {error}", is_final=False)
-            except (_NotNow, _Failed) as error:
-                num_failed += isinstance(error, _Failed)
-                after_s = getattr(error, "after_s", 0.0)
+                verdict = Verdict(None, f"JudgeError: {error}", is_final=False)
+            except _Failed as error:
+                num_failed += not isinstance(error, _NotNow)
                 now = time.monotonic()
                 first_at = now if math.isnan(first_at) else first_at
                 if self._is_to_blame(num_failed, first_at, last_at):
                     return Verdict(None, f"JudgeError: {error}", is_final=False)
                 last_at = now
                 self._require_retry(str(error))
-            else:
-                self._note_verdict(None)
-                return verdict
-            self._pause(attempt, after_s)
+                if error.after_s:
+                    with self._lock:
+                        self._not_before = max(self._not_before, now + min(error.after_s, self._retry.gone_s))
+                pause_s = min(_LONGEST_PAUSE_S, self._retry.first_pause_s * 2 ** min(attempt, 16))
+                self._closed.wait(pause_s * random.uniform(0.5, 1.5))  # what failed together does not return together
+                continue
+            self._note_verdict(verdict.error)
+            return verdict
         raise AssertionError("unreachable")
 
     def _is_to_blame(self, num_failed: int, first_at: float, last_at: float) -> bool:
@@ -252,20 +340,19 @@ class JudgeClient:
             first_at: when it failed first; an answer since then may have been on its way as the judge went.
             last_at: when it failed before this time, or NaN.
         """
-        late = time.monotonic() - first_at > self._retry.gone_s
-        if num_failed <= self._retry.retries and not late:
+        is_spent = num_failed > self._retry.retries
+        if not is_spent and time.monotonic() - first_at <= self._retry.gone_s:
             return False
         if self._answered_at > last_at:
             return True
-        if num_failed <= self._retry.retries:
-            return False
-        with suppress(_NotNow, _Failed, _Refused, Unreadable):
-            self._send(self.endpoint.ping())
-            return True
+        if is_spent:
+            with suppress(_Failed, _Refused, Unreadable):
+                self._send(self.endpoint.ping())
+                return True
         return False
 
     def _note_verdict(self, fault: str | None) -> None:
-        """Give the judge up that answers, and never with a verdict: its credit is used up, or it cannot judge."""
+        """Give a judge up that answers, but never with a verdict: its credit is used up, or it cannot judge."""
         with self._lock:
             self._num_without = 0 if fault is None else self._num_without + 1
             if self._num_without >= _MOST_WITHOUT:
@@ -284,14 +371,6 @@ class JudgeClient:
                 raise RuntimeError("The judge was asked, and is closed.")
             if time.monotonic() >= self._not_before:
                 return
-
-    def _pause(self, attempt: int, after_s: float) -> None:
-        if after_s:
-            with self._lock:
-                limit = time.monotonic() + min(after_s, self._retry.gone_s)
-                self._not_before = max(self._not_before, limit)
-        pause_s = min(_LONGEST_PAUSE_S, self._retry.first_pause_s * 2 ** min(attempt, 16))
-        self._closed.wait(pause_s * random.uniform(0.5, 1.5))  # those that failed together do not come back together
 
     def _require_retry(self, reason: str) -> None:
         """Tell who is waited for; raise when it is too long."""
@@ -334,7 +413,9 @@ class JudgeClient:
             raise (_Failed if is_there else _NotNow)(str(error).rstrip(".")) from None
         said = one_line(content[:400].decode(errors="replace").strip(), 200)
         if status in _NOT_NOW:
-            raise _NotNow(f"it answers {status}: {said}", _seconds(headers.get("Retry-After")))
+            not_now = _NotNow(f"it answers {status}: {said}")
+            not_now.after_s = _seconds(headers.get("Retry-After"))
+            raise not_now
         if status in _OF_THE_QUESTION:
             self._was_answered()
             raise _Refused(f"it answers {status}: {said}")
@@ -360,7 +441,6 @@ class JudgeClient:
         Raises:
             UserError: nobody is there, the key is not taken, or it has no such endpoint; with what mends it.
         """
-        kind, model = self.endpoint.kind, self.endpoint.model
         try:
             status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._retry.timeout_s)
         except ServerError as error:
@@ -369,43 +449,29 @@ class JudgeClient:
             ) from None
         if status in (401, 403):
             raise UserError(f"The judge at {self.url} does not take the key; set SOTA_GRPO_JUDGE_KEY to its own.")
-        if not model:
+        if not self.endpoint.model:
             try:
                 model = str(json.loads(content)["data"][0]["id"])
             except (ValueError, LookupError, TypeError, RecursionError):
                 raise UserError(f"The judge at {self.url} does not name its model; give reward.judge.model.") from None
             self.endpoint = replace(self.endpoint, model=model)
-        if kind == CLASSIFY:
-            self._choose_form()
-
-    def _choose_form(self) -> None:
-        """A model without a chat template takes one text, not turns."""
+        if self.endpoint.kind != CLASSIFY:
+            return
         said = ""
-        for endpoint in (replace(self.endpoint, as_text=False), replace(self.endpoint, as_text=True)):
+        for as_text in (False, True):  # a model without a chat template takes one text, not turns
+            endpoint = replace(self.endpoint, as_text=as_text)
             try:
                 self._send(endpoint.ping())
-            except (_NotNow, _Failed, _Refused) as error:
+            except (_Failed, _Refused) as error:
                 said = said or str(error)
             else:
                 self.endpoint = endpoint
                 return
-        path = PATHS[self.endpoint.kind]
-        raise UserError(f"The judge at {self.url} does not answer {path}: {said}; another reward.judge.kind may fit.")
-
-
-def done(value: Any) -> Future[Any]:
-    """A future that has its result."""
-    future = promised()
-    future.set_result(value)
-    return future
+        raise UserError(f"The judge at {self.url} does not answer /classify: {said}; try another reward.judge.kind.")
 
 
 def _seconds(after: str | None) -> float:
-    """``Retry-After``: a number of seconds, or a date.
-
-    >>> _seconds("7"), _seconds("Thu, 01 Jan 1970 00:00:00 GMT"), _seconds("soon"), _seconds(None)
-    (7, 0, 0.0, 0.0)
-    """
+    """``Retry-After``: a number of seconds, or a date."""
     with suppress(InvalidHeader, ValueError, OverflowError):
         return Retry().parse_retry_after(after) if after else 0.0
     return 0.0

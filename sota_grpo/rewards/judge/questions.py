@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sota_grpo.rewards.judge import CHAT, CLASSIFY, SCORE
-from sota_grpo.rewards.judge.cache import Verdict, key_of
 from sota_grpo.text import readable
 
+CHAT, SCORE, CLASSIFY = "chat", "score", "classify"
+PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify"}
+KINDS = tuple(PATHS)  # of reward.judge.kind
 RUBRIC = (
     "Does the response do what the prompt asks? Judge first whether what it says is right, then whether it is "
     "complete, then whether it is clear and no longer than it has to be."
@@ -31,7 +32,6 @@ _MAX_TOKENS = 512  # of what a judge says; ``extra_body`` may give another numbe
 
 Turns = Sequence[Mapping[str, Any]]
 
-_NONCE_CHARACTERS = 12
 _GAP = "\u200b"  # a space of no width: no tokenizer reads a name across it
 # How the chat templates in use write the ends of turns and the like. Of a text in this form the tokenizer of a server
 # would make the token itself.
@@ -51,15 +51,28 @@ class Unreadable(ValueError):
     """What a judge said has no verdict where one has to stand."""
 
 
+class WrongForm(ValueError):
+    """An answer is not of the form that its path has."""
+
+
 @dataclass(frozen=True)
-class Material:
-    """What is judged.
+class Verdict:
+    """What came of one question: a value, or why there is none.
 
     Args:
-        prompt: the turns that the policy was asked with.
-        response: what it answered.
-        reference: a right answer, for the judge to compare with; None: it is not shown one.
+        said: the judge's words, cut to their end.
+        is_final: the judge has answered, and would say the same again; what it never answered is asked for anew.
     """
+
+    value: float | None
+    error: str | None = None
+    said: str = ""
+    is_final: bool = True
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is judged: a response to a prompt; ``reference`` is a right answer, where the judge is shown one."""
 
     prompt: Turns
     response: str
@@ -76,11 +89,7 @@ def data(text: str) -> str:
 
 
 def dialog(turns: Turns) -> str:
-    """Turns as one text; what a turn holds beside its content (calls of tools) as JSON.
-
-    >>> dialog([{"role": "user", "content": "2 + 2?"}])
-    'user: 2 + 2?'
-    """
+    """Turns as one text; what a turn holds beside its content (calls of tools) as JSON."""
     parts = []
     for turn in turns:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}
@@ -96,30 +105,21 @@ def judged_text(response: str) -> str:
 
 
 def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
-    """A word that stands in none of ``texts``, drawn from ``seed``.
+    """A word that is in none of ``texts``, drawn from ``seed``.
 
     Siblings have the same prompt and so, nearly always, the same word: a server can compute once what they share.
 
     >>> nonce_for(["a"], ["b"]) == nonce_for(["a"], ["c"]), len(nonce_for(["a"], ["b"]))
     (True, 12)
-    >>> nonce_for(["a"], ["b"]) == nonce_for(["a"], [f"b {nonce_for(['a'], ['b'])}"])
-    False
     """
-    for number in itertools.count():
-        drawn = hashlib.sha256(json.dumps([number, *seed]).encode()).hexdigest()[:_NONCE_CHARACTERS]
-        if not any(drawn in text for text in (*seed, *texts)):
-            return drawn
-    raise AssertionError("unreachable")
+    digests = (hashlib.sha256(json.dumps([number, *seed]).encode()).hexdigest() for number in itertools.count())
+    return next(word[:12] for word in digests if not any(word[:12] in text for text in (*seed, *texts)))
 
 
 def score_messages(rubric: str, one: Material) -> tuple[list[dict[str, str]], str]:
     """The chat that asks for a score of one response, and the nonce of its verdict.
 
     Each piece of the material is between lines with the nonce, which occurs in none of it.
-
-    >>> messages, nonce = score_messages("Be brief.", Material([{"role": "user", "content": "2 + 2?"}], "4"))
-    >>> [turn["role"] for turn in messages], messages[1]["content"].endswith(f"Verdict {nonce}: N")
-    (['system', 'user'], True)
     """
     shown = {"prompt": data(dialog(one.prompt))}
     if one.reference is not None:
@@ -146,26 +146,12 @@ def read_score(said: str, nonce: str) -> float:
 
     >>> read_score("Right, but long.\\n**Verdict 3f: 7**", "3f")
     0.7
-    >>> read_score("The response says:\\nVerdict: 10", "3f")
-    Traceback (most recent call last):
-    sota_grpo.rewards.judge.questions.Unreadable: the judge's last line is no verdict: 'Verdict: 10'
     """
     last = said.strip().rpartition("\n")[2].strip().strip("*`").strip()
     match = re.fullmatch(rf"Verdict {nonce}: ?(\d{{1,2}}(?:\.\d{{1,4}})?)(?: ?/ ?{MOST})?\.?", last, re.ASCII)
-    if match is None:
-        raise Unreadable(f"the judge's last line is no verdict: {readable(last[:80])!r}")
-    value = float(match[1])
-    if value > MOST:
-        raise Unreadable(f"the judge's verdict {value:g} is above {MOST}")
-    return value / MOST
-
-
-#: Where each kind of judge is asked.
-PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify"}
-
-
-class WrongForm(ValueError):
-    """An answer is not of the form that its path has."""
+    if match is None or float(match[1]) > MOST:
+        raise Unreadable(f"the judge's last line is no verdict from 0 to {MOST}: {readable(last[:80])!r}")
+    return float(match[1]) / MOST
 
 
 @dataclass(frozen=True)
@@ -184,8 +170,8 @@ class Question:
 
     @property
     def key(self) -> str:
-        """By which its verdict is kept."""
-        return key_of(self.path, self.body)
+        """By which its verdict is kept: a digest of path and body, and so of model, rubric and texts."""
+        return hashlib.sha256(json.dumps([self.path, self.body], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -199,12 +185,9 @@ class Endpoint:
         extra_body: further fields of every request; None as a value takes one out.
         as_text: ``classify`` is given one text, for a model without a chat template.
 
-    >>> endpoint = Endpoint("score", "rm")
-    >>> question = endpoint.ask(Material([{"role": "user", "content": "2 + 2?"}], "4"))
+    >>> question = Endpoint("score", "rm").ask(Material([{"role": "user", "content": "2 + 2?"}], "4"))
     >>> question.path, question.body
     ('/score', {'model': 'rm', 'text_1': 'user: 2 + 2?', 'text_2': '4'})
-    >>> question.read({"data": [{"index": 0, "score": 0.75}], "usage": {"prompt_tokens": 9}}).value
-    0.75
     """
 
     kind: str
@@ -221,7 +204,8 @@ class Endpoint:
                 {"messages": messages, "temperature": 0, "max_tokens": _MAX_TOKENS}, partial(_spoken, nonce)
             )
         if self.kind == SCORE:
-            return self._question({"text_1": data(dialog(one.prompt)), "text_2": data(one.response)}, _score)
+            texts = {"text_1": data(dialog(one.prompt)), "text_2": data(one.response)}
+            return self._question(texts, lambda answer: Verdict(_number(_first(answer, "data").get("score"))))
         if self.as_text:
             return self._question({"input": data(f"{dialog(one.prompt)}\n\n{one.response}")}, _last_class)
         turns = [*one.prompt, {"role": "assistant", "content": one.response}]
@@ -256,10 +240,6 @@ def _said(answer: Any) -> str:
     return content or ""
 
 
-def _score(answer: Any) -> Verdict:
-    return Verdict(_number(_first(answer, "data").get("score")))
-
-
 def _last_class(answer: Any) -> Verdict:
     """The probability of the last class; of one class, its number."""
     values = _first(answer, "data").get("probs")
@@ -282,12 +262,9 @@ def _number(value: Any) -> float:
 
 
 def tokens_of(answer: Any) -> tuple[int, int]:
-    """Tokens of the prompt and of what was said, as an answer counts them; 0 where it does not.
-
-    >>> tokens_of({"usage": {"prompt_tokens": 9, "completion_tokens": None}})
-    (9, 0)
-    """
+    """Tokens of the prompt and of what was said, as an answer counts them; 0 where it does not."""
     usage = answer.get("usage") if isinstance(answer, Mapping) else None
-    counts = [usage.get(name) if isinstance(usage, Mapping) else 0 for name in ("prompt_tokens", "completion_tokens")]
+    usage = usage if isinstance(usage, Mapping) else {}
+    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
     prompt, completion = (max(0, count) if isinstance(count, int) else 0 for count in counts)
     return prompt, completion
