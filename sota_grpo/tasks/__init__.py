@@ -23,8 +23,8 @@ _OWN = {
     "table": "table:TableTask",
     "code": "code:CodeTask",
     "arithmetic": "arithmetic:ArithmeticTask",
-    "countdown": "countdown:CountdownTask",
-    "calculator": "calculator:CalculatorTask",
+    "countdown": "procedural:CountdownTask",
+    "calculator": "procedural:CalculatorTask",
     "reasoning_gym": "reasoning_gym:ReasoningGymTask",
 }
 #: The class of each, by name; packages add theirs as entry points of "sota_grpo.tasks".

@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from sota_grpo.rewards.extract import extract_answer, numbers_equal
-from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.records import Example
 from sota_grpo.tasks.procedural import ProceduralTask, is_heldout
 
 LARGEST_VALUE = 200
@@ -165,7 +164,6 @@ class ArithmeticTask(ProceduralTask):
     """
 
     name = "arithmetic"
-    term_weights: Mapping[str, float] = {"correct": 1.0}
 
     def __init__(self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, max_steps: int = 4) -> None:
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
@@ -194,9 +192,3 @@ class ArithmeticTask(ProceduralTask):
             answer="\n".join([*lines, f"#### {worked[-1][1]}"]),
             extra={"template": template.name, "numbers": numbers, "num_steps": num_steps},
         )
-
-    def score(self, response: str, example: Example) -> Score:
-        """Compare the number after the last ``####`` of the response with the gold one."""
-        answer, gold = extract_answer(response, "hash"), extract_answer(example.answer, "hash")
-        success = answer is not None and gold is not None and numbers_equal(answer, gold)
-        return Score(terms={"correct": float(success)}, success=success)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.rewards.extract import last_code_block, without_thinking
 from sota_grpo.rewards.sandbox import make_runner, run_tests
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_named, optional_text, text_of
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, optional_text
 
 SYSTEM_PROMPT = (
     "Write a Python program that does what is asked. End your response with the whole program in one block that begins "
@@ -50,14 +50,6 @@ class CodeTask(FileTask):
         self.train, self.heldout = train, heldout
         self._runner = make_runner(sandbox)
         self.system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
-
-    def _read(self, name: str) -> list[Example]:
-        examples = []
-        for row, place in load_named(name):
-            if not text_of(row, "prompt", place).strip():
-                raise DatasetError(f"{place}: the prompt is empty; mend or remove the row.")
-            examples.append(self.read_row(row, place))
-        return examples
 
     def score(self, response: str, example: Example) -> Score:
         """Run the tests; see the class. ``info`` has how many there are and how many pass."""

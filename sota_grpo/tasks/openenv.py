@@ -51,15 +51,10 @@ class EpisodeOver(Exception):
 
 @dataclass(frozen=True)
 class ActionType:
-    """One kind of action.
+    """One kind of action."""
 
-    Args:
-        schema: as chat templates take it, without the fields that the policy cannot choose.
-        fields: those that have one value.
-    """
-
-    schema: dict[str, Any]
-    fields: Mapping[str, Any]
+    schema: dict[str, Any]  # as chat templates take it, without the fields that the policy cannot choose
+    fields: Mapping[str, Any]  # those that have one value
 
 
 class OpenEnv:
@@ -68,14 +63,6 @@ class OpenEnv:
     Args:
         url: of the server, without ``/ws``. It is sent the key and the headers of the environment
             (:func:`~.servers.headers_of`), and a redirect to another server is not followed with them.
-
-    Example::
-
-        game = OpenEnv("http://127.0.0.1:8000")
-        observation = game.reset(ground_truth="42")
-        game.call("guess", {"number": 42})
-        game.get_reward()
-        game.close()
     """
 
     def __init__(self, url: str) -> None:
@@ -104,13 +91,7 @@ class OpenEnv:
         return self._observed(self._first({"type": "reset", "data": {"seed": self._seed, **row}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """What the environment lets see of an action's outcome.
-
-        Raises:
-            EpisodeOver: the environment has said that it is done.
-            ActionFailed: it refused the action, or failed at it.
-            Unusable: the server is gone.
-        """
+        """What the environment lets see of an action's outcome."""
         if self._is_over:
             raise EpisodeOver("the episode is over")
         if self._lists_tools:
@@ -251,11 +232,7 @@ def _error(data: Mapping[str, Any]) -> Exception:
 
 
 def _tool_answer(seen: Mapping[str, Any]) -> str:
-    """Of a tool that the server lists.
-
-    >>> _tool_answer({"tool_name": "add", "result": {"content": [{"type": "text", "text": "3"}]}, "error": None})
-    '3'
-    """
+    """Of a tool that the server lists."""
     result, error = seen.get("result"), seen.get("error")
     if isinstance(error, Mapping):
         raise ActionFailed(joined(str(error.get("message"))))

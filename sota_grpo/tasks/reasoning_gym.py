@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from sota_grpo.errors import UserError
@@ -59,13 +59,7 @@ _LOCK = threading.Lock()  # two of its tasks draw from the process's global rand
 
 
 def task_faults(tasks: Any) -> Iterator[str]:
-    """What is wrong with ``env.tasks``, as far as that can be told without the package.
-
-    >>> list(task_faults({"chain_sum": 2, "leg_counting": {"weight": 1, "max_animals": 4}}))
-    []
-    >>> next(task_faults({"codeio": 1}))
-    'env.tasks names codeio, which is refused: it executes bundled programs, and its problems differ from call to call.'
-    """
+    """What is wrong with ``env.tasks``, as far as that can be told without the package."""
     if not tasks or not isinstance(tasks, Mapping):
         yield "env.dataset=reasoning_gym draws its problems from env.tasks; give for example env.tasks={chain_sum: 1}."
         return
@@ -91,32 +85,6 @@ def _levels_of(options: Mapping[str, Any]) -> list[Any]:
     """The levels that the options of a task name; None for its default options."""
     level = options.get("level")
     return list(level) if isinstance(level, Sequence) and not isinstance(level, str) else [level]
-
-
-class InTurns(Sequence[Example]):
-    """The first problem of each part, then the second of each, and so on.
-
-    Args:
-        parts: of equal length.
-        num_examples: of all together, at most as many as there are.
-
-    >>> parts = [[Example(f"{name}{number}", "") for number in range(2)] for name in "ab"]
-    >>> [example.query for example in InTurns(parts, 3)]
-    ['a0', 'b0', 'a1']
-    """
-
-    def __init__(self, parts: Sequence[Sequence[Example]], num_examples: int) -> None:
-        self._parts, self._num_examples = parts, num_examples
-
-    def __len__(self) -> int:
-        return self._num_examples
-
-    def __getitem__(self, index: Any) -> Any:
-        places = range(self._num_examples)[index]
-        if isinstance(places, range):
-            return [self[each] for each in places]
-        number, task = divmod(places, len(self._parts))
-        return self._parts[task][number]
 
 
 class ReasoningGymTask(ChatTask):
@@ -183,35 +151,25 @@ class ReasoningGymTask(ChatTask):
     def load(
         cls, *, tasks: Mapping[str, Any], seed: int = 0, num_train: int = 8192, num_heldout: int = 512, **options: Any
     ) -> ReasoningGymTask:
-        """With problems to train on and to evaluate on, which are made when they are asked for.
+        """With problems that are made when they are asked for (:class:`~sota_grpo.tasks.procedural.DrawnExamples`).
 
         Those to evaluate on are of each task in turn, whatever its weight, so that few of them are enough for all.
-
-        Args:
-            seed: of the draws; example ``i`` of a side depends on it, on ``tasks`` and on ``i`` only.
-            num_train, num_heldout: how many; one may come twice.
-            tasks, options: of the class.
-
-        Raises:
-            ValueError: no examples to train on.
-            UserError: as the class.
         """
         task = cls(tasks=tasks, **options)
         if not task._weights:
             raise UserError(next(task_faults({})))
-        task.train = DrawnExamples(task.draw, seed, False, num_train)
-        alone = [cls(tasks={name: tasks[name]}, **options) for name, weight in task._weights.items() if weight]
-        task.heldout = InTurns([DrawnExamples(each.draw, seed, True, num_heldout) for each in alone], num_heldout)
+        task.train = DrawnExamples([partial(task._draw, task._weights)], seed, False, num_train)
+        alone = [partial(task._draw, {name: weight}) for name, weight in task._weights.items() if weight]
+        task.heldout = DrawnExamples(alone, seed, True, num_heldout)
         return task
 
-    def draw(self, rng: random.Random, heldout: bool) -> Example:
+    def _draw(self, weights: Mapping[str, int], rng: random.Random, heldout: bool) -> Example:
         """A problem of one side of the split: a task by its weight, then its problems until one is of this side.
 
         Raises:
             UserError: the task makes no such problem.
         """
-        names, weights = zip(*self._weights.items())
-        (name,) = rng.choices(names, weights)
+        (name,) = rng.choices([*weights], [*weights.values()])
         levels = self._levels[name]
         level = rng.choice(levels) if len(levels) > 1 else levels[0]
         failure: Exception | None = None
@@ -240,11 +198,10 @@ class ReasoningGymTask(ChatTask):
         """Ask the scorer of the example's task; see the class."""
         name = example.extra[SUBTASK]
         answer = extract_answer(response, self.answer_format)
-        value = 0.0 if answer is None else self._value(answer, example)
+        value = 0.0 if answer is None else self._value(name, answer, example)
         return Score({"correct": value}, success=value == 1.0, info={"task": name})
 
-    def _value(self, answer: str, example: Example) -> float:
-        name = example.extra[SUBTASK]
+    def _value(self, name: str, answer: str, example: Example) -> float:
         bound = _TOO_MUCH.get(name)
         if len(answer) > _MAX_ANSWER_CHARS or (bound is not None and bound.search(answer)):
             return 0.0
@@ -261,12 +218,7 @@ class ReasoningGymTask(ChatTask):
         return value if 0.0 <= value <= 1.0 else 0.0  # one of them has scores above 1 for wrong answers
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Of each task its accuracy: a success or none, in one trial.
-
-        >>> example = Example("How many legs?", "4", {SUBTASK: "leg_counting", "metadata": {}})
-        >>> ReasoningGymTask().counts(Score({"correct": 1.0}, success=True), example)
-        {'leg_counting': (1, 1)}
-        """
+        """Of each task its accuracy: a success or none, in one trial."""
         return {example.extra[SUBTASK]: (int(score.success), 1)}
 
     def gold_response(self, example: Example) -> str | None:
@@ -293,11 +245,7 @@ class ReasoningGymTask(ChatTask):
 
 
 def _package() -> Any:
-    """The package's registry of tasks, which takes seconds to import.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The package's registry of tasks, which takes seconds to import."""
     try:
         import reasoning_gym.factory as factory
     except ImportError as error:

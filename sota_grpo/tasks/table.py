@@ -13,7 +13,7 @@ from typing import Any
 from sota_grpo.rewards import answers_equal, extract_answer
 from sota_grpo.rewards.extract import is_number
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_named, normalised, present
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_rows, normalised, present
 from sota_grpo.tasks.gsm8k import GSM8KTask
 
 Chat = list[dict[str, Any]]
@@ -34,9 +34,6 @@ def plain_columns(row: Row, place: str) -> dict[str, Any]:
 
     Raises:
         DatasetError: a column of something else (bytes, images), which cannot travel to a grader's process.
-
-    >>> plain_columns({"level": 3, "tags": ("a", "b"), "made": datetime.date(2026, 11, 2)}, "demo, row 1")
-    {'level': 3, 'tags': ['a', 'b'], 'made': '2026-11-02'}
     """
     return {str(name): _plain(value, f"{place}: column {name!r}") for name, value in row.items()}
 
@@ -67,9 +64,6 @@ def chat_of(prompt: Any, place: str) -> Chat:
     Raises:
         DatasetError: not a list of ``{"role", "content"}`` turns, content that is not text, no user turn, or an
             assistant's turn at the end.
-
-    >>> chat_of([{"role": "user", "content": "2+2?", "name": None}], "demo, row 1")
-    [{'role': 'user', 'content': '2+2?'}]
     """
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
         raise DatasetError(
@@ -97,11 +91,7 @@ def text_of_answer(ground_truth: Any) -> str:
 
 
 def answer_format_of(source: str, answer_format: str | None) -> str:
-    """Where the answer stands: where the option says, else where the ``source`` asks for it.
-
-    >>> answer_format_of("openai/gsm8k", None), answer_format_of("mine", None), answer_format_of("mine", "tags")
-    ('hash', 'any', 'tags')
-    """
+    """Where the answer stands: where the option says, else where the ``source`` asks for it."""
     if answer_format is not None:
         return answer_format
     return "hash" if source in GSM8K_SOURCES else "boxed" if source in MATH_SOURCES else "any"
@@ -117,8 +107,8 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)
-    >>> is_right("x is 0.5", "mine", ["1/2", "one half"], None), is_right("One half", "mine", ["one half"], None)
-    (True, True)
+    >>> is_right("x is 0.5", "mine", ["1/2", "one half"], None)
+    True
     """
     place = answer_format_of(source, answer_format)
     if source in GSM8K_SOURCES:
@@ -222,15 +212,15 @@ class TableTask(FileTask):
         """
         return self._example(row, place, [self.answer_column, "answer"])
 
-    def _read(self, path: str) -> list[Example]:
-        rows = load_named(path)
-        missing = dict.fromkeys(name for row, _ in rows for name in row)  # None, as parquet and the hub have it
+    def _read(self, name: str, split: str = "train") -> list[Example]:
+        rows = load_rows(name, split=split)
+        missing = dict.fromkeys(column for row in rows for column in row)  # None, as parquet and the hub have it
         columns = [self.answer_column]
         if self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in missing:
             columns.append("answer")
         examples = []
-        for row, place in rows:
-            prompt = row.get(self.prompt_column)
+        for number, row in enumerate(rows, start=1):
+            place, prompt = f"{name}, row {number}", row.get(self.prompt_column)
             if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
                 raise DatasetError(
                     f"{place}: column {self.prompt_column!r} holds no prompt; the columns found are "
@@ -239,20 +229,22 @@ class TableTask(FileTask):
             examples.append(replace(self._example({**missing, **row}, place, columns), place=place))
         return examples
 
-    def _told_apart(
-        self, train: list[Example], heldout: list[Example] | None
-    ) -> tuple[list[Example], list[Example] | None]:
+    def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
         """Different chats that end in the same user turn get all their turns as query."""
-        examples, chats = [*train, *(heldout or ())], defaultdict(set)
-        turns = [_turns(example.extra["prompt"]) for example in examples]
-        whole = ["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in chat) for chat in turns]
-        for example, chat in zip(examples, whole, strict=True):
-            chats[normalised(example.query)].add(normalised(chat))
-        examples = [
-            replace(example, query=chat) if len(chats[normalised(example.query)]) > 1 else example
-            for example, chat in zip(examples, whole, strict=True)
-        ]
-        return examples[: len(train)], None if heldout is None else examples[len(train) :]
+        train, heldout = super()._sides(name, eval_path)
+        chats = defaultdict(set)
+
+        def whole(example: Example) -> str:
+            turns = _turns(example.extra["prompt"])
+            return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+        for example in (*train, *(heldout or ())):
+            chats[normalised(example.query)].add(normalised(whole(example)))
+
+        def told_apart(example: Example) -> Example:
+            return replace(example, query=whole(example)) if len(chats[normalised(example.query)]) > 1 else example
+
+        return [*map(told_apart, train)], None if heldout is None else [*map(told_apart, heldout)]
 
     def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:
         columns = plain_columns(row, place)

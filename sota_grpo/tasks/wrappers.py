@@ -103,12 +103,8 @@ def with_reward_functions(
 
 def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
     """A copy of ``task`` that scores otherwise; what its benchmark counts does not hold for it."""
-    return _with_score(task, score, counts=None, **changes)
-
-
-def _with_score(task: Task, score: Scorer, **changes: Any) -> Task:
     wrapped = copy.copy(task)
-    vars(wrapped).update(score=score, **changes)
+    vars(wrapped).update({"score": score, "counts": None, **changes})
     return wrapped
 
 
@@ -165,11 +161,7 @@ class FunctionScorer:
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
     def require_columns(self, example: Example) -> None:
-        """See that every function gets the columns that it asks for.
-
-        Raises:
-            RewardFunctionError: naming a column that ``example`` has not.
-        """
+        """See that every function gets the columns that it asks for."""
         offered = [*reward_inputs(self._task, "", example).columns, "ground_truth"]
         for function in self._functions.values():
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
@@ -271,13 +263,7 @@ def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> 
 
 
 def without_terms(task: Task) -> Task:
-    """``task`` without terms of its own: somebody else says what a response is worth.
-
-    >>> from sota_grpo.tasks import make_task
-    >>> task = without_terms(make_task("arithmetic", num_train=1, num_heldout=1))
-    >>> task.score("#### 4", task.train[0]).terms, task.gold_response(task.train[0])
-    ({}, None)
-    """
+    """``task`` without terms of its own: somebody else says what a response is worth."""
     return _scored_by(_no_score, task, term_weights={}, gold_response=_no_gold_response)
 
 
@@ -300,18 +286,11 @@ def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: 
         has_reward: the environment has ``get_reward``, which is the term ``environment``, of weight 1.
         asks_task: the task's terms count, too; else the environment's reward is all, and above ``success_above`` it
             is a success.
-
-    >>> from sota_grpo.tasks import make_task
-    >>> task = with_tools(make_task("arithmetic", num_train=1, num_heldout=1), has_reward=True, asks_task=False)
-    >>> record = {"tool_calls": 2, "tool_errors": 1, "ended": "answer", "reward": 0.5, "error": None}
-    >>> score = task.score(SampledText("Done.", record=record), task.train[0])
-    >>> score.terms, score.success, score.info["tool_calls"]
-    ({'environment': 0.5}, True, 2)
     """
     weights = {**(task.term_weights if asks_task else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
     scorer = DialogScorer(scorer_of(task) if asks_task else None, weights, success_above)
     if asks_task and not has_reward:
-        return _with_score(task, scorer)
+        return _scored_by(scorer, task, counts=getattr(task, "counts", None))
     return _scored_by(scorer, task, term_weights=weights, gold_response=_no_gold_response)
 
 
@@ -387,10 +366,6 @@ def think_again(task: Task, message: str = MESSAGE) -> Task:
 
     A reply of the task's own (what a tool found, what is wrong with the response) takes the place of ``message``. A
     grader that failed ends the dialog: nothing is known about the response. Everything else is the task's.
-
-    Args:
-        task: any task.
-        message: content of the user turn.
 
     >>> from sota_grpo.tasks import make_task
     >>> task = think_again(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")

@@ -11,8 +11,7 @@ import pytest
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.calculator import CalculatorTask, calculate
-from sota_grpo.tasks.countdown import CountdownTask
+from sota_grpo.tasks.procedural import CalculatorTask, CountdownTask, calculate
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 
 SEED = random.randrange(1 << 30)

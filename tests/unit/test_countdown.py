@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 
 from sota_grpo.rl.records import Example
-from sota_grpo.tasks.countdown import TARGETS, CountdownTask
 from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.procedural import TARGETS, CountdownTask
 
 SEED = random.randrange(1 << 30)
 TASK = CountdownTask()

@@ -38,12 +38,12 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, rows: list[dict[str, str]], suffix: str) -> None:
-    assert load_rows("name", path=str(write(tmp_path / f"rows{suffix}", rows))) == rows
+    assert load_rows(str(write(tmp_path / f"rows{suffix}", rows))) == rows
 
 
 def failure(path: Path | str) -> str:
     with pytest.raises(DatasetError) as caught:
-        load_rows("name", path=str(path))
+        load_rows(str(path))
     message = str(caught.value)
     assert isinstance(caught.value, UserError)
     assert "\n" not in message
@@ -65,7 +65,7 @@ def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path: Path, enco
     assert f"has {size} bytes and unpacks to more than" in failure(tmp_path / "rows.parquet")
     repeated = table.slice(0, 1_000)  # a long prompt in every row is nothing special
     pyarrow.parquet.write_table(repeated, tmp_path / "rows.parquet")
-    assert load_rows("name", path=str(tmp_path / "rows.parquet")) == repeated.to_pylist()
+    assert load_rows(str(tmp_path / "rows.parquet")) == repeated.to_pylist()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_cell_may_be_long_and_a_file_may_begin_with_a_byte_order_mark(tmp_path
     for suffix in (".csv", ".json", ".jsonl"):
         path = write(tmp_path / f"rows{suffix}", rows)
         path.write_text(path.read_text(), encoding="utf-8-sig")
-        assert load_rows("name", path=str(path)) == rows
+        assert load_rows(str(path)) == rows
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "brackets"])
@@ -139,7 +139,7 @@ def test_json_that_python_does_not_read_is_named_by_its_line(tmp_path: Path, val
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_nan_is_a_missing_value_in_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"rows{suffix}", [{"a": 1.5}, {"a": float("nan")}])
-    assert load_rows("name", path=str(path)) == [{"a": 1.5}, {"a": None}]
+    assert load_rows(str(path)) == [{"a": 1.5}, {"a": None}]
 
 
 def test_a_missing_column_names_the_columns_found() -> None:

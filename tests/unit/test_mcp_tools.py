@@ -26,7 +26,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.servers import ToolServer, headers_of, server_of
+from sota_grpo.tasks.servers import headers_of, instance_spec
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -70,18 +70,11 @@ class Running:
         self.process.wait()
 
 
-def named(written: str) -> ToolServer:
-    server = server_of(written)
-    assert server is not None
-    assert server.fault() is None
-    return server
-
-
 @pytest.fixture(scope="module", params=["stdio", "http"])
 def instances(request: pytest.FixtureRequest) -> Iterator[Instances]:
     running = Running() if request.param == "http" else None
     written = str(running) if running else f"mcp:{shlex.join([sys.executable, str(SERVER)])}"
-    made = Instances(named(written).spec(), timeout_s=WAIT_S)
+    made = Instances(instance_spec(written, "factory"), timeout_s=WAIT_S)
     try:
         made.wait_ready()
         yield made
@@ -137,7 +130,7 @@ def test_what_fails_is_told_and_the_session_goes_on(instances: Instances) -> Non
 
 def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    made = Instances(named(f"mcp:{shlex.join([sys.executable, str(SERVER)])}").spec(), timeout_s=WAIT_S)
+    made = Instances(instance_spec(f"mcp:{shlex.join([sys.executable, str(SERVER)])}", "factory"), timeout_s=WAIT_S)
     try:
         keys = [made.open({}).result(WAIT_S).key for _ in range(3)]
         pids, variables = zip(*(call(made, key, "look").content.split(" ", 1) for key in keys))
@@ -157,7 +150,7 @@ def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: 
 
 def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
     running = Running()
-    made = Instances(named(str(running)).spec(), timeout_s=WAIT_S)
+    made = Instances(instance_spec(str(running), "factory"), timeout_s=WAIT_S)
     try:
         key = made.open({}).result(WAIT_S).key
         running.end()
@@ -174,7 +167,7 @@ def test_a_key_is_sent_to_the_server_and_stands_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     running, key = Running(KEY_OF_NOBODY), ""
-    spec = named(str(running)).spec()
+    spec = instance_spec(str(running), "factory")
     monkeypatch.setenv("SOTA_GRPO_TOOLS_HEADERS", "X-Team: blue\n")
     try:
         for key in ("other", KEY_OF_NOBODY):
@@ -227,7 +220,7 @@ def test_a_key_that_would_be_seen_or_cannot_be_sent_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=expected) as raised:
-        named(f"mcp+{url}").require()
+        instance_spec(f"mcp+{url}", "factory")
     assert "s3cret" not in str(raised.value)
 
 
@@ -251,7 +244,7 @@ def test_a_key_goes_over_https_or_to_this_machine(url: str) -> None:
     ids=["url", "command"],
 )
 def test_no_server_is_one_sentence(written: str, expected: str) -> None:
-    made = Instances(named(written).spec(), timeout_s=WAIT_S)
+    made = Instances(instance_spec(written, "factory"), timeout_s=WAIT_S)
     try:
         with pytest.raises(UserError, match=expected) as raised:
             made.wait_ready()

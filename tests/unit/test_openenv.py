@@ -30,7 +30,7 @@ from websockets.sync.server import serve
 
 from sota_grpo.errors import UserError
 from sota_grpo.tasks import openenv
-from sota_grpo.tasks.servers import server_of
+from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -166,10 +166,7 @@ def urls(request: pytest.FixtureRequest, recorded: dict[str, Any]) -> Iterator[d
 
 @contextmanager
 def started(url: str) -> Iterator[Instances]:
-    server = server_of(f"openenv+{url}")
-    assert server is not None
-    assert server.fault() is None
-    instances = Instances(server.spec(), timeout_s=WAIT_S)
+    instances = Instances(instance_spec(f"openenv+{url}", "factory"), timeout_s=WAIT_S)
     try:
         yield instances
     finally:

@@ -127,9 +127,9 @@ def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPa
     splits = {"train": rows_of(name, range(10)), "test": rows_of(name, range(8, 12))}
     asked = []
 
-    def load(source: str, *, path: str | None = None, split: str = "train", config: str | None = None) -> list:
-        asked.append((source, path, split, config))
-        return splits["test" if path else split]
+    def load(source: str, *, split: str = "train", config: str | None = None) -> list:
+        asked.append((source, split, config))
+        return splits["test" if source == "mine.jsonl" else split]
 
     monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", load)
     kind = task_class(name)
@@ -137,9 +137,8 @@ def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPa
         task = make_task(name, **options)
         assert questions(task.train) == [f"no. {i}?" for i in range(8)]
         assert set(questions(task.heldout)) == {f"no. {i}?" for i in range(8, 12)}
-    hub = (kind.hub_name, None)
-    assert asked[:2] == [(*hub, "train", kind.hub_config), (*hub, "test", kind.hub_config)]
-    assert asked[3][1] == "mine.jsonl"
+    assert asked[:2] == [(kind.hub_name, "train", kind.hub_config), (kind.hub_name, "test", kind.hub_config)]
+    assert asked[3][0] == "mine.jsonl"
 
 
 @pytest.mark.parametrize("name", sorted({*TASKS} - {"code"}))  # which may have no sandbox here: test_code.py
