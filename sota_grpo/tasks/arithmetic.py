@@ -6,10 +6,6 @@ decoration); a hash of these alone, without the seed, decides its side, so the s
 A row of the table of templates is a name, a question, the ranges of its numbers and its solution. The solution is a
 list of binary steps whose operands are a number of the question (``a`` to ``e``), the value of an earlier step (``p``,
 ``q``, ``r``, ``s`` for the first four) or a literal.
-
->>> from sota_grpo.tasks.arithmetic import TEMPLATES, solve
->>> solve(TEMPLATES["packs"].steps, {"a": 12, "b": 3, "c": 5})
-(('12*3', 36), ('36-5', 31))
 """
 
 from __future__ import annotations
@@ -152,9 +148,6 @@ class ArithmeticTask(ProceduralTask):
     Args:
         seed, num_train, num_heldout: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
         max_steps: most steps of a problem, 1 to 5.
-
-    Raises:
-        ValueError: a size below 1, or ``max_steps`` outside 1 to 5.
 
     >>> task = ArithmeticTask(seed=0, num_train=10, num_heldout=10)
     >>> task.score(task.gold_response(task.train[3]), task.train[3]).terms

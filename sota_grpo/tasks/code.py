@@ -27,9 +27,6 @@ class CodeTask(FileTask):
         sandbox: ``auto`` or ``bwrap``, or the URL of a SandboxFusion server.
         system_prompt: replaces the task's own; an empty text is no system turn.
 
-    Raises:
-        UserError: there is no sandbox to run programs in.
-
     >>> task = CodeTask(sandbox="http://127.0.0.1:8080")
     >>> example = task.read_row({"prompt": "f(x) is x + 1.", "tests": "assert f(1) == 2"}, "demo, row 1")
     >>> task.score("It is x + 1.", example).terms
@@ -70,9 +67,6 @@ class CodeTask(FileTask):
 
         ``tests`` is Python code, or a list of such code and of ``{"stdin", "stdout"}`` pairs; see
         :func:`sota_grpo.rewards.sandbox.run_tests`.
-
-        Raises:
-            DatasetError: there are no tests, or they are something else.
         """
         column = row.get("tests")
         tests = list(column) if isinstance(column, (list, tuple)) else [column]

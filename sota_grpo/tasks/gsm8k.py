@@ -61,11 +61,7 @@ class GSM8KTask(QuestionTask):
         return f"{steps}\n{last_line}" if steps else last_line
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of the columns ``answer`` (worked, or the number alone) and, where it is there, ``question``.
-
-        Raises:
-            DatasetError: the answer is missing or holds no number.
-        """
+        """Of the columns ``answer`` (worked, or the number alone) and, where it is there, ``question``."""
         answer = first_text(row, ["answer"], place)
         if parse_number(_gold(answer)) is None:
             raise DatasetError(

@@ -46,13 +46,6 @@ class IFEvalTask(FileTask):
     Raises:
         ValueError: a negative weight, or two of 0.
         UserError: ``nltk_data`` does not hold Punkt's data.
-
-    >>> task = IFEvalTask()
-    >>> ids = ["punctuation:no_comma", "length_constraints:number_words"]
-    >>> row = {"instruction_id_list": ids, "kwargs": [{}, {"relation": "less than", "num_words": 3}]}
-    >>> score = task.score("Yes, certainly.", task.read_row(row, "demo, row 1"))
-    >>> score.terms, score.info["follow_instruction_list_strict"]
-    ({'instructions': 0.5, 'all': 0.0}, [False, True])
     """
 
     name = "ifeval"
@@ -136,10 +129,6 @@ class IFEvalTask(FileTask):
 
         IFEval has the columns ``prompt``, ``instruction_id_list`` and ``kwargs``, RLVR-IFeval ``messages`` and
         ``ground_truth``; see :func:`sota_grpo.rewards.ifeval.read_instructions`.
-
-        Raises:
-            DatasetError: a column that is missing or of the wrong form, an unknown instruction, kwargs that it cannot
-                be checked with.
         """
         try:
             ids, kwargs = read_instructions(row)

@@ -47,15 +47,7 @@ Kwargs = dict[str, Any]
 
 
 class InstructionsTask(IFEvalTask):
-    """Prompts of this module, graded as IFEval's are, with the same options; held out are others, or those of a file.
-
-    >>> task = InstructionsTask.load(seed=1, num_train=8, num_heldout=8)
-    >>> example = task.train[2]
-    >>> sorted(example.extra)
-    ['instruction_id_list', 'kwargs']
-    >>> set(task.score("", example).terms) == {"instructions", "all"}
-    True
-    """
+    """Prompts of this module, graded as IFEval's are, with its options; held out are others, or those of a file."""
 
     name, hub_name = "instructions", ""  # its problems are made up
 

@@ -82,9 +82,6 @@ class MathTask(QuestionTask):
         """Of the first of ``GOLD_COLUMNS`` that is there the answer and, where it is there, the question.
 
         The gold answer may be bare (text or a number), in dollars, or in the last box of a worked solution.
-
-        Raises:
-            DatasetError: there is no gold answer, or none that an answer can be compared with.
         """
         text = first_text(row, GOLD_COLUMNS, place)
         gold = extract_answer(text, "boxed")

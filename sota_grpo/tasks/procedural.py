@@ -81,12 +81,8 @@ class ProceduralTask(ChatTask):
 
     Args:
         seed: of the draws; the split is the same for every seed.
-        num_train: length of ``train``.
-        num_heldout: length of ``heldout``.
+        num_train, num_heldout: lengths of the splits.
         system_prompt: replaces the task's own, where it has one; an empty text is no system turn.
-
-    Raises:
-        ValueError: no examples to train on.
     """
 
     default_prompt = ""
@@ -115,11 +111,7 @@ class ProceduralTask(ChatTask):
         return example.answer
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of the columns ``answer`` (a number, alone or after ``####``) and, where it is there, ``question``.
-
-        Raises:
-            DatasetError: the answer is missing.
-        """
+        """Of the columns ``answer`` (a number, alone or after ``####``) and, where it is there, ``question``."""
         return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", place))
 
 
@@ -147,7 +139,7 @@ class CountdownTask(ProceduralTask):
         format_weight: weight of ``format``.
 
     Raises:
-        ValueError: a split without examples, fewer than two numbers, or a negative weight.
+        ValueError: fewer than two numbers, or a negative weight.
 
     >>> task = CountdownTask()
     >>> example = task.read_row({"nums": [3, 5, 7], "target": 26}, "demo, row 1")
@@ -210,11 +202,7 @@ class CountdownTask(ProceduralTask):
         return f"<answer>{example.answer}</answer>" if example.answer else None
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of the columns ``target`` and ``nums`` (or ``numbers``), and ``answer``, a solution, where there is one.
-
-        Raises:
-            DatasetError: a column is missing or does not hold positive integers.
-        """
+        """Of the columns ``target`` and ``nums`` (or ``numbers``), and ``answer``, a solution, where there is one."""
         numbers: Any = row.get("nums", row.get("numbers"))
         target: Any = row.get("target")
         several = isinstance(numbers, (list, tuple)) and len(numbers) >= 2
@@ -232,11 +220,8 @@ def _wrong(what: str, *, well_formed: bool = False) -> Score:
 
 
 def _example(numbers: Sequence[int], target: int, solution: str) -> Example:
-    return Example(
-        query=f"Numbers: {_listed(numbers)}. Target: {target}.",
-        answer=solution,
-        extra={"numbers": list(numbers), "target": target},
-    )
+    extra = {"numbers": list(numbers), "target": target}
+    return Example(f"Numbers: {_listed(numbers)}. Target: {target}.", solution, extra)
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -280,12 +265,6 @@ class CalculatorTask(ProceduralTask):
     ``<calc>`` stands outside the thinking gets the calculator's result, or its complaint, as the turn of a tool. An
     answer ends the dialog, and so does a response with neither. ``info`` has ``tool_calls``: 1 for a response that
     calls the tool, else 0.
-
-    Args:
-        seed, num_train, num_heldout, system_prompt: see :class:`ProceduralTask`.
-
-    Raises:
-        ValueError: a split without examples.
 
     >>> task = CalculatorTask()
     >>> example = Example("What is 347 * 28 + 591?", "#### 10307")

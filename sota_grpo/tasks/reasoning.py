@@ -159,11 +159,7 @@ class ReasoningTask(QuestionTask):
         return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of one of the columns ``GOLD_COLUMNS`` and, where there is text in one, of ``question_columns``.
-
-        Raises:
-            DatasetError: there is no answer, it is empty, or it holds a tag.
-        """
+        """Of one of the columns ``GOLD_COLUMNS`` and, where there is text in one, of ``question_columns``."""
         answer = first_text(row, GOLD_COLUMNS, place)
         gold = split_gold(answer)[1]
         if not gold or _ANY_TAG.search(gold):

@@ -164,11 +164,7 @@ class ReasoningGymTask(ChatTask):
         return task
 
     def _draw(self, weights: Mapping[str, int], rng: random.Random, heldout: bool) -> Example:
-        """A problem of one side of the split: a task by its weight, then its problems until one is of this side.
-
-        Raises:
-            UserError: the task makes no such problem.
-        """
+        """A problem of one side of the split: a task by its weight, then its problems until one is of this side."""
         (name,) = rng.choices([*weights], [*weights.values()])
         levels = self._levels[name]
         level = rng.choice(levels) if len(levels) > 1 else levels[0]
@@ -196,15 +192,10 @@ class ReasoningGymTask(ChatTask):
 
     def score(self, response: str, example: Example) -> Score:
         """Ask the scorer of the example's task; see the class."""
-        name = example.extra[SUBTASK]
-        answer = extract_answer(response, self.answer_format)
-        value = 0.0 if answer is None else self._value(name, answer, example)
-        return Score({"correct": value}, success=value == 1.0, info={"task": name})
-
-    def _value(self, name: str, answer: str, example: Example) -> float:
-        bound = _TOO_MUCH.get(name)
-        if len(answer) > _MAX_ANSWER_CHARS or (bound is not None and bound.search(answer)):
-            return 0.0
+        name, answer = example.extra[SUBTASK], extract_answer(response, self.answer_format)
+        wrong = Score({"correct": 0.0}, success=False, info={"task": name})
+        if answer is None or len(answer) > _MAX_ANSWER_CHARS or (name in _TOO_MUCH and _TOO_MUCH[name].search(answer)):
+            return wrong
         metadata = json.loads(json.dumps(example.extra["metadata"]))  # a copy: some scorers write into it
         if name in _TUPLES:
             metadata["output"] = tuple(map(tuple, metadata["output"]))
@@ -214,8 +205,10 @@ class ReasoningGymTask(ChatTask):
         try:
             value = float(source.score_answer(answer, entry))
         except Exception:  # what the text of a model makes a scorer raise: it is no answer
-            return 0.0
-        return value if 0.0 <= value <= 1.0 else 0.0  # one of them has scores above 1 for wrong answers
+            return wrong
+        if not 0.0 <= value <= 1.0:  # one of them has scores above 1 for wrong answers
+            return wrong
+        return Score({"correct": value}, success=value == 1.0, info={"task": name})
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Of each task its accuracy: a success or none, in one trial."""
@@ -226,11 +219,7 @@ class ReasoningGymTask(ChatTask):
         return answering(self._asked_format, example.answer) if example.answer else None
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of an item as the package makes it: ``metadata`` with ``source_dataset``, ``answer``, perhaps ``question``.
-
-        Raises:
-            DatasetError: no such item, or one of a task that is refused.
-        """
+        """Of an item as the package has it: ``metadata`` with ``source_dataset``, ``answer``, perhaps ``question``."""
         metadata, answer = row.get("metadata"), row.get("answer")
         name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
         if not isinstance(metadata, Mapping) or not isinstance(name, str):
@@ -270,14 +259,7 @@ def _require_known(name: str) -> None:
 
 @cache
 def _source(name: str, options: str) -> Any:
-    """What makes and scores the problems of a task: its dataset, from which any number can be asked.
-
-    Args:
-        options: of its config class, and ``level``, as JSON.
-
-    Raises:
-        UserError: there is no such task, option or level, or the task refuses a value.
-    """
+    """What makes and scores the problems of a task; ``options`` (JSON) are of its config class, and ``level``."""
     _require_known(name)
     factory, chosen = _package(), json.loads(options)
     kind, config_class = factory.DATASETS[name]
@@ -286,7 +268,17 @@ def _source(name: str, options: str) -> Any:
     for option in chosen.keys() - known:
         takes = ", ".join(sorted(["weight", *(["level"] if name in factory.CURRICULA else []), *known]))
         raise UserError(f"env.tasks.{name} has no option {option}; it takes {takes}.")
-    values = {} if level is None else _values_of_level(name, level)
+    values: dict[str, Any] = {}
+    if level is not None:  # an attribute of the curriculum with fewer levels has its last one
+        if name not in factory.CURRICULA:
+            raise UserError(f"env.tasks.{name} has level={level}, and this task has no curriculum; leave it out.")
+        curriculum = factory.create_curriculum(name)
+        highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+        if level > highest:
+            raise UserError(f"env.tasks.{name} has level={level}, and its curriculum ends at level={highest}.")
+        curriculum.set_global_level(level)
+        made = curriculum.generate_configuration()
+        values = {field: getattr(made, field) for field in made.__dataclass_fields__}
     values |= chosen | {"seed": 0, "size": _SIZES.get(name, _SIZE)}
     try:
         return kind(config=config_class(**values))
@@ -296,20 +288,6 @@ def _source(name: str, options: str) -> Any:
             f"env.tasks.{name} cannot be made with {what}{chosen or ''} ({type(error).__name__}: {error}); choose "
             "other values."
         ) from error
-
-
-def _values_of_level(name: str, level: int) -> dict[str, Any]:
-    """The options that the curriculum of a task gives a level; an attribute with fewer levels has its last one."""
-    factory = _package()
-    if name not in factory.CURRICULA:
-        raise UserError(f"env.tasks.{name} has level={level}, and this task has no curriculum; leave it out.")
-    curriculum = factory.create_curriculum(name)
-    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
-    if level > highest:
-        raise UserError(f"env.tasks.{name} has level={level}, and its curriculum ends at level={highest}.")
-    curriculum.set_global_level(level)
-    made = curriculum.generate_configuration()
-    return {field: getattr(made, field) for field in made.__dataclass_fields__}
 
 
 def _item(name: str, options: str, index: int) -> dict[str, Any]:

@@ -110,9 +110,6 @@ def server_of(value: str | None) -> ToolServer | None:
 def instance_spec(value: str, kind: str) -> InstanceSpec:
     """What the instances are made of that ``env.tools`` (``functions``) or ``env.environment`` (``factory``) names.
 
-    Raises:
-        UserError: it is a server, and this machine lacks what it needs.
-
     >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')
     """

@@ -30,11 +30,7 @@ MATH_SOURCES = (
 
 
 def plain_columns(row: Row, place: str) -> dict[str, Any]:
-    """The columns, types kept as far as JSON has them: dates become ISO text, decimals numbers, arrays lists, NaN None.
-
-    Raises:
-        DatasetError: a column of something else (bytes, images), which cannot travel to a grader's process.
-    """
+    """The columns with the types that JSON has: dates become ISO text, decimals numbers, arrays lists, NaN None."""
     return {str(name): _plain(value, f"{place}: column {name!r}") for name, value in row.items()}
 
 
@@ -59,12 +55,7 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def chat_of(prompt: Any, place: str) -> Chat:
-    """The turns of a chat prompt, without entries that are None (parquet fills them in).
-
-    Raises:
-        DatasetError: not a list of ``{"role", "content"}`` turns, content that is not text, no user turn, or an
-            assistant's turn at the end.
-    """
+    """The turns of a chat prompt, without entries that are None (parquet fills them in); text is asked for."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
         raise DatasetError(
             f"{place} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
@@ -205,10 +196,6 @@ class TableTask(FileTask):
         """An example of a row; here the column ``answer`` will do, too, and the prompt may be missing.
 
         ``extra`` holds the ``prompt`` and the ``ground_truth`` as they stand in the data, and all other ``columns``.
-
-        Raises:
-            DatasetError: no ground truth, one that cannot be graded without a reward function, a prompt that is neither
-                text nor a chat, a column that JSON cannot hold.
         """
         return self._example(row, place, [self.answer_column, "answer"])
 
@@ -268,11 +255,7 @@ class TableTask(FileTask):
         return example
 
     def require_answers(self) -> None:
-        """See that every example can be graded without a function of the user's.
-
-        Raises:
-            DatasetError: one cannot, by its file and row.
-        """
+        """See that every example can be graded without a function of the user's; ``DatasetError`` names its row."""
         for example in (*self.train, *self.heldout):
             self._require_gradable(example, list(example.extra["columns"]), example.place)
 

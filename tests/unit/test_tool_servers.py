@@ -79,12 +79,9 @@ def test_a_received_run_asks_for_consent(written: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         load_config(tmp_path, ["seed=3"])
     assert f"asks to {SERVERS[written]} (env.environment)" in str(refused.value)
-    for config in (
-        load_config(tmp_path, trust=True),
-        load_config(tmp_path, [f"env.environment={written}"]),
-        load_config(tmp_path, unused=["env.environment"]),
-    ):
-        assert config.env.environment == written
+    assert load_config(tmp_path, trust=True).env.environment == written
+    assert load_config(tmp_path, [f"env.environment={written}"]).env.environment == written
+    assert load_config(tmp_path, unused=["env.environment"]).env.environment == written
     with pytest.raises(UserError, match="asks to"):
         load_config(tmp_path, ["env.tools=mine.py:add"])
     assert needs_consent(load_config(tmp_path, ["env.environment=null"])) == {}
