@@ -8,12 +8,12 @@ from fractions import Fraction
 
 import pytest
 
-from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.records import Example, SampledText, Score
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.arithmetic import LARGEST_VALUE, TEMPLATES, ArithmeticTask, solve
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.procedural import TARGETS, CalculatorTask, CountdownTask, calculate
-from sota_grpo.tasks.wrappers import MESSAGE, think_again
+from sota_grpo.tasks.wrappers import MESSAGE, think_again, with_tools
 
 SEED = random.randrange(1 << 30)
 CALCULATOR, COUNTDOWN = CalculatorTask(), CountdownTask()
@@ -228,3 +228,7 @@ def test_a_scorer_of_whole_groups_stays_one() -> None:
     found = think_again(inner, "Again?").score.score_group([("a", PRODUCT), ("bb", PRODUCT)])
     assert [one.reply for one in found] == [None, {"role": "user", "content": "Again?"}]
     assert not hasattr(think_again(CALCULATOR).score, "score_group")
+    lost = SampledText("", record={"error": "InstanceLost: gone"})
+    pairs = [(SampledText("bb", record={"ended": "answer"}), PRODUCT), (lost, PRODUCT)]
+    found = with_tools(inner, has_reward=False, asks_task=True).score.score_group(pairs)
+    assert [(one.success, one.error) for one in found] == [(True, None), (False, "InstanceLost: gone")], "not compared"
