@@ -29,12 +29,12 @@ from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.policy.load import TINY, load_model, load_tokenizer
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.tool_schemas import function_schemas
-from sota_grpo.tasks.calculator import CalculatorTask, calculate
+from sota_grpo.tasks.procedural import CalculatorTask, calculate
 from sota_grpo.tasks.table import TableTask
 
 TOOL = '''"""The tool of docs/agent.md."""
 
-from sota_grpo.tasks.calculator import calculate as value_of
+from sota_grpo.tasks.procedural import calculate as value_of
 
 
 def calculate(expression: str) -> str:

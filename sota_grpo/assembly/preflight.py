@@ -24,7 +24,7 @@ from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
 from sota_grpo.rewards import functions
-from sota_grpo.tasks import dataset, parameters
+from sota_grpo.tasks import dataset
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.training.runs import require_free
 
@@ -79,9 +79,7 @@ def _require_one_process() -> None:
 
 def _require_files(config: Config) -> None:
     for path in (config.env.dataset_path, config.env.eval_path):
-        if path not in (None, functions.PASSED) and (
-            "source" in parameters(config.env.dataset) or dataset.is_file(path)
-        ):
+        if path not in (None, functions.PASSED) and dataset.is_file(path):
             dataset.require_file(Path(path).expanduser())
     if config.reward.path not in (None, functions.PASSED):
         functions.require_file(Path(config.reward.path).expanduser())

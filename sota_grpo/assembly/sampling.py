@@ -63,11 +63,11 @@ def heldout_task(config: Config) -> Task:
     if config.env.mixture is not None:
         return _mixed(config, heldout_task)
     path = config.env.eval_path
-    is_file = path is not None and Path(path).suffix in SUFFIXES
-    if not is_file or config.env.dataset_path is not None or "path" not in parameters(config.env.dataset):
+    is_read = config.env.dataset_path is None and "path" in parameters(config.env.dataset)
+    if path is None or Path(path).suffix not in SUFFIXES or not is_read:
         return task_of(config)
     task = task_of(config, bare=True)
-    rows = load_rows(config.env.dataset, path=path)
+    rows = load_rows(path)
     places = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
     examples = [replace(task.read_row(row, place), place=place) for row, place in zip(rows, places, strict=True)]
     for example in examples:

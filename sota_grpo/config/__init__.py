@@ -90,7 +90,7 @@ class EnvConfig:
     )
     dataset_path: str | None = opt(
         None,
-        "local .jsonl/.json/.parquet/.csv with the task's columns, or (table) a hub name; null: the task's own hub",
+        "local .jsonl/.json/.parquet/.csv with the task's columns, or a hub name; null: the task's own hub",
     )
     eval_path: str | None = opt(
         None, "local file of held-out problems; null: the hub's test split, or part of the data"

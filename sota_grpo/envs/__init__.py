@@ -134,7 +134,7 @@ class GSM8KEnv(DatasetEnv):
     """
 
     def __init__(self, *, dataset: str = "openai/gsm8k", **keywords: Any):
-        super().__init__("gsm8k", _data(dataset), **keywords)
+        super().__init__("gsm8k", {"path": dataset}, **keywords)
 
 
 class MATHEnv(DatasetEnv):
@@ -149,7 +149,7 @@ class MATHEnv(DatasetEnv):
     """
 
     def __init__(self, *, dataset: str = "DigitalLearningGmbH/MATH-lighteval", **keywords: Any):
-        super().__init__("math", _data(dataset), **keywords)
+        super().__init__("math", {"path": dataset}, **keywords)
 
 
 class IFEvalEnv(DatasetEnv):
@@ -180,11 +180,6 @@ class ArithmeticEnv(DatasetEnv):
     def __init__(self, *, seed: int | None = None, difficulty: int = 4, **keywords: Any):
         drawn = _seed(seed)
         super().__init__("arithmetic", {"seed": drawn, "max_steps": difficulty}, seed=drawn, **keywords)
-
-
-def _data(dataset: str) -> dict[str, str]:
-    """The keyword of a task's ``load`` for a local file, or for a name on the hub."""
-    return {"path": dataset} if Path(dataset).suffix in SUFFIXES else {"source": dataset}
 
 
 def _seed(seed: int | None) -> int:

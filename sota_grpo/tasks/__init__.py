@@ -23,8 +23,8 @@ _OWN = {
     "table": "table:TableTask",
     "code": "code:CodeTask",
     "arithmetic": "arithmetic:ArithmeticTask",
-    "countdown": "countdown:CountdownTask",
-    "calculator": "calculator:CalculatorTask",
+    "countdown": "procedural:CountdownTask",
+    "calculator": "procedural:CalculatorTask",
     "reasoning_gym": "reasoning_gym:ReasoningGymTask",
 }
 #: The class of each, by name; packages add theirs as entry points of "sota_grpo.tasks".
@@ -34,10 +34,6 @@ TASKS: Registry[Any] = Registry("sota_grpo.tasks", {name: f"{__name__}.{place}" 
 def make_task(name: str, **kwargs: Any) -> Task:
     """Build a task with its data: by the ``load`` of its class, or, where problems are made up, by the class itself.
 
-    Raises:
-        ValueError: an unknown name.
-        TypeError: a keyword that the task does not take.
-
     >>> make_task("arithmetic", num_train=4, num_heldout=4).name
     'arithmetic'
     """
@@ -46,11 +42,7 @@ def make_task(name: str, **kwargs: Any) -> Task:
 
 
 def parameters(name: str, *, bare: bool = False) -> frozenset[str]:
-    """What a task takes: the parameters of its class and, unless ``bare``, of its ``load``.
-
-    >>> "answer_format" in parameters("gsm8k"), "path" in parameters("gsm8k", bare=True)
-    (True, False)
-    """
+    """What a task takes: the parameters of its class and, unless ``bare``, of its ``load``."""
     kind = task_class(name)
     loaded = frozenset() if bare else frozenset(signature(getattr(kind, "load", kind)).parameters)
     return frozenset(signature(kind).parameters) | loaded
@@ -71,10 +63,6 @@ def make_scorer(
         reward_path: Python file with reward functions that replace the task's own reward.
         reward_names: the functions in it; None is ``compute_score``.
 
-    Raises:
-        ValueError: an unknown name.
-        UserError: the task looks for its answer in one place only, or the functions cannot be used.
-
     >>> task = make_scorer("gsm8k", answer_format="any")
     >>> task.score("It is 4.", task.read_row({"answer": "4"}, "demo, row 1")).success
     True
@@ -93,14 +81,7 @@ def make_scorer(
 
 
 def task_class(name: str) -> Any:
-    """The class of a task.
-
-    Raises:
-        ValueError: an unknown name.
-
-    >>> task_class("gsm8k").hub_name
-    'openai/gsm8k'
-    """
+    """The class of a task; ``ValueError`` for an unknown name."""
     if name not in TASKS:
         raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
     return TASKS[name]

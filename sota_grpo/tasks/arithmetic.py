@@ -6,10 +6,6 @@ decoration); a hash of these alone, without the seed, decides its side, so the s
 A row of the table of templates is a name, a question, the ranges of its numbers and its solution. The solution is a
 list of binary steps whose operands are a number of the question (``a`` to ``e``), the value of an earlier step (``p``,
 ``q``, ``r``, ``s`` for the first four) or a literal.
-
->>> from sota_grpo.tasks.arithmetic import TEMPLATES, solve
->>> solve(TEMPLATES["packs"].steps, {"a": 12, "b": 3, "c": 5})
-(('12*3', 36), ('36-5', 31))
 """
 
 from __future__ import annotations
@@ -20,8 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from sota_grpo.rewards.extract import extract_answer, numbers_equal
-from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.records import Example
 from sota_grpo.tasks.procedural import ProceduralTask, is_heldout
 
 LARGEST_VALUE = 200
@@ -154,9 +149,6 @@ class ArithmeticTask(ProceduralTask):
         seed, num_train, num_heldout: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
         max_steps: most steps of a problem, 1 to 5.
 
-    Raises:
-        ValueError: a size below 1, or ``max_steps`` outside 1 to 5.
-
     >>> task = ArithmeticTask(seed=0, num_train=10, num_heldout=10)
     >>> task.score(task.gold_response(task.train[3]), task.train[3]).terms
     {'correct': 1.0}
@@ -165,7 +157,6 @@ class ArithmeticTask(ProceduralTask):
     """
 
     name = "arithmetic"
-    term_weights: Mapping[str, float] = {"correct": 1.0}
 
     def __init__(self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, max_steps: int = 4) -> None:
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
@@ -194,9 +185,3 @@ class ArithmeticTask(ProceduralTask):
             answer="\n".join([*lines, f"#### {worked[-1][1]}"]),
             extra={"template": template.name, "numbers": numbers, "num_steps": num_steps},
         )
-
-    def score(self, response: str, example: Example) -> Score:
-        """Compare the number after the last ``####`` of the response with the gold one."""
-        answer, gold = extract_answer(response, "hash"), extract_answer(example.answer, "hash")
-        success = answer is not None and gold is not None and numbers_equal(answer, gold)
-        return Score(terms={"correct": float(success)}, success=success)

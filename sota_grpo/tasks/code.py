@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.rewards.extract import last_code_block, without_thinking
 from sota_grpo.rewards.sandbox import make_runner, run_tests
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_named, optional_text, text_of
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, optional_text
 
 SYSTEM_PROMPT = (
     "Write a Python program that does what is asked. End your response with the whole program in one block that begins "
@@ -26,9 +26,6 @@ class CodeTask(FileTask):
         train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
         sandbox: ``auto`` or ``bwrap``, or the URL of a SandboxFusion server.
         system_prompt: replaces the task's own; an empty text is no system turn.
-
-    Raises:
-        UserError: there is no sandbox to run programs in.
 
     >>> task = CodeTask(sandbox="http://127.0.0.1:8080")
     >>> example = task.read_row({"prompt": "f(x) is x + 1.", "tests": "assert f(1) == 2"}, "demo, row 1")
@@ -51,14 +48,6 @@ class CodeTask(FileTask):
         self._runner = make_runner(sandbox)
         self.system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
 
-    def _read(self, name: str) -> list[Example]:
-        examples = []
-        for row, place in load_named(name):
-            if not text_of(row, "prompt", place).strip():
-                raise DatasetError(f"{place}: the prompt is empty; mend or remove the row.")
-            examples.append(self.read_row(row, place))
-        return examples
-
     def score(self, response: str, example: Example) -> Score:
         """Run the tests; see the class. ``info`` has how many there are and how many pass."""
         tests = example.extra["tests"]
@@ -78,9 +67,6 @@ class CodeTask(FileTask):
 
         ``tests`` is Python code, or a list of such code and of ``{"stdin", "stdout"}`` pairs; see
         :func:`sota_grpo.rewards.sandbox.run_tests`.
-
-        Raises:
-            DatasetError: there are no tests, or they are something else.
         """
         column = row.get("tests")
         tests = list(column) if isinstance(column, (list, tuple)) else [column]

@@ -36,16 +36,8 @@ class DatasetError(UserError, ValueError):
     """The dataset cannot be used; the message says why and what to change."""
 
 
-def load_rows(
-    source: str, *, path: str | None = None, split: str = "train", config: str | None = None
-) -> list[dict[str, Any]]:
-    """All rows, as dictionaries by column name, in the order of the file.
-
-    Args:
-        source: the hub's name of the dataset; not asked when ``path`` is given.
-        path: a local ``.jsonl``, ``.json`` (a list of objects), ``.parquet`` or ``.csv``.
-        split: of the hub dataset.
-        config: of the hub dataset.
+def load_rows(name: str, *, split: str = "train", config: str | None = None) -> list[dict[str, Any]]:
+    """All rows by column name, in order: of a local file, else of the dataset of that name on the hub.
 
     Raises:
         DatasetError: no such file, an ending that is not known, a broken line (with its number), a hub that does not
@@ -54,41 +46,39 @@ def load_rows(
     Example::
 
         rows = load_rows("openai/gsm8k", config="main", split="test")
-        rows = load_rows("openai/gsm8k", path="data/train.jsonl")
+        rows = load_rows("data/train.jsonl")
     """
-    rows = _read_file(Path(path)) if path is not None else _read_hub(source, config, split)
+    if is_file(name):
+        file = Path(name)
+        require_file(file)
+        try:
+            rows = _READERS[file.suffix](file)
+        except UnicodeDecodeError as error:
+            raise DatasetError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+    else:
+        import datasets
+
+        try:
+            rows = datasets.load_dataset(name, config, split=split).to_list()
+        except Exception as error:  # the hub's client raises dozens of types: network, authentication, name, format
+            raise DatasetError(
+                f"the dataset {name} (config {config}, split {split}) could not be loaded from the hub "
+                f"({sentence(error)}); give a local file with env.dataset_path=FILE or env.eval_path=FILE."
+            ) from error
     if not rows:
-        raise DatasetError(f"{path or source} has no rows; give a file with at least one problem.")
-    return [{name: present(value) for name, value in row.items()} for row in rows]
+        raise DatasetError(f"{name} has no rows; give a file with at least one problem.")
+    return [{column: present(value) for column, value in row.items()} for row in rows]
 
 
 def present(value: Any) -> Any:
-    """The value; None where it is missing: NaN, as pandas and some writers of JSON have it, is no answer.
-
-    >>> present("NaN"), present(0.0), present(float("nan"))
-    ('NaN', 0.0, None)
-    """
+    """The value; None where it is missing: NaN, as pandas and some writers of JSON have it, is no answer."""
     is_missing = isinstance(value, (float, decimal.Decimal, datetime.date)) and value != value  # NaT is a date
     return None if is_missing or type(value).__name__ == "NAType" else value  # of pandas
 
 
 def optional_text(row: Row, columns: Iterable[str]) -> str:
-    """The first of ``columns`` that one row has, as text; empty where it has none.
-
-    >>> optional_text({"question": None, "prompt": "2+2?"}, ("question", "prompt")), optional_text({}, ["prompt"])
-    ('2+2?', '')
-    """
-    return next((str(row[name]) for name in columns if present(row.get(name)) is not None), "")
-
-
-def load_named(name: str) -> list[tuple[dict[str, Any], str]]:
-    """All rows of a local file, or of the train split of a dataset on the hub, each with its place for messages."""
-    return placed(load_rows(name, path=name if is_file(name) else None), name)
-
-
-def placed(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[dict[str, Any], str]]:
-    """Each row with its place in what is called ``name``."""
-    return [(row, f"{name}, row {number}") for number, row in enumerate(rows, start=1)]
+    """The first of ``columns`` that holds text in one row; empty where none does."""
+    return next((row[name] for name in columns if isinstance(row.get(name), str)), "")
 
 
 def is_file(name: str) -> bool:
@@ -103,10 +93,7 @@ def is_file(name: str) -> bool:
 
 
 def text_of(row: Row, column: str, place: str) -> str:
-    """The text in a column of one row.
-
-    Raises:
-        DatasetError: naming the place, the column and the columns found.
+    """The text in a column of one row; ``DatasetError`` names the place and the columns found.
 
     >>> text_of({"answer": "#### 2"}, "answer", "demo, row 1")
     '#### 2'
@@ -121,10 +108,7 @@ def text_of(row: Row, column: str, place: str) -> str:
 
 
 def first_text(row: Row, columns: Sequence[str], place: str) -> str:
-    """The text in the first of ``columns`` that one row has, where a number will do.
-
-    Raises:
-        DatasetError: naming the place, and the column that holds something else, or the columns found.
+    """As :func:`text_of`, of the first of ``columns`` that the row has, where a number will do.
 
     >>> first_text({"answer": None, "ground_truth": 2}, ("answer", "ground_truth"), "demo, row 1")
     '2'
@@ -145,14 +129,6 @@ def require_file(path: Path) -> None:
         raise DatasetError(f"{path} ends in {path.suffix!r}; give one of {', '.join(_READERS)}.")
     if not path.is_file():
         raise DatasetError(f"there is no file {path}; correct env.dataset_path or env.eval_path (now in {Path.cwd()}).")
-
-
-def _read_file(path: Path) -> list[dict[str, Any]]:
-    require_file(path)
-    try:
-        return _READERS[path.suffix](path)
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -234,18 +210,6 @@ def _size(value: Any) -> int:
     return max(1, len(value)) if isinstance(value, (str, bytes)) else 1
 
 
-def _read_hub(source: str, config: str | None, split: str) -> list[dict[str, Any]]:
-    import datasets
-
-    try:
-        return datasets.load_dataset(source, config, split=split).to_list()
-    except Exception as error:  # the hub's client raises dozens of types: network, authentication, name, format
-        raise DatasetError(
-            f"the dataset {source} (config {config}, split {split}) could not be loaded from the hub "
-            f"({sentence(error)}); give a local file with env.dataset_path=FILE or env.eval_path=FILE."
-        ) from error
-
-
 _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
@@ -256,11 +220,7 @@ SUFFIXES = tuple(_READERS)  # of the local files that can be read
 
 
 def normalised(question: str) -> str:
-    """The question with letter case and spacing taken out, for comparison.
-
-    >>> normalised(" How  many\\nApples? ")
-    'how many apples?'
-    """
+    """The question with letter case and spacing taken out, for comparison."""
     return " ".join(question.casefold().split())
 
 
@@ -268,10 +228,6 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
     """The examples without those that equal an earlier one in all that a reward can read.
 
     The prompt counts with letter case and spacing aside, the answer and all other columns as they are.
-
-    >>> rows = [Example("1+1?", "2", {"words": n}) for n in (5, 9)] + [Example(" 1+1? ", "2", {"words": 5})]
-    >>> [example.extra["words"] for example in unique_examples(rows)]
-    [5, 9]
     """
     kept: dict[tuple[str, ...], Example] = {}
     for example in examples:
@@ -282,12 +238,7 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
 
 
 def hash_ordered(examples: Iterable[Example], data_seed: int) -> list[Example]:
-    """The examples by a hash of their questions: the first so many are a random sample of a file in any order.
-
-    >>> rows = [Example(f"{n}?", "") for n in range(4)]
-    >>> hash_ordered(rows, 0) == hash_ordered(rows[::-1], 0) != rows
-    True
-    """
+    """The examples by a hash of their questions: the first so many are a random sample of a file in any order."""
     return sorted(examples, key=lambda example: _hash(normalised(example.query), data_seed))
 
 
@@ -314,13 +265,6 @@ def two_sides(
 
     Raises:
         DatasetError: nothing is left to train on.
-
-    >>> examples = [Example(f"{i} + 1?", f"#### {i + 1}") for i in range(5)]
-    >>> train, heldout = two_sides(examples, None, num_heldout=2, data_seed=0, source="demo")
-    >>> len(train), len(heldout), {e.query for e in train} & {e.query for e in heldout}
-    (3, 2, set())
-    >>> two_sides(examples, examples[1:], num_heldout=0, data_seed=0, source="demo")[0] == examples[:1]
-    True
     """
     num_read, train = len(train), unique_examples(train)
     if len(train) < num_read:
@@ -363,10 +307,6 @@ _FORMS = {  # what the system prompt asks for, and the last line of a response
 def asking(answer_format: str, what: str = "answer") -> str:
     """A system prompt that asks for worked steps and for the answer where ``answer_format`` looks for it.
 
-    Args:
-        answer_format: see :func:`sota_grpo.rewards.extract_answer`; of ``any``, give the one that is asked for.
-        what: a word for the answer.
-
     >>> asking("hash", "number")
     "Solve the problem step by step, then give the final answer on a last line of the form '#### <number>'."
     """
@@ -402,61 +342,83 @@ class ChatTask:
 
 
 class FileTask(ChatTask):
-    """Loads rows of the user's; a task reads them."""
+    """Loads rows of a file or of a dataset on the hub; a task reads them, and says which columns hold the question.
 
-    def _read(self, name: str) -> list[Example]:
-        """The examples of a file, or of a dataset on the hub."""
+    A task with a dataset of its own names it: ``hub_name``, ``hub_config``, and whether its test split is held out.
+    """
+
+    hub_name: str
+    hub_config: str | None = None
+    has_test_split = False
+    question_columns: Sequence[str] = ("prompt",)
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """An example of a row, whose question may be missing."""
         raise NotImplementedError
 
-    def _told_apart(
-        self, train: list[Example], heldout: list[Example] | None
-    ) -> tuple[list[Example], list[Example] | None]:
-        """Both sides with queries by which prompts can be told apart."""
-        return train, heldout
+    def _problem(self, row: Row, place: str) -> Example:
+        """As :meth:`read_row`, of a row that must have a question."""
+        question = first_text(row, self.question_columns, place)
+        if not question.strip():
+            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
+        return replace(self.read_row(row, place), query=question, place=place)
+
+    def _read(self, name: str, split: str = "train") -> list[Example]:
+        """The examples of a file, or of a dataset on the hub."""
+        rows = load_rows(name, split=split, config=self.hub_config)
+        return [self._problem(row, f"{name}, row {number}") for number, row in enumerate(rows, start=1)]
+
+    def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
+        """The examples of ``name``, and those that are held out by name."""
+        train = self._read(name)
+        if eval_path is not None:
+            return train, self._read(eval_path)
+        return train, self._read(name, "test") if self.has_test_split and not is_file(name) else None
 
     @classmethod
     def load(
         cls,
         *,
-        path: str,
+        path: str | None = None,
         eval_path: str | None = None,
         num_heldout: int | None = None,
         max_samples: int | None = None,
         data_seed: int = 0,
         **options: Any,
     ) -> Self:
-        """From a file, or from the train split of a dataset on the hub, in the columns of the task's ``read_row``.
+        """From files or the hub; the options are checked before anything is loaded.
 
-        Equal rows are kept once, and a prompt is never on both sides (:func:`two_sides`).
+        Equal rows are kept once, and a question is never on both sides (:func:`two_sides`).
 
         Args:
-            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``; anything else is a name on the hub.
-            eval_path: the same for held-out prompts; None holds ``num_heldout`` rows out.
-            num_heldout, max_samples, data_seed, options: see :meth:`QuestionTask.load`.
+            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a name on the hub; None is the task's own dataset.
+            eval_path: the same for the held-out problems; None holds out the test split of a dataset that has one, else
+                ``num_heldout`` rows of ``path``, the same for every order of its rows.
+            num_heldout: see ``eval_path``; None is a tenth of the rows, 512 at most.
+            max_samples: train on the first so many examples only.
+            data_seed: of the choice of the held-out rows, and of their order.
+            options: of the class.
 
         Raises:
-            DatasetError: rows that cannot be used, with their number, or none left to train on.
-            UserError: as the class.
+            DatasetError: rows that cannot be used, with their number, or too few of them.
         """
-        task = cls(**options)
-        train, heldout = task._told_apart(task._read(path), None if eval_path is None else task._read(eval_path))
-        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=path)
+        task, name = cls(**options), path or cls.hub_name
+        train, heldout = task._sides(name, eval_path)
+        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=name)
         task.train = train[:max_samples]
         return task
 
 
-class QuestionTask(ChatTask):
-    """Loads the two sides of a data set whose answers stand in a format.
+class QuestionTask(FileTask):
+    """Problems of a data set whose answers stand in a format.
 
-    A task sets ``hub_name`` and ``hub_config``, says what is asked for where any format of the answer will do and which
-    columns may hold the question, and reads its rows.
+    A task says what is asked for where any format of the answer will do.
 
     Raises:
         ValueError: an unknown answer format, or a negative weight.
     """
 
-    hub_name: str
-    hub_config: str
+    has_test_split = True
     any_format = "hash"
     question_columns: Sequence[str] = ("question",)
 
@@ -476,62 +438,3 @@ class QuestionTask(ChatTask):
         self.answer_format, self.term_weights = answer_format, term_weights
         self._asked_format = self.any_format if answer_format == "any" else answer_format
         self.system_prompt = asking(self._asked_format, what) if system_prompt is None else system_prompt
-
-    def read_row(self, row: Row, place: str) -> Example:
-        """An example of a row, whose question may be missing."""
-        raise NotImplementedError
-
-    def read_problem(self, row: Row, place: str) -> Example:
-        """As :meth:`read_row`, of a row that must have a question.
-
-        Raises:
-            DatasetError: as :meth:`read_row`, or there is no question, or an empty one.
-        """
-        question = first_text(row, self.question_columns, place)
-        if not question.strip():
-            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
-        return replace(self.read_row(row, place), query=question)
-
-    @classmethod
-    def load(
-        cls,
-        *,
-        path: str | None = None,
-        eval_path: str | None = None,
-        source: str | None = None,
-        num_heldout: int | None = None,
-        max_samples: int | None = None,
-        data_seed: int = 0,
-        **options: Any,
-    ) -> Self:
-        """From local files, or from the hub; the options are checked before anything is loaded.
-
-        Equal rows are kept once, and a question is never on both sides (:func:`two_sides`).
-
-        Args:
-            path: local file; None asks the hub.
-            eval_path: local file of the held-out problems; None holds out the hub's test split, or ``num_heldout``
-                rows of ``path``, the same for every order of its rows.
-            source: name on the hub, of a dataset in the task's own columns; None is the task's own.
-            num_heldout: see ``eval_path``; None is a tenth of the rows, 512 at most.
-            max_samples: train on the first so many examples only.
-            data_seed: of the choice of the held-out rows, and of their order.
-            options: of the class.
-
-        Raises:
-            DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
-        """
-        task, source, config = cls(**options), source or cls.hub_name, cls.hub_config
-
-        def read(rows: Sequence[dict[str, Any]], place: str) -> list[Example]:
-            return [replace(task.read_problem(row, at), place=at) for row, at in placed(rows, place)]
-
-        place, heldout = path or f"{source} (train)", None
-        train = read(load_rows(source, path=path, config=config), place)
-        if eval_path is not None:
-            heldout = read(load_rows(source, path=eval_path), eval_path)
-        elif path is None:
-            heldout = read(load_rows(source, split="test", config=config), f"{source} (test)")
-        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=place)
-        task.train = train[:max_samples]
-        return task

@@ -8,8 +8,6 @@ from sota_grpo.rewards.extract import CALCULATION, extract_answer, numbers_equal
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, answering, first_text, optional_text
 
-HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
-
 
 class GSM8KTask(QuestionTask):
     """Word problems graded by the final number alone.
@@ -35,7 +33,7 @@ class GSM8KTask(QuestionTask):
     """
 
     name = "gsm8k"
-    hub_name, hub_config = HUB_NAME, HUB_CONFIG
+    hub_name, hub_config = "openai/gsm8k", "main"
 
     def __init__(
         self,
@@ -63,11 +61,7 @@ class GSM8KTask(QuestionTask):
         return f"{steps}\n{last_line}" if steps else last_line
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of the columns ``answer`` (worked, or the number alone) and, where it is there, ``question``.
-
-        Raises:
-            DatasetError: the answer is missing or holds no number.
-        """
+        """Of the columns ``answer`` (worked, or the number alone) and, where it is there, ``question``."""
         answer = first_text(row, ["answer"], place)
         if parse_number(_gold(answer)) is None:
             raise DatasetError(

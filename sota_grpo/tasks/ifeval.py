@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from sota_grpo.rewards.ifeval import (
     INSTRUCTIONS,
@@ -17,21 +16,20 @@ from sota_grpo.rewards.ifeval import (
     read_prompt,
 )
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import ChatTask, DatasetError, is_file, load_named, normalised, two_sides, unique_examples
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, is_file, load_rows, normalised, unique_examples
 
-HUB_NAME, EVAL_HUB_NAME = "allenai/RLVR-IFeval", "google/IFEval"
+EVAL_HUB_NAME = "google/IFEval"
 _MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot mend
 
 logger = logging.getLogger(__name__)
 
 
-class IFEvalTask(ChatTask):
-    """Prompts with instructions, each of which a response follows or not.
+class IFEvalTask(FileTask):
+    """Prompts with instructions, each of which a response follows or not; trained on RLVR-IFeval, evaluated on IFEval.
 
     ``reward = instructions_weight * instructions + all_weight * all``: ``instructions`` is the share of instructions
     that are followed strictly, ``all`` is 1 when all are, which is also the success. The share is the default, because
-    a group that never follows all instructions of its prompt still has better and worse responses; where there is one
-    instruction, the two terms are the same.
+    a group that never follows all instructions of its prompt still has better and worse responses.
 
     What is graded is the last ``<answer>`` block if there is one, else all that is not thinking. Each instruction is
     checked strictly and loosely (:func:`sota_grpo.rewards.ifeval.follow_lists`); both lists, and the four accuracies of
@@ -48,17 +46,10 @@ class IFEvalTask(ChatTask):
     Raises:
         ValueError: a negative weight, or two of 0.
         UserError: ``nltk_data`` does not hold Punkt's data.
-
-    >>> task = IFEvalTask()
-    >>> ids = ["punctuation:no_comma", "length_constraints:number_words"]
-    >>> row = {"instruction_id_list": ids, "kwargs": [{}, {"relation": "less than", "num_words": 3}]}
-    >>> score = task.score("Yes, certainly.", task.read_row(row, "demo, row 1"))
-    >>> score.terms, score.info["follow_instruction_list_strict"]
-    ({'instructions': 0.5, 'all': 0.0}, [False, True])
     """
 
     name = "ifeval"
-    hub_name: str | None = HUB_NAME
+    hub_name = "allenai/RLVR-IFeval"
 
     def __init__(
         self,
@@ -81,45 +72,26 @@ class IFEvalTask(ChatTask):
         self.system_prompt, self.nltk_data = system_prompt, nltk_data
         self.term_weights: Mapping[str, float] = {"instructions": instructions_weight, "all": all_weight}
 
-    @classmethod
-    def load(
-        cls,
-        *,
-        path: str | None = None,
-        eval_path: str | None = None,
-        num_heldout: int | None = None,
-        max_samples: int | None = None,
-        data_seed: int = 0,
-        **options: Any,
-    ) -> IFEvalTask:
-        """Train on RLVR-IFeval and evaluate on IFEval, both from the hub, or on data of your own in either's format.
-
-        Equal rows are kept once.
-
-        Args:
-            path: what to train on: a local file or a name on the hub; None is ``allenai/RLVR-IFeval``.
-            eval_path: the same for evaluation; None is ``google/IFEval`` or, where ``path`` is a file, rows of it.
-            num_heldout, max_samples, data_seed, options: see :meth:`sota_grpo.tasks.dataset.QuestionTask.load`.
-
-        Raises:
-            DatasetError: rows that cannot be used, with their number, or evaluation prompts among the training data.
-        """
-        task = cls(**options)
-        name = path or HUB_NAME
+    def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
+        """What is trained on, and IFEval or what stands for it; of a file that is alone, rows are held out."""
         if name.casefold() == EVAL_HUB_NAME.casefold():
             raise DatasetError(
                 f"{name} is what IFEval is evaluated on, so training on it would make the results meaningless; train "
-                f"on {HUB_NAME} (env.dataset_path=null) or on a file of your own."
+                f"on {self.hub_name} (env.dataset_path=null) or on a file of your own."
             )
-        train, heldout = task._read(name), None
-        if eval_path is not None or not is_file(name):
-            eval_name = eval_path or EVAL_HUB_NAME
-            heldout = task._read(eval_name)
-            _refuse_overlap(unique_examples(train), heldout, name, eval_name)
-        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=name)
-        task.train = train[:max_samples]
-        task._tell_of_sentences({name for e in [*train, *task.heldout] for name in e.extra["instruction_id_list"]})
-        return task
+        if eval_path is None and not is_file(name):
+            eval_path = EVAL_HUB_NAME
+        train, heldout = super()._sides(name, eval_path)
+        taken, distinct = {normalised(example.query) for example in heldout or ()}, unique_examples(train)
+        shared = [example.query for example in distinct if normalised(example.query) in taken]
+        if shared:
+            raise DatasetError(
+                f"{len(shared)} of the {len(distinct)} training prompts of {name} stand in {eval_path} too, so "
+                f"training on them would make the evaluation meaningless; remove them from {name}, or evaluate on "
+                f"another file (env.eval_path). The first begins with {shared[0][:80]!r}."
+            )
+        self._tell_of_sentences({each for e in (*train, *(heldout or ())) for each in e.extra["instruction_id_list"]})
+        return train, heldout
 
     def prepare(self) -> None:
         """Import what splits sentences and tells languages now: no response's deadline should pay for it."""
@@ -142,15 +114,7 @@ class IFEvalTask(ChatTask):
         return Score({"instructions": share, "all": everything}, success=all(strict), info=info)
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """The benchmark's four accuracies: prompts and instructions that are followed, strictly and loosely.
-
-        >>> task = IFEvalTask()
-        >>> ids = ["punctuation:no_comma", "length_constraints:number_words"]
-        >>> row = {"instruction_id_list": ids, "kwargs": [{}, {"relation": "less than", "num_words": 3}]}
-        >>> example = task.read_row(row, "demo, row 1")
-        >>> task.counts(task.score("Yes, certainly.", example), example)["instruction_strict"]
-        (1, 2)
-        """
+        """The benchmark's four accuracies: prompts and instructions that are followed, strictly and loosely."""
         num_instructions = len(example.extra["instruction_id_list"])
         lists = {way: score.info.get(f"follow_instruction_list_{way}", []) for way in ("strict", "loose")}
         # a grader that failed has left no lists, and nothing counts as followed
@@ -160,15 +124,11 @@ class IFEvalTask(ChatTask):
     def gold_response(self, example: Example) -> None:
         """None: nobody has written responses that follow the instructions."""
 
-    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
+    def read_row(self, row: Row, place: str) -> Example:
         """An example of a row of either dataset, whose prompt may be missing.
 
         IFEval has the columns ``prompt``, ``instruction_id_list`` and ``kwargs``, RLVR-IFeval ``messages`` and
         ``ground_truth``; see :func:`sota_grpo.rewards.ifeval.read_instructions`.
-
-        Raises:
-            DatasetError: a column that is missing or of the wrong form, an unknown instruction, kwargs that it cannot
-                be checked with.
         """
         try:
             ids, kwargs = read_instructions(row)
@@ -176,15 +136,18 @@ class IFEvalTask(ChatTask):
         except ValueError as error:
             raise DatasetError(f"{place}: {error}; mend or remove the row.") from error
 
-    def _read(self, name: str) -> list[Example]:
+    def _problem(self, row: Row, place: str) -> Example:
+        example = self.read_row(row, place)
+        if not example.query.strip():
+            raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")
+        return replace(example, place=place)
+
+    def _read(self, name: str, split: str = "train") -> list[Example]:
         """All rows of a file, each of which must be right; of a hub dataset those that are, if they are nearly all."""
-        rows, examples, broken = load_named(name), [], []
-        for row, place in rows:
+        rows, examples, broken = load_rows(name, split=split), [], []
+        for number, row in enumerate(rows, start=1):
             try:
-                example = self.read_row(row, place)
-                if not example.query.strip():
-                    raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")
-                examples.append(replace(example, place=place))
+                examples.append(self._problem(row, f"{name}, row {number}"))
             except DatasetError as error:
                 if is_file(name):
                     raise
@@ -201,14 +164,3 @@ class IFEvalTask(ChatTask):
                 "NLTK's Punkt data are not there, so sentences are split by rules with the same outcome in more than "
                 "99 of 100 cases; for all of them run python -m nltk.downloader punkt_tab, or set NLTK_DATA."
             )
-
-
-def _refuse_overlap(train: Sequence[Example], heldout: Sequence[Example], name: str, eval_name: str) -> None:
-    taken = {normalised(example.query) for example in heldout}
-    shared = [example.query for example in train if normalised(example.query) in taken]
-    if shared:
-        raise DatasetError(
-            f"{len(shared)} of the {len(train)} training prompts of {name} stand in {eval_name} too, so training on "
-            f"them would make the evaluation meaningless; remove them from {name}, or evaluate on another file "
-            f"(env.eval_path). The first begins with {shared[0][:80]!r}."
-        )

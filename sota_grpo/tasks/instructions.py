@@ -47,18 +47,9 @@ Kwargs = dict[str, Any]
 
 
 class InstructionsTask(IFEvalTask):
-    """Prompts of this module, graded as IFEval's are, with the same options; held out are others, or those of a file.
+    """Prompts of this module, graded as IFEval's are, with its options; held out are others, or those of a file."""
 
-    >>> task = InstructionsTask.load(seed=1, num_train=8, num_heldout=8)
-    >>> example = task.train[2]
-    >>> sorted(example.extra)
-    ['instruction_id_list', 'kwargs']
-    >>> set(task.score("", example).terms) == {"instructions", "all"}
-    True
-    """
-
-    name = "instructions"
-    hub_name = None  # its problems are made up
+    name, hub_name = "instructions", ""  # its problems are made up
 
     @classmethod
     def load(  # type: ignore[override]
@@ -75,32 +66,22 @@ class InstructionsTask(IFEvalTask):
 
         Args:
             seed: of the draw; which requests are held out is the same for every seed.
-            num_train: length of ``train``.
-            num_heldout: length of ``heldout``; not read with ``eval_path``.
+            num_train, num_heldout: lengths of the splits.
             eval_path: a local file or a name on the hub, in the format of IFEval or of RLVR-IFeval.
             data_seed: of the order of its rows.
             options: of the class.
-
-        Raises:
-            ValueError: no examples to train on.
-            DatasetError: rows of ``eval_path`` that cannot be used, with their number.
         """
         task = cls(**options)
         examples = [] if eval_path is None else hash_ordered(unique_examples(task._read(eval_path)), data_seed)
         draw = partial(_draw, frozenset(normalised(example.query) for example in examples))
-        task.train = DrawnExamples(draw, seed, False, num_train)
-        task.heldout = examples or DrawnExamples(draw, seed, True, num_heldout)
+        task.train = DrawnExamples([draw], seed, False, num_train)
+        task.heldout = examples or DrawnExamples([draw], seed, True, num_heldout)
         task._tell_of_sentences(_TEXTS)
         return task
 
 
 def draw_row(rng: random.Random, heldout: bool) -> Row:
-    """A row in IFEval's format: ``prompt``, ``instruction_id_list``, and ``kwargs`` with one mapping for each.
-
-    >>> row = draw_row(random.Random(0), heldout=False)
-    >>> len(row["instruction_id_list"]) == len(row["kwargs"])
-    True
-    """
+    """A row in IFEval's format: ``prompt``, ``instruction_id_list``, and ``kwargs`` with one mapping for each."""
     order = rng.sample(list(_TEXTS), len(_TEXTS))
     is_question = order[0] == _CHOICE
     forms = QUESTIONS if is_question else REQUESTS
@@ -205,10 +186,7 @@ def _number(rng: random.Random, value: int) -> str:
 
 
 def _listed(items: Sequence[str], word: str) -> str:
-    """
-    >>> _listed(["a", "b", "c"], "and"), _listed(["a"], "and")
-    ('a, b and c', 'a')
-    """
+    """``a, b and c``."""
     return f" {word} ".join(filter(None, [", ".join(items[:-1]), items[-1]]))
 
 

@@ -10,7 +10,6 @@ from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, answering, first_text, optional_text, present
 
-HUB_NAME, HUB_CONFIG = "DigitalLearningGmbH/MATH-lighteval", "default"
 GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 
 _MAX_INFO_CHARS = 200
@@ -41,7 +40,7 @@ class MathTask(QuestionTask):
     """
 
     name = "math"
-    hub_name, hub_config = HUB_NAME, HUB_CONFIG
+    hub_name, hub_config = "DigitalLearningGmbH/MATH-lighteval", "default"
     any_format = "boxed"
     question_columns = ("question", "problem", "prompt")
 
@@ -83,9 +82,6 @@ class MathTask(QuestionTask):
         """Of the first of ``GOLD_COLUMNS`` that is there the answer and, where it is there, the question.
 
         The gold answer may be bare (text or a number), in dollars, or in the last box of a worked solution.
-
-        Raises:
-            DatasetError: there is no gold answer, or none that an answer can be compared with.
         """
         text = first_text(row, GOLD_COLUMNS, place)
         gold = extract_answer(text, "boxed")

@@ -40,12 +40,6 @@ class McpTools:
 
     Raises:
         InstanceLost: there is no such server, or it cannot be started.
-
-    Example::
-
-        tools = McpTools(command=("python", "notes.py"))
-        tools.call("add_note", {"text": "Buy milk"})
-        tools.close()
     """
 
     def __init__(self, command: Sequence[str] = (), url: str = "") -> None:
@@ -65,18 +59,12 @@ class McpTools:
 
     def _connected(self, opened: ExitStack) -> Any:
         try:
-            return self._entered(opened, mcp.Client(self._reached(), mode="legacy"))
+            return self._entered(opened, mode="legacy")
         except Exception as error:
             refused = _cause(error)
             if not isinstance(refused, mcp.MCPError) or refused.code == CONNECTION_CLOSED:
                 raise
-        return self._entered(opened, mcp.Client(self._reached()))
-
-    def _reached(self) -> Any:
-        """How the server is reached."""
-        if not self._url:
-            return mcp.StdioServerParameters(command=self._command[0], args=list(self._command[1:]))
-        return self._over_http()
+        return self._entered(opened)
 
     @asynccontextmanager
     async def _over_http(self) -> AsyncIterator[Any]:
@@ -93,8 +81,11 @@ class McpTools:
         ):
             yield streams
 
-    def _entered(self, opened: ExitStack, client: Any) -> Any:
-        return opened.enter_context(self._portal.wrap_async_context_manager(client))
+    def _entered(self, opened: ExitStack, **options: Any) -> Any:
+        server: Any = self._over_http()
+        if not self._url:
+            server = mcp.StdioServerParameters(command=self._command[0], args=list(self._command[1:]))
+        return opened.enter_context(self._portal.wrap_async_context_manager(mcp.Client(server, **options)))
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -112,12 +103,7 @@ class McpTools:
         """Nothing is to be reset: the session is new."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The text of what a tool answers; what it answers as data where it has no text.
-
-        Raises:
-            ToolFailed: the tool failed, or the server refused the call.
-            InstanceLost: the server is gone.
-        """
+        """The text of what a tool answers; what it answers as data where it has no text."""
         try:
             result = self._portal.call(self._client.call_tool, name, dict(arguments))
         except Exception as error:

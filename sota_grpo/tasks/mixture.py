@@ -14,7 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from sota_grpo.rewards.grading import guarded_score
+from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.task import Task, prepare, without_examples
 from sota_grpo.tasks.dataset import DatasetError
@@ -49,9 +49,6 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 def place_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
     """Which part element ``index`` is of, and its place there, where parts take turns and those that are used up pass.
 
-    Raises:
-        IndexError: there are not so many elements.
-
     >>> [place_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]
     """
@@ -71,14 +68,7 @@ class MixedExamples(Sequence[Example]):
 
     So the first examples, which are held out, checked or shown, are equally many of each task that has so many.
 
-    Args:
-        parts: the examples of each task.
-        weights: of each task, above 0: how often it is drawn.
-
-    >>> parts = {"a": [Example("a0", "")], "b": [Example("b0", ""), Example("b1", "")]}
-    >>> mixed = MixedExamples(parts, {"a": Fraction(1), "b": Fraction(1)})
-    >>> [example.query for example in mixed], mixed.drawn(2)
-    (['a0', 'b0', 'b1'], ('b', 1))
+    ``parts`` are the examples of each task; its weight says how often it is drawn.
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:
@@ -132,13 +122,6 @@ class MixtureTask:
         weights: how often each is drawn, against the others; None: equally often.
         max_tokens: most tokens of a response, of the tasks that have a limit of their own.
         group_sizes: responses to a prompt, of the tasks that have a number of their own.
-
-    >>> from sota_grpo.tasks import make_task
-    >>> sums = make_task("arithmetic", num_train=2, num_heldout=1)
-    >>> task = MixtureTask({"sums": sums, "cd": make_task("countdown", num_train=2, num_heldout=1)})
-    >>> example = task.train[1]
-    >>> task.score(task.gold_response(example), example).terms
-    {'cd/correct': None, 'cd/format': None, 'sums/correct': 1.0}
     """
 
     name = "mixture"
@@ -177,13 +160,13 @@ class MixtureTask:
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """The chat of the example's task."""
-        _, task, example = self.own(example)
-        return task.messages(example)
+        _, task, own = self.own(example)
+        return task.messages(own)
 
     def gold_response(self, example: Example) -> str | None:
         """That of the example's task."""
-        _, task, example = self.own(example)
-        return task.gold_response(example)
+        _, task, own = self.own(example)
+        return task.gold_response(own)
 
     def max_tokens(self, example: Example) -> int | float:
         """Most tokens of a response; infinity where the task of the example has no limit of its own."""
@@ -202,11 +185,7 @@ class MixtureTask:
         return {name: (float(score.success), 1.0), **{f"{name}/{each}": pair for each, pair in counted.items()}}
 
     def read_row(self, row: Mapping[str, Any], place: str) -> Example:
-        """A row that says in the column ``mixture/task`` whose it is, as that task reads it.
-
-        Raises:
-            DatasetError: it does not, or that task cannot read it.
-        """
+        """A row that says in the column ``mixture/task`` whose it is, as that task reads it."""
         name = row.get(TASK)
         if name not in self.tasks:
             raise DatasetError(f"{place}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend or remove the row.")
@@ -220,10 +199,7 @@ def _untagged(example: Example) -> tuple[str, Example]:
 
 
 class MixtureScorer:
-    """The scorer of :class:`MixtureTask`; it has ``score_group`` where one of the tasks has.
-
-    A group is of one prompt, and so of one task.
-    """
+    """The scorer of :class:`MixtureTask`; it has ``score_group`` where one of the tasks has."""
 
     def __init__(self, tasks: Mapping[str, Task], term_names: Iterable[str]) -> None:
         self._tasks, self._term_names = dict(tasks), tuple(term_names)
@@ -244,11 +220,7 @@ class MixtureScorer:
         for name in dict.fromkeys(example.extra[TASK] for _, example in pairs):
             task, indexes = self._tasks[name], [at for at, (_, each) in enumerate(pairs) if each.extra[TASK] == name]
             own_pairs = [(pairs[at][0], _untagged(pairs[at][1])[1]) for at in indexes]
-            score_group = getattr(task.score, "score_group", None)
-            if score_group is None:
-                own_scores = [guarded_score(task.score, task.term_weights, *pair) for pair in own_pairs]
-            else:
-                own_scores = score_group(own_pairs)
+            own_scores = guarded_scores(task.score, task.term_weights, own_pairs)
             scores |= {at: self._joined(name, score) for at, score in zip(indexes, own_scores, strict=True)}
         return [scores[at] for at in range(len(pairs))]
 

@@ -20,7 +20,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,33 +48,12 @@ class EpisodeOver(Exception):
     """An action after the last one."""
 
 
-@dataclass(frozen=True)
-class ActionType:
-    """One kind of action.
-
-    Args:
-        schema: as chat templates take it, without the fields that the policy cannot choose.
-        fields: those that have one value.
-    """
-
-    schema: dict[str, Any]
-    fields: Mapping[str, Any]
-
-
 class OpenEnv:
     """A session with an OpenEnv server, which begins at :meth:`reset`.
 
     Args:
         url: of the server, without ``/ws``. It is sent the key and the headers of the environment
             (:func:`~.servers.headers_of`), and a redirect to another server is not followed with them.
-
-    Example::
-
-        game = OpenEnv("http://127.0.0.1:8000")
-        observation = game.reset(ground_truth="42")
-        game.call("guess", {"number": 42})
-        game.get_reward()
-        game.close()
     """
 
     def __init__(self, url: str) -> None:
@@ -89,7 +67,7 @@ class OpenEnv:
     def schemas(self) -> list[dict[str, Any]]:
         """Of the tools, as chat templates take them: one for each type of action, or those that the server lists."""
         if not self._lists_tools:
-            return [action.schema for action in self._actions.values()]
+            return [schema for schema, _ in self._actions.values()]
         listed = self._first({"type": "step", "data": {"type": "list_tools"}})["observation"].get("tools", [])
         try:
             return [function_schema(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
@@ -104,19 +82,13 @@ class OpenEnv:
         return self._observed(self._first({"type": "reset", "data": {"seed": self.seed, **row}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """What the environment lets see of an action's outcome.
-
-        Raises:
-            EpisodeOver: the environment has said that it is done.
-            ActionFailed: it refused the action, or failed at it.
-            InstanceLost: the server is gone.
-        """
+        """What the environment lets see of an action's outcome."""
         if self._is_over:
             raise EpisodeOver("the episode is over")
         if self._lists_tools:
             action: dict[str, Any] = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
         elif name in self._actions:
-            action = {**arguments, **self._actions[name].fields}
+            action = {**arguments, **self._actions[name][1]}
         else:
             raise LookupError(f"there is no tool {name!r}; the tools are {', '.join(self._actions)}")
         return self._observed(self._ask({"type": "step", "data": action}))
@@ -166,8 +138,8 @@ class OpenEnv:
         return is_mcp or (self._action.get("title") == "Action" and set(fields) <= {"metadata"})  # of no type at all
 
     @cached_property
-    def _actions(self) -> dict[str, ActionType]:
-        return {action.schema["function"]["name"]: action for action in action_types(self._action)}
+    def _actions(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        return {schema["function"]["name"]: (schema, fields) for schema, fields in action_types(self._action)}
 
     def _first(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer to the first message of a new session, once the server has room for one."""
@@ -253,11 +225,7 @@ def _error(data: Mapping[str, Any]) -> Exception:
 
 
 def _tool_answer(seen: Mapping[str, Any]) -> str:
-    """Of a tool that the server lists.
-
-    >>> _tool_answer({"tool_name": "add", "result": {"content": [{"type": "text", "text": "3"}]}, "error": None})
-    '3'
-    """
+    """Of a tool that the server lists."""
     result, error = seen.get("result"), seen.get("error")
     if isinstance(error, Mapping):
         raise ActionFailed(joined(str(error.get("message"))))
@@ -269,13 +237,15 @@ def _tool_answer(seen: Mapping[str, Any]) -> str:
     return content_text(blocks)
 
 
-def action_types(schema: Mapping[str, Any]) -> Iterator[ActionType]:
+def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The types of action that a JSON schema describes: itself, or each branch of its union.
+
+    Each is a tool's schema, without the fields that the policy cannot choose, and these, which have one value.
 
     >>> up = {"title": "GoUpAction", "properties": {"kind": {"const": "up"}, "steps": {"type": "integer"}}}
     >>> schema = {"oneOf": [{"$ref": "#/$defs/Up"}], "$defs": {"Up": {**up, "required": ["kind", "steps"]}}}
-    >>> (action,) = action_types(schema)
-    >>> action.schema["function"]["name"], action.schema["function"]["parameters"]["required"], action.fields
+    >>> ((tool, fields),) = action_types(schema)
+    >>> tool["function"]["name"], tool["function"]["parameters"]["required"], fields
     ('go_up', ['steps'], {'kind': 'up'})
     """
     definitions = schema.get("$defs", {})
@@ -290,7 +260,7 @@ def action_types(schema: Mapping[str, Any]) -> Iterator[ActionType]:
         if "$ref" in json.dumps(chosen):
             parameters["$defs"] = definitions
         name, purpose = tool_name(branch.get("title", "")), branch.get("description") or "Take this action."
-        yield ActionType(function_schema(name, purpose, parameters), fields)
+        yield function_schema(name, purpose, parameters), fields
 
 
 def tool_name(title: str) -> str:

@@ -1,16 +1,28 @@
-"""Tasks whose problems are drawn when they are needed, and which side of the split a problem belongs to."""
+"""Tasks whose problems are drawn when they are needed: how, on which side of the split, and two that answer a response.
+
+Countdown asks for an expression of given numbers that has a given value, and tells what is wrong with another. The
+rules are those of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets; its rows
+(columns ``nums`` and ``target``) can be read.
+
+A calculator is the example of a task whose responses may call a tool: ``<calc>347 * 28</calc>`` at the end of a turn is
+answered by a tool turn with the result, and the policy goes on. Values are exact, and nothing that the model writes is
+executed: see :mod:`sota_grpo.rewards.expressions`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sota_grpo.rl.records import Example, sample_seed
-from sota_grpo.tasks.dataset import ChatTask, text_of
+from sota_grpo.rewards.expressions import ExpressionError, parse_expression
+from sota_grpo.rewards.extract import extract_answer, last_tagged, numbers_equal, without_thinking
+from sota_grpo.rl.records import Example, Score, sample_seed
+from sota_grpo.tasks.dataset import ChatTask, DatasetError, Row, require_not_negative, text_of
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
 
@@ -29,7 +41,7 @@ class DrawnExamples(Sequence[Example]):
     may come twice.
 
     Args:
-        draw: draws a problem of one side of the split; picklable.
+        draws: each draws a problem of one side of the split; picklable. Several take turns, each with its own ``i``.
         seed: of the draws.
         heldout: the side.
         num_examples: length.
@@ -37,13 +49,9 @@ class DrawnExamples(Sequence[Example]):
     Raises:
         ValueError: no examples to train on.
         IndexError: the index is outside ``[-num_examples, num_examples)``.
-
-    >>> numbers = DrawnExamples(lambda rng, heldout: Example(str(rng.random()), ""), 0, False, 1 << 40)
-    >>> numbers[7] == numbers[:8][-1], numbers[0] == numbers[1]
-    (True, False)
     """
 
-    draw: Callable[[random.Random, bool], Example]
+    draws: Sequence[Callable[[random.Random, bool], Example]]
     seed: int
     heldout: bool
     num_examples: int
@@ -62,8 +70,8 @@ class DrawnExamples(Sequence[Example]):
         position = operator.index(index)
         if not -self.num_examples <= position < self.num_examples:
             raise IndexError(f"index {position} is outside a split of {self.num_examples} problems.")
-        position %= self.num_examples
-        return self.draw(random.Random(sample_seed(self.seed, int(self.heldout), position)), self.heldout)
+        number, turn = divmod(position % self.num_examples, len(self.draws))
+        return self.draws[turn](random.Random(sample_seed(self.seed, int(self.heldout), number)), self.heldout)
 
 
 class ProceduralTask(ChatTask):
@@ -73,35 +81,232 @@ class ProceduralTask(ChatTask):
 
     Args:
         seed: of the draws; the split is the same for every seed.
-        num_train: length of ``train``.
-        num_heldout: length of ``heldout``.
+        num_train, num_heldout: lengths of the splits.
         system_prompt: replaces the task's own, where it has one; an empty text is no system turn.
-
-    Raises:
-        ValueError: no examples to train on.
     """
 
     default_prompt = ""
+    term_weights: Mapping[str, float] = {"correct": 1.0}
 
     def __init__(
         self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, *, system_prompt: str | None = None
     ) -> None:
-        self.train: Sequence[Example] = DrawnExamples(self.draw, seed, False, num_train)
-        self.heldout: Sequence[Example] = DrawnExamples(self.draw, seed, True, num_heldout)
+        self.train: Sequence[Example] = DrawnExamples([self.draw], seed, False, num_train)
+        self.heldout: Sequence[Example] = DrawnExamples([self.draw], seed, True, num_heldout)
         self.system_prompt = self.default_prompt if system_prompt is None else system_prompt
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
         """A problem of one side of the split."""
         raise NotImplementedError
 
+    def score(self, response: str, example: Example) -> Score:
+        """Compare the number after the last ``####`` of the response with the gold one."""
+        answer = extract_answer(response, "hash")
+        gold = extract_answer(example.answer, "hash") or example.answer
+        success = answer is not None and numbers_equal(answer, gold)
+        return Score({"correct": float(success)}, success)
+
     def gold_response(self, example: Example) -> str | None:
         """The worked answer; it earns the full reward."""
         return example.answer
 
-    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
-        """Of the columns ``answer`` (a number, alone or after ``####``) and, where it is there, ``question``.
-
-        Raises:
-            DatasetError: the answer is missing.
-        """
+    def read_row(self, row: Row, place: str) -> Example:
+        """Of the columns ``answer`` (a number, alone or after ``####``) and, where it is there, ``question``."""
         return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", place))
+
+
+LARGEST_NUMBER = 99
+TARGETS = range(10, 101)
+COUNTDOWN_PROMPT = (
+    "Find an arithmetic expression that has the target as its value. It must use every given number exactly once, and "
+    "may use +, -, *, / and brackets. Give it between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
+)
+_AGAIN = "Think again and give another expression between <answer> and </answer>."
+
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+
+
+class CountdownTask(ProceduralTask):
+    """Countdown problems; the two splits share no problem, whatever their seeds.
+
+    ``reward = 1.0 * correct + format_weight * format``. ``format`` is 1 when the last ``<answer>`` outside the thinking
+    is an expression that has a value and uses each number exactly once; ``correct`` is 1 when that value is the target
+    as well. A response that is not correct is answered by a user turn that says what is wrong with it.
+
+    Args:
+        seed, num_train, num_heldout, system_prompt: see :class:`ProceduralTask`.
+        num_numbers: how many numbers a problem may have, at least 2 each; one of these is drawn.
+        format_weight: weight of ``format``.
+
+    Raises:
+        ValueError: fewer than two numbers, or a negative weight.
+
+    >>> task = CountdownTask()
+    >>> example = task.read_row({"nums": [3, 5, 7], "target": 26}, "demo, row 1")
+    >>> task.score("<answer>(3 + 5) * 7</answer>", example).terms
+    {'correct': 0.0, 'format': 1.0}
+    >>> task.score("<answer>(3 + 5) * 7</answer>", example).reply["content"].partition(" Think")[0]
+    'The value of that expression is 56, not 26.'
+    >>> task.score("<think>7 * 3 is 21.</think> <answer>7 × 3 + 5</answer>", example).success
+    True
+    """
+
+    name = "countdown"
+    replies = True  # a score answers the response
+    default_prompt = COUNTDOWN_PROMPT
+
+    def __init__(
+        self,
+        seed: int = 0,
+        num_train: int = 8192,
+        num_heldout: int = 512,
+        *,
+        num_numbers: Sequence[int] = (3, 4),
+        system_prompt: str | None = None,
+        format_weight: float = 0.1,
+    ):
+        if not num_numbers or min(num_numbers) < 2:
+            raise ValueError(f"num_numbers={tuple(num_numbers)} must name counts of at least 2 numbers.")
+        require_not_negative(format_weight=format_weight)
+        super().__init__(seed, num_train, num_heldout, system_prompt=system_prompt)
+        self.term_weights = {"correct": 1.0, "format": format_weight}
+        self._counts = tuple(num_numbers)
+
+    def draw(self, rng: random.Random, heldout: bool) -> Example:
+        """Draw numbers and an expression of them until its value is a target and the problem is of this side."""
+        count = rng.choice(self._counts)
+        while True:
+            numbers = [rng.randint(1, LARGEST_NUMBER) for _ in range(count)]
+            target, solution = _expression(rng, numbers)
+            if target in TARGETS and is_heldout((sorted(numbers), target)) == heldout:
+                return _example(numbers, target, solution)
+
+    def score(self, response: str, example: Example) -> Score:
+        """Evaluate the answer; see the class for the terms and the reply."""
+        numbers, target = example.extra["numbers"], example.extra["target"]
+        answer = extract_answer(response, "tags")
+        if answer is None:
+            return _wrong("There is no answer.")
+        try:
+            expression = parse_expression(answer)
+        except ExpressionError as error:
+            return _wrong(f"That is not an expression with a value: {error}.")
+        if sorted(expression.numbers) != sorted(numbers):
+            return _wrong(f"That expression does not use each of the numbers {_listed(numbers)} exactly once.")
+        if expression.value != target:
+            return _wrong(f"The value of that expression is {expression.value}, not {target}.", well_formed=True)
+        return Score({"correct": 1.0, "format": 1.0}, success=True)
+
+    def gold_response(self, example: Example) -> str | None:
+        """The solution by which the problem was made; None for a row that came without one."""
+        return f"<answer>{example.answer}</answer>" if example.answer else None
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """Of the columns ``target`` and ``nums`` (or ``numbers``), and ``answer``, a solution, where there is one."""
+        numbers: Any = row.get("nums", row.get("numbers"))
+        target: Any = row.get("target")
+        several = isinstance(numbers, (list, tuple)) and len(numbers) >= 2
+        if not several or not all(type(value) is int and value > 0 for value in (*numbers, target)):
+            raise DatasetError(
+                f"{place}: nums must be a list of at least two positive integers and target one, "
+                f"found nums={str(numbers)[:40]} and target={str(target)[:40]}."
+            )
+        return _example(numbers, target, str(row.get("answer") or ""))
+
+
+def _wrong(what: str, *, well_formed: bool = False) -> Score:
+    reply = {"role": "user", "content": f"{what} {_AGAIN}"}
+    return Score({"correct": 0.0, "format": float(well_formed)}, success=False, reply=reply)
+
+
+def _example(numbers: Sequence[int], target: int, solution: str) -> Example:
+    extra = {"numbers": list(numbers), "target": target}
+    return Example(f"Numbers: {_listed(numbers)}. Target: {target}.", solution, extra)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
+    """Join two at random until one is left, by a sign that keeps every value a positive integer."""
+    parts = [(number, str(number)) for number in numbers]
+    while len(parts) > 1:
+        pair = sorted((parts.pop(rng.randrange(len(parts))) for _ in range(2)), reverse=True)
+        (larger, larger_text), (smaller, smaller_text) = pair
+        sign = rng.choice("+*" + "-" * (larger > smaller) + "/" * (larger % smaller == 0))
+        text = f"{larger_text} {sign} {smaller_text}"
+        parts.append((_OPERATIONS[sign](larger, smaller), f"({text})" if parts else text))
+    return parts[0]
+
+
+LARGEST_RESULT = 10**18
+CALCULATOR_PROMPT = (
+    "You have a calculator for +, -, *, / and brackets: write <calc>expression</calc> and end your turn, and you are "
+    "given its result. Give the final answer on a last line of the form '#### <number>'."
+)
+FORMS = (  # of the questions; every letter is a number of two or three digits
+    "a * b",
+    "a * b + c",
+    "a * b - c",
+    "(a + b) * c",
+    "(a - b) * c",
+    "a * b + c * d",
+    "a * b - c * d",
+)
+_TAG = re.compile(r"<(/?)calc>")
+_LETTER = re.compile("[a-d]")
+
+
+class CalculatorTask(ProceduralTask):
+    """Products and sums of large numbers; graded by exact match of the number after the last ``####``.
+
+    ``reward = 1`` where that number is the right one, else 0. A response without such a number whose last complete
+    ``<calc>`` stands outside the thinking gets the calculator's result, or its complaint, as the turn of a tool. An
+    answer ends the dialog, and so does a response with neither. ``info`` has ``tool_calls``: 1 for a response that
+    calls the tool, else 0.
+
+    >>> task = CalculatorTask()
+    >>> example = Example("What is 347 * 28 + 591?", "#### 10307")
+    >>> task.score("First the product: <calc>347 * 28</calc>", example).reply
+    {'role': 'tool', 'content': '9716'}
+    >>> task.score("#### 10307", example).terms, task.score("#### 10307", example).reply
+    ({'correct': 1.0}, None)
+    """
+
+    name = "calculator"
+    replies = True  # a score answers the response
+    calls_tools = True  # so that a response is not the last turn
+    default_prompt = CALCULATOR_PROMPT
+
+    def draw(self, rng: random.Random, heldout: bool) -> Example:
+        """Draw a form, then numbers until the result is positive and the problem is of this side."""
+        form = rng.choice(FORMS)
+        while True:
+            question = _LETTER.sub(lambda _: str(rng.randint(11, 999)), form)
+            value = parse_expression(question).value
+            if value > 0 and is_heldout((form, value)) == heldout:  # a * b is on the side of b * a
+                return Example(query=f"What is {question}?", answer=f"#### {value}")
+
+    def score(self, response: str, example: Example) -> Score:
+        """Compare the answer, or answer the call; see the class."""
+        if extract_answer(response, "hash") is not None:
+            return replace(super().score(response, example), info={"tool_calls": 0})
+        call = last_tagged(without_thinking(response), _TAG)
+        reply = None if call is None else {"role": "tool", "content": calculate(call)}
+        return Score({"correct": 0.0}, False, info={"tool_calls": int(call is not None)}, reply=reply)
+
+
+def calculate(expression: str) -> str:
+    """What the calculator shows: the value, 12 significant digits of it where it is no integer, or what is wrong.
+
+    >>> calculate("347 * 28"), calculate("10 / 4"), calculate("2 / 3"), calculate("1 / 0")
+    ('9716', '2.5', '0.666666666667', 'error: division by zero')
+    """
+    try:
+        value = parse_expression(expression).value
+    except ExpressionError as error:
+        return f"error: {error}"
+    if abs(value) >= LARGEST_RESULT:
+        return "error: the result is too large"
+    return str(value) if value.denominator == 1 else f"{float(value):.12g}"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sota_grpo.rewards.extract import CALCULATION, answers_equal, extract_answer, is_number
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, first_text, require_not_negative
-from sota_grpo.tasks.gsm8k import HUB_CONFIG, HUB_NAME
+from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, first_text, optional_text, require_not_negative
 
 GOLD_COLUMNS = ("answer", "ground_truth", "completion")
 SYSTEM_PROMPT = (
@@ -23,23 +22,15 @@ SYSTEM_PROMPT = (
 TAG = re.compile(r"</?(?:think|answer)>")  # as they are asked for: in lower case, without spaces
 _ANY_TAG = re.compile(TAG.pattern, re.IGNORECASE)
 _SHAPE = ["<think>", "</think>", "<answer>", "</answer>"]
-_PART_CREDIT = 0.25
 
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # scripts that put no spaces between words
 _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 _MAX_INFO_CHARS = 200
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A response taken apart.
-
-    Attributes:
-        thinking: the text between the think tags, None where there is not exactly one such part with text in it.
-        answer: the text between the answer tags, None where there is not exactly one such part with text in it, after
-            the thinking.
-        exact: there is nothing else but space: no other text, no further tag.
-    """
+class Parts(NamedTuple):
+    """Of a response the text between its think tags and its answer tags, None where there is not exactly one such part
+    with text in it, and whether there is nothing else but space."""
 
     thinking: str | None
     answer: str | None
@@ -51,8 +42,7 @@ def read_parts(response: str) -> Parts:
 
     A tag that stands twice, in the wrong order, or without its partner makes no part; tags inside a part make the form
     inexact. Only ``<think>`` may be missing: the chat templates of reasoning models end the prompt with it, and the
-    response then begins inside the thinking. The grader does not see the prompt, so this holds for every response; it
-    can be read in one way only.
+    response then begins inside the thinking.
 
     >>> read_parts("<think>9 + 9</think> <answer>18</answer>")
     Parts(thinking='9 + 9', answer='18', exact=True)
@@ -77,35 +67,18 @@ def read_parts(response: str) -> Parts:
 def format_term(parts: Parts) -> float:
     """1 for the exact form, else 0.25 for each of the two parts that is there; in {0, 0.25, 0.5, 1}.
 
-    All or nothing would say nothing about a response until a model finds both parts at once; so each is worth
-    something by itself, and everything that keeps the form from being exact (chatter around it, a second answer)
-    costs at least half.
-
-    >>> [format_term(read_parts(text)) for text in ("18", "<answer>18</answer>", "9+9</think><answer>18</answer>")]
-    [0.0, 0.25, 1.0]
+    Each part is worth something by itself, because a model does not find both at once.
     """
-    return 1.0 if parts.exact else _PART_CREDIT * ((parts.thinking is not None) + (parts.answer is not None))
+    return 1.0 if parts.exact else 0.25 * ((parts.thinking is not None) + (parts.answer is not None))
 
 
 def thinking_term(thinking: str | None, min_words: int) -> float:
-    """``min(words / min_words, 1) - 1``: from -1 without thinking up to 0 at ``min_words``, and 0 however much follows.
-
-    Args:
-        thinking: of :class:`Parts`; None is no thinking.
-        min_words: 0 takes the penalty away.
-
-    >>> thinking_term("9 + 9 = 18", 4), thinking_term(None, 4), thinking_term("word " * 1000, 4)
-    (-0.25, -1.0, 0.0)
-    """
+    """``min(words / min_words, 1) - 1``: from -1 without thinking up to 0; a ``min_words`` of 0 is no penalty."""
     return min(count_words(thinking or "") / min_words, 1.0) - 1.0 if min_words else 0.0
 
 
 def count_words(text: str) -> int:
-    """Words and numbers; signs between them count for nothing, each Chinese or Japanese character for one word.
-
-    >>> count_words("So 48/2 = 24 clips."), count_words("所以是24个"), count_words(" ... ")
-    (5, 5, 0)
-    """
+    """Words and numbers; signs between them count for nothing, each Chinese or Japanese character for one word."""
     return sum(1 for _ in _WORD.finditer(text))
 
 
@@ -138,7 +111,7 @@ class ReasoningTask(QuestionTask):
     """
 
     name = "reasoning"
-    hub_name, hub_config = HUB_NAME, HUB_CONFIG
+    hub_name, hub_config = "openai/gsm8k", "main"
     question_columns = ("question", "prompt")
 
     def __init__(
@@ -186,19 +159,14 @@ class ReasoningTask(QuestionTask):
         return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of one of the columns ``GOLD_COLUMNS`` and, where there is text in one, of ``question_columns``.
-
-        Raises:
-            DatasetError: there is no answer, it is empty, or it holds a tag.
-        """
+        """Of one of the columns ``GOLD_COLUMNS`` and, where there is text in one, of ``question_columns``."""
         answer = first_text(row, GOLD_COLUMNS, place)
         gold = split_gold(answer)[1]
         if not gold or _ANY_TAG.search(gold):
             ends = f"is empty (it ends in {answer[-40:]!r})"
             reason = f"{gold[:40]!r} holds one of the tags that end an answer" if gold else ends
             raise DatasetError(f"{place}: the right answer {reason}; mend or remove the row.")
-        questions = [row[name] for name in self.question_columns if isinstance(row.get(name), str)]
-        return Example(query=questions[0] if questions else "", answer=answer)
+        return Example(query=optional_text(row, self.question_columns), answer=answer)
 
 
 def split_gold(answer: str) -> tuple[str, str]:

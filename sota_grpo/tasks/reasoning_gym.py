@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from sota_grpo.errors import UserError
@@ -59,13 +59,7 @@ _LOCK = threading.Lock()  # two of its tasks draw from the process's global rand
 
 
 def task_faults(tasks: Any) -> Iterator[str]:
-    """What is wrong with ``env.tasks``, as far as that can be told without the package.
-
-    >>> list(task_faults({"chain_sum": 2, "leg_counting": {"weight": 1, "max_animals": 4}}))
-    []
-    >>> next(task_faults({"codeio": 1}))
-    'env.tasks names codeio, which is refused: it executes bundled programs, and its problems differ from call to call.'
-    """
+    """What is wrong with ``env.tasks``, as far as that can be told without the package."""
     if not tasks or not isinstance(tasks, Mapping):
         yield "env.dataset=reasoning_gym draws its problems from env.tasks; give for example env.tasks={chain_sum: 1}."
         return
@@ -91,32 +85,6 @@ def _levels_of(options: Mapping[str, Any]) -> list[Any]:
     """The levels that the options of a task name; None for its default options."""
     level = options.get("level")
     return list(level) if isinstance(level, Sequence) and not isinstance(level, str) else [level]
-
-
-class InTurns(Sequence[Example]):
-    """The first problem of each part, then the second of each, and so on.
-
-    Args:
-        parts: of equal length.
-        num_examples: of all together, at most as many as there are.
-
-    >>> parts = [[Example(f"{name}{number}", "") for number in range(2)] for name in "ab"]
-    >>> [example.query for example in InTurns(parts, 3)]
-    ['a0', 'b0', 'a1']
-    """
-
-    def __init__(self, parts: Sequence[Sequence[Example]], num_examples: int) -> None:
-        self._parts, self._num_examples = parts, num_examples
-
-    def __len__(self) -> int:
-        return self._num_examples
-
-    def __getitem__(self, index: Any) -> Any:
-        places = range(self._num_examples)[index]
-        if isinstance(places, range):
-            return [self[each] for each in places]
-        number, task = divmod(places, len(self._parts))
-        return self._parts[task][number]
 
 
 class ReasoningGymTask(ChatTask):
@@ -183,35 +151,21 @@ class ReasoningGymTask(ChatTask):
     def load(
         cls, *, tasks: Mapping[str, Any], seed: int = 0, num_train: int = 8192, num_heldout: int = 512, **options: Any
     ) -> ReasoningGymTask:
-        """With problems to train on and to evaluate on, which are made when they are asked for.
+        """With problems that are made when they are asked for (:class:`~sota_grpo.tasks.procedural.DrawnExamples`).
 
         Those to evaluate on are of each task in turn, whatever its weight, so that few of them are enough for all.
-
-        Args:
-            seed: of the draws; example ``i`` of a side depends on it, on ``tasks`` and on ``i`` only.
-            num_train, num_heldout: how many; one may come twice.
-            tasks, options: of the class.
-
-        Raises:
-            ValueError: no examples to train on.
-            UserError: as the class.
         """
         task = cls(tasks=tasks, **options)
         if not task._weights:
             raise UserError(next(task_faults({})))
-        task.train = DrawnExamples(task.draw, seed, False, num_train)
-        alone = [cls(tasks={name: tasks[name]}, **options) for name, weight in task._weights.items() if weight]
-        task.heldout = InTurns([DrawnExamples(each.draw, seed, True, num_heldout) for each in alone], num_heldout)
+        task.train = DrawnExamples([partial(task._draw, task._weights)], seed, False, num_train)
+        alone = [partial(task._draw, {name: weight}) for name, weight in task._weights.items() if weight]
+        task.heldout = DrawnExamples(alone, seed, True, num_heldout)
         return task
 
-    def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """A problem of one side of the split: a task by its weight, then its problems until one is of this side.
-
-        Raises:
-            UserError: the task makes no such problem.
-        """
-        names, weights = zip(*self._weights.items())
-        (name,) = rng.choices(names, weights)
+    def _draw(self, weights: Mapping[str, int], rng: random.Random, heldout: bool) -> Example:
+        """A problem of one side of the split: a task by its weight, then its problems until one is of this side."""
+        (name,) = rng.choices([*weights], [*weights.values()])
         levels = self._levels[name]
         level = rng.choice(levels) if len(levels) > 1 else levels[0]
         failure: Exception | None = None
@@ -238,16 +192,10 @@ class ReasoningGymTask(ChatTask):
 
     def score(self, response: str, example: Example) -> Score:
         """Ask the scorer of the example's task; see the class."""
-        name = example.extra[SUBTASK]
-        answer = extract_answer(response, self.answer_format)
-        value = 0.0 if answer is None else self._value(answer, example)
-        return Score({"correct": value}, success=value == 1.0, info={"task": name})
-
-    def _value(self, answer: str, example: Example) -> float:
-        name = example.extra[SUBTASK]
-        bound = _TOO_MUCH.get(name)
-        if len(answer) > _MAX_ANSWER_CHARS or (bound is not None and bound.search(answer)):
-            return 0.0
+        name, answer = example.extra[SUBTASK], extract_answer(response, self.answer_format)
+        wrong = Score({"correct": 0.0}, success=False, info={"task": name})
+        if answer is None or len(answer) > _MAX_ANSWER_CHARS or (name in _TOO_MUCH and _TOO_MUCH[name].search(answer)):
+            return wrong
         metadata = json.loads(json.dumps(example.extra["metadata"]))  # a copy: some scorers write into it
         if name in _TUPLES:
             metadata["output"] = tuple(map(tuple, metadata["output"]))
@@ -257,16 +205,13 @@ class ReasoningGymTask(ChatTask):
         try:
             value = float(source.score_answer(answer, entry))
         except Exception:  # what the text of a model makes a scorer raise: it is no answer
-            return 0.0
-        return value if 0.0 <= value <= 1.0 else 0.0  # one of them has scores above 1 for wrong answers
+            return wrong
+        if not 0.0 <= value <= 1.0:  # one of them has scores above 1 for wrong answers
+            return wrong
+        return Score({"correct": value}, success=value == 1.0, info={"task": name})
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Of each task its accuracy: a success or none, in one trial.
-
-        >>> example = Example("How many legs?", "4", {SUBTASK: "leg_counting", "metadata": {}})
-        >>> ReasoningGymTask().counts(Score({"correct": 1.0}, success=True), example)
-        {'leg_counting': (1, 1)}
-        """
+        """Of each task its accuracy: a success or none, in one trial."""
         return {example.extra[SUBTASK]: (int(score.success), 1)}
 
     def gold_response(self, example: Example) -> str | None:
@@ -274,11 +219,7 @@ class ReasoningGymTask(ChatTask):
         return answering(self._asked_format, example.answer) if example.answer else None
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of an item as the package makes it: ``metadata`` with ``source_dataset``, ``answer``, perhaps ``question``.
-
-        Raises:
-            DatasetError: no such item, or one of a task that is refused.
-        """
+        """Of an item as the package has it: ``metadata`` with ``source_dataset``, ``answer``, perhaps ``question``."""
         metadata, answer = row.get("metadata"), row.get("answer")
         name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
         if not isinstance(metadata, Mapping) or not isinstance(name, str):
@@ -293,11 +234,7 @@ class ReasoningGymTask(ChatTask):
 
 
 def _package() -> Any:
-    """The package's registry of tasks, which takes seconds to import.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The package's registry of tasks, which takes seconds to import."""
     try:
         import reasoning_gym.factory as factory
     except ImportError as error:
@@ -322,14 +259,7 @@ def _require_known(name: str) -> None:
 
 @cache
 def _source(name: str, options: str) -> Any:
-    """What makes and scores the problems of a task: its dataset, from which any number can be asked.
-
-    Args:
-        options: of its config class, and ``level``, as JSON.
-
-    Raises:
-        UserError: there is no such task, option or level, or the task refuses a value.
-    """
+    """What makes and scores the problems of a task; ``options`` (JSON) are of its config class, and ``level``."""
     _require_known(name)
     factory, chosen = _package(), json.loads(options)
     kind, config_class = factory.DATASETS[name]
@@ -338,7 +268,17 @@ def _source(name: str, options: str) -> Any:
     for option in chosen.keys() - known:
         takes = ", ".join(sorted(["weight", *(["level"] if name in factory.CURRICULA else []), *known]))
         raise UserError(f"env.tasks.{name} has no option {option}; it takes {takes}.")
-    values = {} if level is None else _values_of_level(name, level)
+    values: dict[str, Any] = {}
+    if level is not None:  # an attribute of the curriculum with fewer levels has its last one
+        if name not in factory.CURRICULA:
+            raise UserError(f"env.tasks.{name} has level={level}, and this task has no curriculum; leave it out.")
+        curriculum = factory.create_curriculum(name)
+        highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+        if level > highest:
+            raise UserError(f"env.tasks.{name} has level={level}, and its curriculum ends at level={highest}.")
+        curriculum.set_global_level(level)
+        made = curriculum.generate_configuration()
+        values = {field: getattr(made, field) for field in made.__dataclass_fields__}
     values |= chosen | {"seed": 0, "size": _SIZES.get(name, _SIZE)}
     try:
         return kind(config=config_class(**values))
@@ -348,20 +288,6 @@ def _source(name: str, options: str) -> Any:
             f"env.tasks.{name} cannot be made with {what}{chosen or ''} ({type(error).__name__}: {error}); choose "
             "other values."
         ) from error
-
-
-def _values_of_level(name: str, level: int) -> dict[str, Any]:
-    """The options that the curriculum of a task gives a level; an attribute with fewer levels has its last one."""
-    factory = _package()
-    if name not in factory.CURRICULA:
-        raise UserError(f"env.tasks.{name} has level={level}, and this task has no curriculum; leave it out.")
-    curriculum = factory.create_curriculum(name)
-    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
-    if level > highest:
-        raise UserError(f"env.tasks.{name} has level={level}, and its curriculum ends at level={highest}.")
-    curriculum.set_global_level(level)
-    made = curriculum.generate_configuration()
-    return {field: getattr(made, field) for field in made.__dataclass_fields__}
 
 
 def _item(name: str, options: str, index: int) -> dict[str, Any]:

@@ -40,27 +40,15 @@ _PACKAGES = {"mcp": "mcp", "openenv": "websockets"}  # by the extra that brings 
 
 @dataclass(frozen=True)
 class ToolServer:
-    """A server of tools, as the config names it.
+    """A server of tools, as the config names it."""
 
-    Args:
-        written: the value of the option.
-        protocol: ``mcp`` or ``openenv``, which is also the name of the extra that it needs.
-        command: a command line that starts it, without a shell; empty where it runs already.
-        url: of one that runs already.
-    """
-
-    written: str
-    protocol: str
-    command: str = ""
+    written: str  # the value of the option
+    protocol: str  # ``mcp`` or ``openenv``, which is also the name of the extra that it needs
+    command: str = ""  # a command line that starts it, without a shell; empty where it runs already
     url: str = ""
 
     def fault(self) -> str | None:
-        """Why the option cannot mean a server, in one sentence; None where it can.
-
-        >>> server_of("mcp:python 'server.py").fault()
-        "env.environment=mcp:python 'server.py is no command line (No closing quotation); write it as for a shell."
-        >>> server_of("mcp+http://127.0.0.1:8000/mcp").fault()
-        """
+        """Why the option cannot mean a server, in one sentence; None where it can."""
         option = f"env.environment={one_line(self.written)}"
         if self.url:
             try:
@@ -71,10 +59,7 @@ class ToolServer:
             if not host:
                 return f"{option} names no host; write {FORMS}."
             if address.username is not None or address.password is not None:
-                return (
-                    "env.environment has a user name or password in its address, which the run would save; leave it "
-                    "out."
-                )
+                return "env.environment has a user name or password in its address, which would be saved; leave it out."
             return None
         try:
             words = shlex.split(self.command)
@@ -104,31 +89,18 @@ class ToolServer:
             raise UserError(f"{option}: there is no command {shlex.split(self.command)[0]!r} here; correct its path.")
 
     def act(self) -> str:
-        """What a run does with it, for whoever is asked to consent.
-
-        >>> server_of("mcp:python server.py").act(), server_of("openenv+http://far:80").act()
-        ('run the command python server.py', 'send rows and calls to http://far:80')
-        """
+        """What a run does with it, for whoever is asked to consent."""
         if self.command:
             return f"run the command {one_line(self.command.strip())}"
         sent = "calls" if self.protocol == "mcp" else "rows and calls"
         return f"send {sent} to {one_line(self.url)}"
 
-    def spec(self) -> InstanceSpec:
-        """Its instances: a session of its own for every sample."""
-        options = {"url": self.url} if self.url else {"command": tuple(shlex.split(self.command))}
-        return InstanceSpec(_ADAPTERS[self.protocol], self.written, options=options)
-
 
 def server_of(value: str | None) -> ToolServer | None:
     """The server that ``env.environment`` names; None where it names none.
 
-    >>> server_of("mcp:npx -y some-server /data").command
-    'npx -y some-server /data'
-    >>> server_of("openenv+https://user-game.hf.space").url
-    'https://user-game.hf.space'
-    >>> server_of("guess.py:Guess"), server_of(None)
-    (None, None)
+    >>> server_of("mcp:npx -y some-server /data").command, server_of("guess.py:Guess")
+    ('npx -y some-server /data', None)
     """
     if value is None or (written := _WRITTEN.fullmatch(value)) is None:
         return None
@@ -138,15 +110,13 @@ def server_of(value: str | None) -> ToolServer | None:
 def instance_spec(value: str, kind: str) -> InstanceSpec:
     """What the instances are made of that ``env.tools`` (``functions``) or ``env.environment`` (``factory``) names.
 
-    Raises:
-        UserError: it is a server, and this machine lacks what it needs.
-
     >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')
     """
     if kind == "factory" and (server := server_of(value)) is not None:
         server.require()
-        return server.spec()
+        options = {"url": server.url} if server.url else {"command": tuple(shlex.split(server.command))}
+        return InstanceSpec(_ADAPTERS[server.protocol], server.written, options=options)
     path, names = in_file(value) or (Path(value), "")
     return InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
 
@@ -156,9 +126,6 @@ def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, s
 
     Raises:
         UserError: a header cannot be sent, or would go where others can read it; no sentence repeats a value.
-
-    >>> headers_of("https://user-game.hf.space", {KEY: "abc", HEADERS: "X-Team: blue"})
-    {'Authorization': 'Bearer abc', 'X-Team': 'blue'}
     """
     headers = {"Authorization": f"Bearer {key}"} if (key := environ.get(KEY, "").strip()) else {}
     if key and not re.fullmatch(r"[\w.~+/=-]+", key, re.ASCII):
@@ -179,11 +146,7 @@ def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, s
 
 
 def function_schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as chat templates take it.
-
-    >>> function_schema("now", None, {"type": "object", "properties": {}})["function"]["description"]
-    ''
-    """
+    """A tool as chat templates take it."""
     function = {"name": name, "description": description or "", "parameters": dict(parameters)}
     return {"type": "function", "function": function}
 
@@ -205,9 +168,5 @@ def content_text(blocks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def joined(text: str) -> str:
-    """Lines as one, because of an exception only the first line is told.
-
-    >>> joined("1 validation error\\n  text: missing\\n")
-    '1 validation error text: missing'
-    """
+    """Lines as one, because of an exception only the first line is told."""
     return " ".join(text.split())

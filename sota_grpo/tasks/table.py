@@ -12,7 +12,7 @@ from typing import Any
 
 from sota_grpo.rewards.extract import answers_equal, extract_answer, is_number
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_named, normalised, present
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_rows, normalised, present
 from sota_grpo.tasks.gsm8k import GSM8KTask
 
 Chat = list[dict[str, Any]]
@@ -29,14 +29,7 @@ MATH_SOURCES = (
 
 
 def plain_columns(row: Row, place: str) -> dict[str, Any]:
-    """The columns, types kept as far as JSON has them: dates become ISO text, decimals numbers, arrays lists, NaN None.
-
-    Raises:
-        DatasetError: a column of something else (bytes, images), which cannot travel to a grader's process.
-
-    >>> plain_columns({"level": 3, "tags": ("a", "b"), "made": datetime.date(2026, 11, 2)}, "demo, row 1")
-    {'level': 3, 'tags': ['a', 'b'], 'made': '2026-11-02'}
-    """
+    """The columns with the types that JSON has: dates become ISO text, decimals numbers, arrays lists, NaN None."""
     return {str(name): _plain(value, f"{place}: column {name!r}") for name, value in row.items()}
 
 
@@ -61,15 +54,7 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def chat_of(prompt: Any, place: str) -> Chat:
-    """The turns of a chat prompt, without entries that are None (parquet fills them in).
-
-    Raises:
-        DatasetError: not a list of ``{"role", "content"}`` turns, content that is not text, no user turn, or an
-            assistant's turn at the end.
-
-    >>> chat_of([{"role": "user", "content": "2+2?", "name": None}], "demo, row 1")
-    [{'role': 'user', 'content': '2+2?'}]
-    """
+    """The turns of a chat prompt, without entries that are None (parquet fills them in); text is asked for."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
         raise DatasetError(
             f"{place} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
@@ -96,11 +81,7 @@ def text_of_answer(ground_truth: Any) -> str:
 
 
 def answer_format_of(source: str, answer_format: str | None) -> str:
-    """Where the answer stands: where the option says, else where the ``source`` asks for it.
-
-    >>> answer_format_of("openai/gsm8k", None), answer_format_of("mine", None), answer_format_of("mine", "tags")
-    ('hash', 'any', 'tags')
-    """
+    """Where the answer stands: where the option says, else where the ``source`` asks for it."""
     if answer_format is not None:
         return answer_format
     return "hash" if source in GSM8K_SOURCES else "boxed" if source in MATH_SOURCES else "any"
@@ -116,8 +97,8 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)
-    >>> is_right("x is 0.5", "mine", ["1/2", "one half"], None), is_right("One half", "mine", ["one half"], None)
-    (True, True)
+    >>> is_right("x is 0.5", "mine", ["1/2", "one half"], None)
+    True
     """
     place = answer_format_of(source, answer_format)
     if source in GSM8K_SOURCES:
@@ -214,22 +195,18 @@ class TableTask(FileTask):
         """An example of a row; here the column ``answer`` will do, too, and the prompt may be missing.
 
         ``extra`` holds the ``prompt`` and the ``ground_truth`` as they stand in the data, and all other ``columns``.
-
-        Raises:
-            DatasetError: no ground truth, one that cannot be graded without a reward function, a prompt that is neither
-                text nor a chat, a column that JSON cannot hold.
         """
         return self._example(row, place, [self.answer_column, "answer"])
 
-    def _read(self, path: str) -> list[Example]:
-        rows = load_named(path)
-        missing = dict.fromkeys(name for row, _ in rows for name in row)  # None, as parquet and the hub have it
+    def _read(self, name: str, split: str = "train") -> list[Example]:
+        rows = load_rows(name, split=split)
+        missing = dict.fromkeys(column for row in rows for column in row)  # None, as parquet and the hub have it
         columns = [self.answer_column]
         if self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in missing:
             columns.append("answer")
         examples = []
-        for row, place in rows:
-            prompt = row.get(self.prompt_column)
+        for number, row in enumerate(rows, start=1):
+            place, prompt = f"{name}, row {number}", row.get(self.prompt_column)
             if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
                 raise DatasetError(
                     f"{place}: column {self.prompt_column!r} holds no prompt; the columns found are "
@@ -238,20 +215,22 @@ class TableTask(FileTask):
             examples.append(replace(self._example({**missing, **row}, place, columns), place=place))
         return examples
 
-    def _told_apart(
-        self, train: list[Example], heldout: list[Example] | None
-    ) -> tuple[list[Example], list[Example] | None]:
+    def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
         """Different chats that end in the same user turn get all their turns as query."""
-        examples, chats = [*train, *(heldout or ())], defaultdict(set)
-        turns = [_turns(example.extra["prompt"]) for example in examples]
-        whole = ["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in chat) for chat in turns]
-        for example, chat in zip(examples, whole, strict=True):
-            chats[normalised(example.query)].add(normalised(chat))
-        examples = [
-            replace(example, query=chat) if len(chats[normalised(example.query)]) > 1 else example
-            for example, chat in zip(examples, whole, strict=True)
-        ]
-        return examples[: len(train)], None if heldout is None else examples[len(train) :]
+        train, heldout = super()._sides(name, eval_path)
+        chats = defaultdict(set)
+
+        def whole(example: Example) -> str:
+            turns = _turns(example.extra["prompt"])
+            return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+        for example in (*train, *(heldout or ())):
+            chats[normalised(example.query)].add(normalised(whole(example)))
+
+        def told_apart(example: Example) -> Example:
+            return replace(example, query=whole(example)) if len(chats[normalised(example.query)]) > 1 else example
+
+        return [*map(told_apart, train)], None if heldout is None else [*map(told_apart, heldout)]
 
     def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:
         columns = plain_columns(row, place)
@@ -275,11 +254,7 @@ class TableTask(FileTask):
         return example
 
     def require_answers(self) -> None:
-        """See that every example can be graded without a function of the user's.
-
-        Raises:
-            DatasetError: one cannot, by its file and row.
-        """
+        """See that every example can be graded without a function of the user's; ``DatasetError`` names its row."""
         for example in (*self.train, *self.heldout):
             self._require_gradable(example, list(example.extra["columns"]), example.place)
 

@@ -35,34 +35,24 @@ def load(spec: InstanceSpec) -> Callable[[], Any]:
 
     Raises:
         ToolboxError: no such file or name, or an import that fails (with its line).
-
-    >>> path = getfixture("tmp_path") / "tools.py"
-    >>> size = path.write_text("def add(a: int, b: int) -> int:\\n    return a + b")
-    >>> make = load(InstanceSpec("functions", str(path), ("add",)))
-    >>> make().call("add", {"a": 2, "b": 3})
-    5
     """
     if ":" in spec.kind:
         module, _, function = spec.kind.partition(":")
         return partial(getattr(import_module(module), function), **spec.options)
-    members = _members(Path(spec.path).expanduser())
+    path = Path(spec.path).expanduser()
+    if not path.is_file():
+        raise ToolboxError(f"there is no file {path}; correct the path (now in {Path.cwd()}).")
+    try:
+        members = pickle.loads(path.read_bytes()) if path.suffix == PICKLED else vars(run_python(path))
+    except (Exception, SystemExit) as error:
+        line = error_line(path, error)
+        place = f"{path}" if line is None else f"{path}, line {line}"
+        raise ToolboxError(f"{place}: it cannot be imported ({sentence(error)}); mend it there.") from error
     callables = [_member(members, name, spec) for name in spec.names or members]
     if spec.kind == "functions":
         return partial(Toolbox, callables)
     (factory,) = callables
     return lambda: Environment(factory())
-
-
-def _members(path: Path) -> Mapping[str, Any]:
-    """What a file holds, by name; of a Python file what stands at its top when it has been run."""
-    if not path.is_file():
-        raise ToolboxError(f"there is no file {path}; correct the path (now in {Path.cwd()}).")
-    try:
-        return pickle.loads(path.read_bytes()) if path.suffix == PICKLED else vars(run_python(path))
-    except (Exception, SystemExit) as error:
-        line = error_line(path, error)
-        place = f"{path}" if line is None else f"{path}, line {line}"
-        raise ToolboxError(f"{place}: it cannot be imported ({sentence(error)}); mend it there.") from error
 
 
 def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callable[..., Any]:
@@ -87,17 +77,6 @@ class Toolbox:
 
     Args:
         tools: functions with typed parameters and Google-style docstrings, plain or ``async``.
-
-    >>> def double(number: int) -> int:
-    ...     '''Double a number.
-    ...
-    ...     Args:
-    ...         number: any
-    ...     '''
-    ...     return 2 * number
-    >>> toolbox = Toolbox([double])
-    >>> toolbox.call("double", {"number": 4}), toolbox.schemas[0]["function"]["parameters"]["required"]
-    (8, ['number'])
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
@@ -121,24 +100,8 @@ class Toolbox:
 class Environment(Toolbox):
     """An object of TRL's protocol: its public methods are the tools, but for ``reset`` and ``get_reward``.
 
-    Args:
-        environment: what the user's factory returned.
-
     Raises:
         ToolboxError: it has no method ``reset``.
-
-    >>> class Counter:
-    ...     def reset(self, start: int = 0) -> str:
-    ...         self.count = start
-    ...         return f"The count is {start}."
-    ...     def add(self, number: int) -> int:
-    ...         self.count += number
-    ...         return self.count
-    ...     def get_reward(self) -> float:
-    ...         return float(self.count == 4)
-    >>> counter = Environment(Counter())
-    >>> counter.reset(start=3, answer="4"), counter.call("add", {"number": 1}), counter.get_reward()
-    ('The count is 3.', 4, 1.0)
     """
 
     def __init__(self, environment: Any) -> None:
@@ -187,11 +150,7 @@ class Environment(Toolbox):
 
 
 def _as_text(value: Any) -> Any:
-    """What was returned, or will be; a list of content blocks as the text that a policy reads.
-
-    >>> _as_text([{"type": "text", "text": "A board:"}, {"type": "image", "image": object()}]), _as_text([1, 2])
-    ('A board:\\n[image, not shown]', [1, 2])
-    """
+    """What was returned, or will be; a list of content blocks as the text that a policy reads."""
     if inspect.isawaitable(value):
         return _later(value)
     is_content = isinstance(value, list) and value and all(isinstance(one, dict) and "type" in one for one in value)

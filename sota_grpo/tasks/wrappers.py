@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,8 @@ def with_reward_functions(
 
 def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
     """A copy of ``task`` that scores otherwise; what its benchmark counts does not hold for it."""
-    return _with_score(task, score, counts=None, **changes)
-
-
-def _with_score(task: Task, score: Scorer, **changes: Any) -> Task:
     wrapped = copy.copy(task)
-    vars(wrapped).update(score=score, **changes)
+    vars(wrapped).update({"score": score, "counts": None, **changes})
     return wrapped
 
 
@@ -165,11 +161,7 @@ class FunctionScorer:
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
     def require_columns(self, example: Example) -> None:
-        """See that every function gets the columns that it asks for.
-
-        Raises:
-            RewardFunctionError: naming a column that ``example`` has not.
-        """
+        """See that every function gets the columns that it asks for."""
         offered = [*reward_inputs(self._task, "", example).columns, "ground_truth"]
         for function in self._functions.values():
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
@@ -271,13 +263,7 @@ def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> 
 
 
 def without_terms(task: Task) -> Task:
-    """``task`` without terms of its own: somebody else says what a response is worth.
-
-    >>> from sota_grpo.tasks import make_task
-    >>> task = without_terms(make_task("arithmetic", num_train=1, num_heldout=1))
-    >>> task.score("#### 4", task.train[0]).terms, task.gold_response(task.train[0])
-    ({}, None)
-    """
+    """``task`` without terms of its own: somebody else says what a response is worth."""
     return _scored_by(_no_score, task, term_weights={}, gold_response=_no_gold_response)
 
 
@@ -300,76 +286,61 @@ def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: 
         has_reward: the environment has ``get_reward``, which is the term ``environment``, of weight 1.
         asks_task: the task's terms count, too; else the environment's reward is all, and above ``success_above`` it
             is a success.
-
-    >>> from sota_grpo.tasks import make_task
-    >>> task = with_tools(make_task("arithmetic", num_train=1, num_heldout=1), has_reward=True, asks_task=False)
-    >>> record = {"tool_calls": 2, "tool_errors": 1, "ended": "answer", "reward": 0.5, "error": None}
-    >>> score = task.score(SampledText("Done.", record=record), task.train[0])
-    >>> score.terms, score.success, score.info["tool_calls"]
-    ({'environment': 0.5}, True, 2)
     """
     weights = {**(task.term_weights if asks_task else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
-    scorer = DialogScorer(scorer_of(task) if asks_task else None, weights, success_above)
+    change = partial(_of_dialog, weights, asks_task, success_above)
+    scorer = ChangedScorer(scorer_of(task) if asks_task else _no_score, change)
     if asks_task and not has_reward:
-        return _with_score(task, scorer)
+        return _scored_by(scorer, task, counts=getattr(task, "counts", None))
     return _scored_by(scorer, task, term_weights=weights, gold_response=_no_gold_response)
 
 
-class _ChangedScorer:
+class ChangedScorer:
     """A scorer that changes what another one gives; it scores groups where that one does."""
 
-    def __init__(self, score: Scorer) -> None:
+    def __init__(self, score: Scorer, change: Callable[[str, Score], Score]) -> None:
         self._score: Any = score
+        self._change = change
         if hasattr(score, "score_group"):
             self.score_group = self._score_group
 
     def __call__(self, response: str, example: Example) -> Score:
-        return self._changed(response, self._score(response, example))
+        return self._change(response, self._score(response, example))
 
     def prepare(self) -> None:
         """What the scorer does before its first response."""
         prepare(self._score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        scores = self._score.score_group(pairs)
-        if len(scores) != len(pairs):  # whoever has asked says so
-            return scores
-        return [self._changed(response, score) for (response, _), score in zip(pairs, scores)]
-
-    def _changed(self, response: str, score: Score) -> Score:
-        raise NotImplementedError
-
-
-class DialogScorer(_ChangedScorer):
-    """The scorer of :func:`with_tools`; ``score`` is the task's, None where only the environment rewards."""
-
-    def __init__(self, score: Scorer | None, term_weights: Mapping[str, float], success_above: float) -> None:
-        super().__init__(score or _no_score)
-        self._asks_task = score is not None
-        self.term_weights, self._success_above = dict(term_weights), success_above
-
-    def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        """Dialogs whose environment was lost have no part in their group."""
         sound = [pair for pair in pairs if not _record_of(pair[0]).get("error")]
-        scores = iter(self._score.score_group(sound) if sound else ())
+        scores = self._score.score_group(sound) if sound else []
+        if len(scores) != len(sound):  # whoever has asked says so
+            return scores
+        left = iter(scores)
         return [
-            self._changed(response, _no_score(response, example) if _record_of(response).get("error") else next(scores))
-            for response, example in pairs
+            self._change(response, Score({}, success=False) if _record_of(response).get("error") else next(left))
+            for response, _ in pairs
         ]
 
-    def _changed(self, response: str, score: Score) -> Score:
-        record = _record_of(response)
-        if not record and NEEDS_ENVIRONMENTS in (score.error or ""):
-            score = Score(dict.fromkeys(score.terms), success=False)  # a text that no dialog has led to: the gate's
-        error = record.get("error") or score.error
-        if error is not None:
-            return failed_score(self.term_weights, error)
-        reward, terms = record.get("reward"), dict(score.terms)
-        if ENVIRONMENT in self.term_weights:
-            terms[ENVIRONMENT] = reward
-        info = {name: record[name] for name in _COUNTED if name in record}
-        info |= {f"ended_by_{name}": int(record["ended"] == name) for name in USED_UP if record}
-        own = reward is not None and reward > self._success_above
-        return Score(terms, score.success if self._asks_task else own, info={**score.info, **info})
+
+def _of_dialog(
+    term_weights: Mapping[str, float], asks_task: bool, success_above: float, response: str, score: Score
+) -> Score:
+    """What a dialog with tools earned: see :func:`with_tools`."""
+    record = _record_of(response)
+    if not record and NEEDS_ENVIRONMENTS in (score.error or ""):
+        score = Score(dict.fromkeys(score.terms), success=False)  # a text that no dialog has led to: the gate's
+    error = record.get("error") or score.error
+    if error is not None:
+        return failed_score(term_weights, error)
+    reward, terms = record.get("reward"), dict(score.terms)
+    if ENVIRONMENT in term_weights:
+        terms[ENVIRONMENT] = reward
+    info = {name: record[name] for name in _COUNTED if name in record}
+    info |= {f"ended_by_{name}": int(record["ended"] == name) for name in USED_UP if record}
+    own = reward is not None and reward > success_above
+    return Score(terms, score.success if asks_task else own, info={**score.info, **info})
 
 
 def _record_of(response: str) -> Mapping[str, Any]:
@@ -388,10 +359,6 @@ def think_again(task: Task, message: str = MESSAGE) -> Task:
     A reply of the task's own (what a tool found, what is wrong with the response) takes the place of ``message``. A
     grader that failed ends the dialog: nothing is known about the response. Everything else is the task's.
 
-    Args:
-        task: any task.
-        message: content of the user turn.
-
     >>> from sota_grpo.tasks import make_task
     >>> task = think_again(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")
     >>> task.score("#### -1", task.train[0]).reply
@@ -399,16 +366,10 @@ def think_again(task: Task, message: str = MESSAGE) -> Task:
     >>> print(task.score(task.gold_response(task.train[0]), task.train[0]).reply)
     None
     """
-    return _scored_by(AskAgain(scorer_of(task), message), task)
+    reply = {"role": "user", "content": message}
+    return _scored_by(ChangedScorer(scorer_of(task), partial(_asked_again, reply)), task)
 
 
-class AskAgain(_ChangedScorer):
-    """The scorer of :func:`think_again`."""
-
-    def __init__(self, score: Scorer, message: str) -> None:
-        super().__init__(score)
-        self._reply = {"role": "user", "content": message}
-
-    def _changed(self, response: str, score: Score) -> Score:
-        ends = score.success or score.error is not None or score.reply is not None
-        return score if ends else replace(score, reply=self._reply)
+def _asked_again(reply: Mapping[str, str], response: str, score: Score) -> Score:
+    ends = score.success or score.error is not None or score.reply is not None
+    return score if ends else replace(score, reply=reply)

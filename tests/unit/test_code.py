@@ -49,26 +49,13 @@ def tried(*lines: str) -> list[str]:
 
 
 @needs_bwrap
-def test_a_program_reads_its_input_and_prints() -> None:
-    assert printed("print(input()[::-1])", "abc\n") == "cba\n"
-    assert printed("print('é', __name__)") == "é __main__\n"
-    assert not RUNNER.run("raise SystemExit(3)", "").ended
-    assert not RUNNER.run("1 +", "").ended
-
-
-@needs_bwrap
 def test_a_program_sees_neither_files_nor_variables_nor_the_network(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
-    ways = tried(
-        f"open({str(secret)!r})",
-        "open('/etc/passwd')",
-        "open('/etc/shadow')",
-        f"os.listdir({str(Path.cwd())!r})",
-        "socket.create_connection(('127.0.0.1', 22), 2)",
-        "socket.create_connection(('192.0.2.1', 80), 2)",
-    )
-    assert "done" not in ways
+    ways = [f"open({str(secret)!r})", "open('/etc/passwd')", f"os.listdir({str(Path.cwd())!r})"]
+    ways += [f"socket.create_connection({place}, 2)" for place in (("127.0.0.1", 22), ("192.0.2.1", 80))]
+    assert "done" not in tried(*ways)
+    assert printed("print('é', __name__, input()[::-1])", "abc\n") == "é __main__ cba\n"
     assert set(json.loads(printed("import json, os; print(json.dumps(dict(os.environ)))"))) <= {
         "PATH", "HOME", "PWD", "LC_CTYPE"
     }  # fmt: skip
@@ -215,21 +202,19 @@ def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusio
     assert "OSError" in guarded_score(CodeTask(sandbox=NOWHERE).score, ["tests"], "```\n\n```", example).error
 
 
-def test_what_has_no_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_sandbox_is_refused_and_a_server_in_somebody_elses_run_needs_consent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config()
+    for place, acts in ((NOWHERE, {"env.sandbox": f"send responses to {NOWHERE}"}), ("bwrap", {})):
+        config.env.sandbox = place
+        assert needs_consent(config) == acts
     monkeypatch.setattr(sandbox, "why_no_bwrap", lambda: "bubblewrap (bwrap) is not installed")
     for name in ("auto", "bwrap"):
         with pytest.raises(UserError, match=r"bwrap\) is not installed; install bubblewrap \(apt-get install"):
             CodeTask(sandbox=name)
     with pytest.raises(UserError, match=r"env\.sandbox=docker is not one of auto, bwrap or the URL"):
         make_runner("docker")
-
-
-def test_a_server_in_somebody_elses_run_needs_consent() -> None:
-    config = Config()
-    config.env.sandbox = NOWHERE
-    assert needs_consent(config) == {"env.sandbox": f"send responses to {NOWHERE}"}
-    config.env.sandbox = "bwrap"
-    assert needs_consent(config) == {}
 
 
 def test_the_last_closed_block_outside_the_thinking_is_the_program() -> None:

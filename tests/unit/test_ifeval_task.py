@@ -1,4 +1,4 @@
-"""The task never trains on what it evaluates on, and says how each instruction fared."""
+"""The task reads both tables in every form, never trains on what it evaluates on, and says what was followed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sota_grpo.rewards.ifeval import FUNC_NAMES, INSTRUCTIONS
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task
@@ -104,7 +105,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
         "allenai/RLVR-IFeval": [rlvr_row(number) for number in range(40)],
         "google/IFEval": [ifeval_row(number) for number in range(7)],
     }
-    monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", lambda name, path: tables[name])
+    monkeypatch.setattr("sota_grpo.tasks.ifeval.load_rows", lambda name, split: tables[name])
     return tables
 
 
@@ -173,3 +174,113 @@ def test_a_grader_imports_its_libraries_before_its_first_response() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['langdetect', 'nltk']"
+
+
+def test_every_form_of_the_columns_gives_the_same_example() -> None:
+    row, task = ifeval_row(1), IFEvalTask()
+    bare = [{key: value for key, value in kwargs.items() if value is not None} for kwargs in row["kwargs"]]
+    forms: list[dict[str, Any]] = [
+        {"kwargs": bare},
+        {"kwargs": json.dumps(row["kwargs"])},
+        {"kwargs": [json.dumps(kwargs) for kwargs in row["kwargs"]]},
+        {"kwargs": [None, row["kwargs"][1]]},
+        {"instruction_id_list": json.dumps(row["instruction_id_list"])},
+        {"instruction_id_list": tuple(row["instruction_id_list"])},
+    ]
+    example = task.read_row(row, "demo, row 1")
+    assert example.query == "Prompt 1, no commas."
+    assert example.extra == {"instruction_id_list": row["instruction_id_list"], "kwargs": bare}
+    assert all(task.read_row(row | form, "demo, row 1") == example for form in forms)
+    assert task.read_row({key: row[key] for key in ("instruction_id_list", "kwargs")}, "demo, row 1").query == ""
+
+
+AROUND_10, AT_MOST_1 = {"quantifier": "around", "N": 10}, {"quantifier": "at most", "N": 1}
+TWICE, SECOND = {"quantifier": "at least", "N": 2}, {"N": 2, "i": 2, "first_word": "So"}
+PART = {"N": 1, "section_splitter": "(Part)"}
+REPEATED = {"original_prompt": "Why? First, repeat the request without change"}
+RLVR = [  # constraint, its arguments, instruction, what follows, what does not
+    ("verify_keywords", {"keyword_list": ["C++", "a.b"]}, "keywords:existence", "c++ a.b", "c++ acb"),
+    ("verify_keyword_frequency", {"word": "art", "N": 2}, "keywords:frequency", "Art, art party", "art party"),
+    ("validate_forbidden_words", {"forbidden_words": ["art"]}, "keywords:forbidden_words", "party", "art"),
+    ("verify_letter_frequency", {"letter": "a", "N": 2}, "keywords:letter_frequency", "Aa", "aaa"),
+    ("verify_paragraph_count", {"N": 2}, "length_constraints:number_paragraphs", "a\n* * *\nb", "a\n***\nb"),
+    ("validate_word_constraint", AROUND_10, "length_constraints:number_words", "a " * 11, "a " * 12),
+    ("verify_sentence_constraint", AT_MOST_1, "length_constraints:number_sentences", "One.", "One. Two."),
+    ("validate_paragraphs", SECOND, "length_constraints:nth_paragraph_first_word", "a\n\nso", "so\n\na"),
+    ("verify_postscript", {"postscript_marker": "P.S."}, "detectable_content:postscript", "P.S. a", "PS a"),
+    ("validate_placeholders", {"N": 1}, "detectable_content:number_placeholders", "[a]", "(a)"),
+    ("verify_bullet_points", {"N": 1}, "detectable_format:number_bullet_lists", "* a", "* a\n* b"),
+    ("validate_title", {}, "detectable_format:title", "<<a>>", "<a>"),
+    ("validate_choice", {"options": "red, blue"}, "detectable_format:constrained_response", "blue", "Blue"),
+    ("validate_choice", {"options": ["a, b"]}, "detectable_format:constrained_response", "a, b", "a b"),
+    ("validate_highlighted_sections", {"N": 1}, "detectable_format:number_highlighted_sections", "*a*", "a"),
+    ("validate_sections", PART, "detectable_format:multiple_sections", "(Part) 1", "Part 1"),
+    ("validate_json_format", {}, "detectable_format:json_format", "[]", "no"),
+    ("validate_repeat_prompt", REPEATED, "combination:repeat_prompt", "Why? Because.", "Because."),
+    ("validate_two_responses", {}, "combination:two_responses", "a******b", "a"),
+    ("validate_uppercase", {}, "change_case:english_capital", "THIS IS ALL THAT THERE IS TO SAY.", "This"),
+    ("validate_lowercase", {}, "change_case:english_lowercase", "this is all that there is to say.", "This"),
+    ("validate_frequency_capital_words", TWICE, "change_case:capital_word_frequency", "NASA UN", "NASA"),
+    ("validate_end", {"end_phrase": "Bye."}, "startend:end_checker", "a bye.", "Bye. a"),
+    ("validate_quotation", {}, "startend:quotation", '"a"', "a"),
+    ("validate_no_commas", {}, "punctuation:no_comma", "a", "a,"),
+    ("validate_response_language", {"language": "de"}, "language:response_language", "1", "This is English."),
+]
+
+
+def test_every_constraint_of_rlvr_becomes_its_instruction() -> None:
+    assert {name for name, *_ in RLVR} == set(FUNC_NAMES)
+    assert {instruction for *_, instruction, _, _ in RLVR} == set(INSTRUCTIONS)
+    task, row = IFEvalTask(), rlvr_row(3, N=None, quantifier=None)
+    for name, arguments, instruction, follows, differs in RLVR:
+        constraint = UNUSED | {"func_name": name} | arguments
+        for truth in (constraint, json.dumps(constraint), [json.dumps(constraint)]):
+            example = task.read_row(row | {"ground_truth": truth}, "demo, row 1")
+            assert example.query == "Answer with at least 17 words. Question 3?"
+            assert example.extra["instruction_id_list"] == [instruction]
+            assert task.score(follows, example).success, name
+            assert not task.score(differs, example).success, name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"instruction_id_list": ["punctuation:no_comma", "a:b"]}, "'a:b' is none of the 25 instructions of IFEval"),
+        ({"instruction_id_list": ["punctuation:no_comma"]}, "'kwargs' does not hold one mapping for each of the 1"),
+        ({"instruction_id_list": []}, r"'instruction_id_list' holds \[\], not a list of instructions"),
+        ({"instruction_id_list": "punctuation:no_comma"}, "'punctuation:no_comma' is not valid JSON"),
+        ({"instruction_id_list": None}, "'instruction_id_list' holds None"),
+        ({"kwargs": None}, "'kwargs' does not hold one mapping for each of the 2"),
+        ({"kwargs": "{not json"}, "'{not json' is not valid JSON"),
+        ({"kwargs": [{}, 3]}, "'kwargs' holds int, not a mapping"),
+        ({"kwargs": [{}, {"num_words": 3}]}, "length_constraints:number_words needs relation"),
+        ({"prompt": 3}, "'prompt' holds int, not text"),
+        ({"prompt": " "}, "there is no prompt"),
+    ],
+)
+def test_a_broken_row_of_ifeval_is_named(tmp_path: Path, change: dict, message: str) -> None:
+    rows = [ifeval_row(number) for number in range(5)]
+    rows[3] |= change
+    with pytest.raises(DatasetError, match=rf"rows.jsonl, row 4: .*{message}.*mend or remove the row"):
+        IFEvalTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ground_truth": json.dumps({"func_name": "verify_rhymes"})}, "func_name 'verify_rhymes' is none of the 25"),
+        ({"ground_truth": "{}"}, "func_name None is none of the 25"),
+        ({"ground_truth": "[]"}, "'ground_truth' holds no constraint"),
+        ({"ground_truth": "42"}, "'ground_truth' holds int, not a mapping"),
+        ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": [3]}}, r"keyword_list=\[3\] is no text"),
+        ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": None}}, "keywords:existence needs keywords"),
+        ({"messages": []}, "'messages' does not hold one turn of the user"),
+        ({"messages": [{"role": "system", "content": "Hi"}]}, "'messages' does not hold one turn of the user"),
+        ({"messages": [{"role": "user", "content": 3}]}, "'messages' holds int, not text"),
+    ],
+)
+def test_a_broken_row_of_rlvr_is_named(change: dict, message: str) -> None:
+    with pytest.raises(DatasetError, match=rf"demo, row 7: .*{message}"):
+        IFEvalTask().read_row(rlvr_row(1) | change, "demo, row 7")
+    with pytest.raises(DatasetError, match="the columns found are 'question'"):
+        IFEvalTask().read_row({"question": "?"}, "demo, row 7")

@@ -9,8 +9,8 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.servers import ToolServer, headers_of, server_of
+from sota_grpo.tasks.servers import headers_of, instance_spec
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances
+from tests.process_rigs import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -36,16 +37,8 @@ WAIT_S = 60.0
 KEY_OF_NOBODY = "0123456789abcdef"
 
 
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]
 
 
@@ -60,7 +53,7 @@ class Running:
     def __init__(self, *key: str) -> None:
         self.port = free_port()
         self.process = subprocess.Popen([sys.executable, str(SERVER), str(self.port), *key])
-        until(lambda: listens(self.port) or self.process.poll() is not None)
+        wait_for(lambda: listens(self.port) or self.process.poll() is not None)
 
     def __str__(self) -> str:
         return f"mcp+http://127.0.0.1:{self.port}/mcp"
@@ -70,25 +63,22 @@ class Running:
         self.process.wait()
 
 
-def named(written: str) -> ToolServer:
-    server = server_of(written)
-    assert server is not None
-    assert server.fault() is None
-    return server
+STDIO = f"mcp:{shlex.join([sys.executable, str(SERVER)])}"
+
+
+def started(written: str) -> Any:
+    return closing(Instances(instance_spec(written, "factory"), timeout_s=WAIT_S))
 
 
 @pytest.fixture(scope="module", params=["stdio", "http"])
 def instances(request: pytest.FixtureRequest) -> Iterator[Instances]:
-    running = Running() if request.param == "http" else None
-    written = str(running) if running else f"mcp:{shlex.join([sys.executable, str(SERVER)])}"
-    made = Instances(named(written).spec(), timeout_s=WAIT_S)
-    try:
+    with ExitStack() as opened:
+        running = Running() if request.param == "http" else None
+        if running:
+            opened.callback(running.end)
+        made = opened.enter_context(started(str(running or STDIO)))
         made.wait_ready()
         yield made
-    finally:
-        made.close()
-        if running:
-            running.end()
 
 
 def call(instances: Instances, key: int, name: str, **arguments: Any) -> Answer:
@@ -137,8 +127,7 @@ def test_what_fails_is_told_and_the_session_goes_on(instances: Instances) -> Non
 
 def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    made = Instances(named(f"mcp:{shlex.join([sys.executable, str(SERVER)])}").spec(), timeout_s=WAIT_S)
-    try:
+    with started(STDIO) as made:
         keys = [made.open({}).result(WAIT_S).key for _ in range(3)]
         pids, variables = zip(*(call(made, key, "look").content.split(" ", 1) for key in keys))
         assert len(set(pids)) == 3
@@ -146,59 +135,45 @@ def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: 
         assert "HF_TOKEN" not in variables[0].split()
         made.finish(keys[0]).result(WAIT_S)
         made.drop(keys[1])
-        until(lambda: not os.path.exists(f"/proc/{pids[0]}") and not os.path.exists(f"/proc/{pids[1]}"))
+        wait_for(lambda: not os.path.exists(f"/proc/{pids[0]}") and not os.path.exists(f"/proc/{pids[1]}"))
         assert os.path.exists(f"/proc/{pids[2]}")
-        lost = made.call(keys[2], [("leave", {})])
         with pytest.raises(InstanceLost, match=r"the MCP server is gone .*Connection closed"):
-            lost.result(WAIT_S)
-    finally:
-        made.close()
+            made.call(keys[2], [("leave", {})]).result(WAIT_S)
 
 
 def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
     running = Running()
-    made = Instances(named(str(running)).spec(), timeout_s=WAIT_S)
-    try:
+    with started(str(running)) as made:
         key = made.open({}).result(WAIT_S).key
         running.end()
         with pytest.raises(InstanceLost, match="the MCP server is gone"):
             call(made, key, "add_note", text="a")
         with pytest.raises(InstanceLost, match=rf"no MCP server answers at http://127.0.0.1:{running.port}/mcp"):
             made.open({}).result(WAIT_S)
-    finally:
-        made.close()
-        running.end()
 
 
 def test_a_key_is_sent_to_the_server_and_stands_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    running, key = Running(KEY_OF_NOBODY), ""
-    spec = named(str(running)).spec()
+    running = Running(KEY_OF_NOBODY)
     monkeypatch.setenv("SOTA_GRPO_TOOLS_HEADERS", "X-Team: blue\n")
     try:
-        for key in ("other", KEY_OF_NOBODY):
-            monkeypatch.setenv("SOTA_GRPO_TOOLS_KEY", key)
-            made = Instances(spec, timeout_s=WAIT_S)
-            try:
-                if key != KEY_OF_NOBODY:
-                    with pytest.raises(
-                        UserError, match=r"refuses us, HTTP status 401: set SOTA_GRPO_TOOLS_KEY"
-                    ) as raised:
-                        made.wait_ready()
-                    assert key not in str(raised.value)
-                    continue
-                made.wait_ready()
-                opened = made.open({}).result(WAIT_S).key
-                assert call(made, opened, "add_note", text="a") == Answer("a", False)
-                commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if is_ours(path)]
-                assert len(commands) > 1
-                assert not [command for command in commands if key.encode() in command and b"mcp_server" not in command]
-            finally:
-                made.close()
+        monkeypatch.setenv("SOTA_GRPO_TOOLS_KEY", "other")
+        refused = pytest.raises(UserError, match=r"refuses us, HTTP status 401: set SOTA_GRPO_TOOLS_KEY")
+        with started(str(running)) as made, refused as raised:
+            made.wait_ready()
+        assert "other" not in str(raised.value)
+        monkeypatch.setenv("SOTA_GRPO_TOOLS_KEY", KEY_OF_NOBODY)
+        with started(str(running)) as made:
+            opened = made.open({}).result(WAIT_S).key
+            assert call(made, opened, "add_note", text="a") == Answer("a", False)
+            commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if is_ours(path)]
+            assert len(commands) > 1
+            told = [command for command in commands if KEY_OF_NOBODY.encode() in command]
+            assert all(b"mcp_server" in command for command in told)
     finally:
         running.end()
-    assert KEY_OF_NOBODY not in repr(spec) + caplog.text + "".join(capfd.readouterr())
+    assert KEY_OF_NOBODY not in repr(instance_spec(str(running), "factory")) + caplog.text + "".join(capfd.readouterr())
 
 
 def is_ours(command: Path) -> bool:
@@ -227,15 +202,13 @@ def test_a_key_that_would_be_seen_or_cannot_be_sent_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=expected) as raised:
-        named(f"mcp+{url}").require()
+        instance_spec(f"mcp+{url}", "factory")
     assert "s3cret" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "url", ["https://far.example", "http://127.0.0.1:9/mcp", "http://localhost/mcp", "http://[::1]:1"]
-)
-def test_a_key_goes_over_https_or_to_this_machine(url: str) -> None:
-    assert headers_of(url, {"SOTA_GRPO_TOOLS_KEY": " a.b-c "}) == {"Authorization": "Bearer a.b-c"}
+def test_a_key_goes_over_https_or_to_this_machine() -> None:
+    for url in ("https://far.example", "http://127.0.0.1:9/mcp", "http://localhost/mcp", "http://[::1]:1"):
+        assert headers_of(url, {"SOTA_GRPO_TOOLS_KEY": " a.b-c "}) == {"Authorization": "Bearer a.b-c"}
     assert headers_of("http://far.example", {}) == {}
 
 
@@ -243,31 +216,21 @@ def test_a_key_goes_over_https_or_to_this_machine(url: str) -> None:
     ("written", "expected"),
     [
         (f"mcp+http://127.0.0.1:{free_port()}/mcp", r"cannot be used: no MCP server answers at http.*ConnectError"),
-        (
-            f"mcp:{sys.executable} -c 'raise SystemExit(3)'",
-            r"no MCP server answers at .*Connection closed",
-        ),
+        (f"mcp:{sys.executable} -c 'raise SystemExit(3)'", r"no MCP server answers at .*Connection closed"),
     ],
     ids=["url", "command"],
 )
 def test_no_server_is_one_sentence(written: str, expected: str) -> None:
-    made = Instances(named(written).spec(), timeout_s=WAIT_S)
-    try:
-        with pytest.raises(UserError, match=expected) as raised:
-            made.wait_ready()
-        assert "\n" not in str(raised.value)
-        assert str(raised.value).startswith(written.split(" ")[0])
-    finally:
-        made.close()
+    with started(written) as made, pytest.raises(UserError, match=expected) as raised:
+        made.wait_ready()
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(written.split(" ")[0])
 
 
 def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
     tokenizer = load_tokenizer("tiny")
-    lines = [
-        f"<tool_call>\n{json.dumps({'name': 'add_note', 'arguments': {'text': 'milk'}})}\n</tool_call>",
-        f"<tool_call>\n{json.dumps({'name': 'fail', 'arguments': {'text': 'no'}})}\n</tool_call>",
-        "There is one note.",
-    ]
+    calls = [{"name": "add_note", "arguments": {"text": "milk"}}, {"name": "fail", "arguments": {"text": "no"}}]
+    lines = [*(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in calls), "There is one note."]
     task = make_task("arithmetic", num_train=1, num_heldout=1)
     env = TaskEnv(task, tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
     turns = iter(lines)

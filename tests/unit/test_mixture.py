@@ -56,24 +56,17 @@ def queries(stream: PromptStream, count: int) -> list[str]:
     return [example.query for _, example in stream.draw(count)]
 
 
-def some_weights() -> list[Fraction]:
-    return [Fraction(RNG.randint(1, 60), RNG.randint(1, 9)) for _ in range(RNG.randint(1, 7))]
-
-
-@pytest.mark.parametrize("attempt", range(6))
-def test_draws_are_numbered_without_gaps_and_follow_the_weights_at_every_moment(attempt: int) -> None:
-    shares = some_weights()
-    seen, total = [0] * len(shares), sum(shares)
-    for draw in range(400):
-        task, number = task_of_draw(shares, draw)
-        assert number == seen[task]
-        seen[task] += 1
-        worst = max(abs(count - (draw + 1) * share / total) for count, share in zip(seen, shares))
-        assert worst <= Fraction(len(shares) - 1, 2)
-
-
-def test_a_batch_of_as_many_draws_as_whole_weights_add_up_to_has_just_these() -> None:
-    whole = [RNG.randint(1, 9) for _ in range(4)]
+def test_draws_are_numbered_without_gaps_and_follow_the_weights_at_every_moment() -> None:
+    for _ in range(6):
+        shares = [Fraction(RNG.randint(1, 60), RNG.randint(1, 9)) for _ in range(RNG.randint(1, 7))]
+        seen, total = [0] * len(shares), sum(shares)
+        for draw in range(400):
+            task, number = task_of_draw(shares, draw)
+            assert number == seen[task]
+            seen[task] += 1
+            worst = max(abs(count - (draw + 1) * share / total) for count, share in zip(seen, shares))
+            assert worst <= Fraction(len(shares) - 1, 2)
+    whole = [RNG.randint(1, 9) for _ in range(4)]  # a batch of as many draws as they add up to has just these
     for batch in range(5):
         draws = range(batch * sum(whole), (batch + 1) * sum(whole))
         counted = Counter(task_of_draw([Fraction(weight, 7) for weight in whole], draw)[0] for draw in draws)
@@ -348,42 +341,50 @@ def test_an_entry_that_cannot_be_is_told_in_one_sentence(mixture: str, sentence:
     assert sentence in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_rules_let_pass_a_mixture_that_works() -> None:
+    for overrides in (
         ["env.mixture={a: {}, c: {dataset: calculator}}", "env.max_steps=3"],
         ["env.mixture={a: {dataset: gsm8k}, b: {}}", "env.difficulty=2"],
         ["env.mixture={a: {}}", "env.reasoning=true", "env.max_steps=2"],
         ["env.mixture={a: {dataset: table, dataset_path: x.jsonl, reward_path: r.py, reward_name: [f, g]}}"],
-    ],
-)
-def test_rules_let_pass_a_mixture_that_works(overrides: list[str]) -> None:
-    validate(configured(*overrides))
+    ):
+        validate(configured(*overrides))
 
 
 def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anchored, signed by their contents, shown without their folders; functions need consent."""
-    for name in ("rows.jsonl", "r.py"):
+    """Anchored, signed by their contents, shown without their folders; code and servers need consent."""
+    given = {
+        "mine": {"dataset": "table", "dataset_path": "rows.jsonl", "reward_path": "r.py"},
+        "tool": {"tools": "tools.py:double", "max_steps": 3},
+        "far": {"environment": "openenv+http://127.0.0.1:9", "max_steps": 2},
+    }
+    names, here = ("rows.jsonl", "r.py", "tools.py"), f"{tmp_path}/"
+    for name in names:
         (tmp_path / name).write_text(name)
     monkeypatch.chdir(tmp_path)
-    given = ["env.mixture={mine: {dataset: table, dataset_path: rows.jsonl, reward_path: r.py}, a: {}}"]
-    config = compose("grpo_cpu", given)
+    config = compose("grpo_cpu", overrides_of({"env.mixture": given}))
     anchor_paths(config)
-    paths = {option: config.env.mixture["mine"][option] for option in ("dataset_path", "reward_path")}
-    assert paths == {"dataset_path": str(tmp_path / "rows.jsonl"), "reward_path": str(tmp_path / "r.py")}
-    assert published(config).env.mixture["mine"] == {
-        **{"dataset": "table", "dataset_path": "rows.jsonl", "reward_path": "r.py"}
+    mixture = config.env.mixture
+    assert {option: mixture["mine"][option] for option in ("dataset_path", "reward_path")} == {
+        **{"dataset_path": here + "rows.jsonl", "reward_path": here + "r.py"}
     }
-    assert needs_consent(config) == {"env.mixture.mine.reward_path": f"run {tmp_path / 'r.py'}"}
+    assert (mixture["tool"]["tools"], mixture["far"]["environment"]) == (
+        *(here + "tools.py:double", "openenv+http://127.0.0.1:9"),
+    )
+    assert published(config).env.mixture == given
+    acts = needs_consent(config)
+    assert "127.0.0.1:9" in acts.pop("env.mixture.far.environment")
+    assert acts == {
+        **{"env.mixture.mine.reward_path": f"run {here}r.py", "env.mixture.tool.tools": f"run {here}tools.py"}
+    }
     before = signature(asdict(config))
     moved = asdict(config)
     moved["env"]["mixture"] = dict(reversed(moved["env"]["mixture"].items()))  # no order
     assert signature(moved) == before
-    for name in ("rows.jsonl", "r.py"):
+    for name in names:
         (tmp_path / name).write_text("other")
         assert signature(asdict(config)) != before
         (tmp_path / name).write_text(name)
-    assert config.env.mixture["mine"]["dataset_path"] == str(tmp_path / "rows.jsonl")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("env: {mixture: {mine: {dataset: table, reward_path: /nowhere/r.py}}}")

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.assembly.build import with_dialogs
-from sota_grpo.assembly.compose import anchor_paths, compose, needs_consent
+from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.sampling import engine_rows, open_env, task_of
 from sota_grpo.config import Config
@@ -26,7 +25,6 @@ from sota_grpo.config.mixture import longest_response, mean_responses_per_step, 
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv
-from sota_grpo.migration.export import published
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import TASK, GroupRequest, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
@@ -34,7 +32,6 @@ from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixtureTask
-from sota_grpo.training.runs import signature
 from tests.l3_parts import collector_of
 from tests.unit.test_learner import make_learner, make_rows, mini_batches
 from tests.unit.tiny_models import make_model
@@ -353,32 +350,3 @@ def test_amounts_are_counted_in_groups(tmp_path: Path) -> None:
     assert engine_rows(config, "transformers", "cpu") == 100
     config.env.mixture = {"a": {"repeats": 8}, "b": {}}
     assert make_settings(config, "cpu").optim_groups is None  # as without: responses are counted
-
-
-def test_tools_of_a_task_are_files_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = mixed_config(tmp_path)
-    config.env.mixture["tool"]["tools"], config.env.mixture["world"]["environment"] = (
-        "tools.py:double",
-        "world.py:World",
-    )
-    config.env.mixture["once"] |= {"environment": "openenv+http://127.0.0.1:9", "max_steps": 2}
-    anchor_paths(config)
-    given = {name: entry.get("tools") or entry.get("environment") for name, entry in config.env.mixture.items()}
-    assert given == {
-        "ask": None,
-        "once": "openenv+http://127.0.0.1:9",
-        "tool": f"{tmp_path / 'tools.py'}:double",
-        "world": f"{tmp_path / 'world.py'}:World",
-    }
-    acts = needs_consent(config)
-    assert acts["env.mixture.tool.tools"] == f"run {tmp_path / 'tools.py'}"
-    assert acts["env.mixture.world.environment"] == f"run {tmp_path / 'world.py'}"
-    assert "127.0.0.1:9" in acts["env.mixture.once.environment"]
-    assert published(config).env.mixture["tool"]["tools"] == "tools.py:double"
-    for name in ("tools.py", "world.py"):
-        before, text = signature(asdict(config)), (tmp_path / name).read_text()
-        (tmp_path / name).write_text(text + "\n")
-        assert signature(asdict(config)) != before
-        (tmp_path / name).write_text(text)
-        assert signature(asdict(config)) == before

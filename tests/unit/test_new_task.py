@@ -28,7 +28,7 @@ class ParityTask:
         self.train, self.heldout, self.system_prompt, self.correct = train, heldout, system_prompt, correct
 
     @classmethod
-    def load(cls, *, path=None, seed=0, max_samples=None, source=None, **options):
+    def load(cls, *, path=None, seed=0, max_samples=None, **options):
         task = cls(**options)
         task.place, task.seed = path or cls.hub_name, seed
         task.train = [Example(str(number), "odd") for number in (1, 3, 5)][:max_samples]
@@ -78,8 +78,8 @@ def test_its_data_are_told_by_its_class() -> None:
     config = config_of()
     assert task_of(config).place == "somebody/parity"
     assert "datasets: [somebody/parity]" in model_card(config, 1, [])
-    with pytest.raises(UserError, match=r"nowhere\.txt"):  # a task that has a `source` reads files only
-        preflight(config_of("env.dataset_path=nowhere.txt"))
+    with pytest.raises(UserError, match=r"nowhere\.txt"):
+        preflight(config_of("env.dataset_path=./nowhere.txt"))
 
 
 def test_a_task_without_a_hub_wants_a_place(monkeypatch) -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from websockets.sync.server import serve
 
 from sota_grpo.errors import UserError
 from sota_grpo.tasks import openenv
-from sota_grpo.tasks.servers import server_of
-from sota_grpo.workers.instances import Answer, InstanceLost, Instances
+from sota_grpo.tasks.servers import instance_spec
+from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 SERVER, RECORDING = ENVIRONMENTS / "openenv_server.py", ENVIRONMENTS / "openenv_answers.json"
@@ -65,8 +65,7 @@ SAID = {
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]
 
 
@@ -105,9 +104,9 @@ def answers_of(url: str, kind: str) -> dict[str, Any]:
 class Replay:
     """A server with one session that says what was recorded: each answer to its message, in their order."""
 
-    def __init__(self, recorded: Mapping[str, Any], *, moved_to: str | None = None) -> None:
+    def __init__(self, recorded: Mapping[str, Any], *, moved_to: str | None = None, says: str | None = None) -> None:
         self.keys: list[str | None] = []  # of those who came
-        self._moved_to = moved_to
+        self._moved_to, self._says = moved_to, says
         self._recorded, self._is_taken = recorded, threading.Lock()
         self._server = serve(self._talk, "127.0.0.1", 0, process_request=self._http)
         self.url = f"http://127.0.0.1:{self._server.socket.getsockname()[1]}"
@@ -129,6 +128,9 @@ class Replay:
         try:
             left = iter(self._recorded["exchanges"])
             for text in session:
+                if self._says is not None:
+                    session.send(self._says)
+                    continue
                 heard = json.loads(text)
                 if heard["type"] == "close":
                     break
@@ -164,20 +166,19 @@ def urls(request: pytest.FixtureRequest, recorded: dict[str, Any]) -> Iterator[d
             yield addresses
 
 
-@contextmanager
-def started(url: str) -> Iterator[Instances]:
-    server = server_of(f"openenv+{url}")
-    assert server is not None
-    assert server.fault() is None
-    instances = Instances(server.spec(), timeout_s=WAIT_S)
-    try:
-        yield instances
-    finally:
-        instances.close()
+def started(url: str) -> Any:
+    return closing(Instances(instance_spec(f"openenv+{url}", "factory"), timeout_s=WAIT_S))
 
 
 def call(instances: Instances, key: int, name: str, **arguments: Any) -> Answer:
     return instances.call(key, [(name, arguments)]).result(WAIT_S)[0]
+
+
+def begun(instances: Instances, earns: float | None) -> Opened:
+    """A session, which is finished where it ``earns`` something: the server has one at a time."""
+    opened = instances.open({"ground_truth": "42", "other": [1]}).result(WAIT_S)
+    assert earns is None or instances.finish(opened.key).result(WAIT_S) == earns
+    return opened
 
 
 def test_servers_say_what_was_recorded(urls: dict[str, str], recorded: dict[str, Any]) -> None:
@@ -192,8 +193,8 @@ def test_an_episode(urls: dict[str, str]) -> None:
         assert (schema["function"]["name"], schema["function"]["description"]) == ("guess_number", "Guess the number.")
         parameters = schema["function"]["parameters"]
         assert (list(parameters["properties"]), parameters["required"]) == (["number"], ["number"])
-        opened = instances.open({"ground_truth": "42", "other": [1]}).result(WAIT_S)
-        assert opened.observation is not None
+        first, opened = (begun(instances, earns) for earns in (0.0, None))
+        assert first.observation == opened.observation is not None, "siblings begin alike"
         assert opened.observation.startswith(" It lies between 0 and 9")
         assert call(instances, opened.key, "guess_number", number=7) == Answer("higher", False)
         refused = call(instances, opened.key, "guess_number", number="seven")
@@ -205,16 +206,6 @@ def test_an_episode(urls: dict[str, str]) -> None:
         over = call(instances, opened.key, "guess_number", number=42)
         assert over == Answer("error: EpisodeOver: the episode is over", True)
         assert instances.finish(opened.key).result(WAIT_S) == 1.0, "the last reward, not the sum"
-
-
-def test_an_episode_without_an_action_earns_nothing_and_siblings_begin_alike(urls: dict[str, str]) -> None:
-    with started(urls["guess"]) as instances:
-        begun = []
-        for _ in range(2):  # one after the other: the server has one session
-            opened = instances.open({"ground_truth": "42", "other": [1]}).result(WAIT_S)
-            begun.append(opened.observation)
-            assert instances.finish(opened.key).result(WAIT_S) == 0.0
-        assert begun[0] == begun[1] is not None
 
 
 def test_a_union_is_a_tool_for_each_type_of_action(urls: dict[str, str]) -> None:
@@ -294,32 +285,18 @@ def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(
     ],
 )
 def test_what_no_server_answers_costs_the_sample(answer: str, recorded: dict[str, Any]) -> None:
+    server = Replay(recorded["guess"], says=answer)
+    refused = pytest.raises(InstanceLost, match="answered what no OpenEnv server answers")
+    with closing(server), closing(openenv.OpenEnv(server.url)) as game, refused:
+        game.reset()
+
+
+def test_a_server_that_leaves_costs_the_sample_and_none_is_one_sentence(recorded: dict[str, Any]) -> None:
     server = Replay(recorded["guess"])
-    server._talk = lambda session: [session.send(answer) for _ in session]  # type: ignore[method-assign]
-    replay = serve(server._talk, "127.0.0.1", 0)
-    threading.Thread(target=replay.serve_forever, daemon=True).start()
-    game = openenv.OpenEnv(f"http://127.0.0.1:{replay.socket.getsockname()[1]}")
-    try:
-        with pytest.raises(InstanceLost, match="answered what no OpenEnv server answers"):
-            game.reset()
-    finally:
-        game.close()
-        replay.shutdown()
-        server.close()
-
-
-def test_a_server_that_leaves_costs_the_sample(recorded: dict[str, Any]) -> None:
-    server = Replay(recorded["guess"])
-    try:
-        with started(server.url) as instances:
-            key = instances.open({"ground_truth": "42", "other": [1]}).result(WAIT_S).key
-            with pytest.raises(InstanceLost, match="the OpenEnv server is gone"):
-                call(instances, key, "guess_number", number=99)  # nobody has recorded that
-    finally:
-        server.close()
-
-
-def test_no_server_is_one_sentence() -> None:
+    with closing(server), started(server.url) as instances:
+        key = begun(instances, None).key
+        with pytest.raises(InstanceLost, match="the OpenEnv server is gone"):
+            call(instances, key, "guess_number", number=99)  # nobody has recorded that
     with started(f"http://127.0.0.1:{free_port()}") as instances:
         with pytest.raises(UserError, match=r"openenv\+http.* cannot be used: no OpenEnv server answers at ") as raised:
             instances.wait_ready()

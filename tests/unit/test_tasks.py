@@ -127,9 +127,9 @@ def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPa
     splits = {"train": rows_of(name, range(10)), "test": rows_of(name, range(8, 12))}
     asked = []
 
-    def load(source: str, *, path: str | None = None, split: str = "train", config: str | None = None) -> list:
-        asked.append((source, path, split, config))
-        return splits["test" if path else split]
+    def load(source: str, *, split: str = "train", config: str | None = None) -> list:
+        asked.append((source, split, config))
+        return splits["test" if source == "mine.jsonl" else split]
 
     monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", load)
     kind = task_class(name)
@@ -137,9 +137,8 @@ def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPa
         task = make_task(name, **options)
         assert questions(task.train) == [f"no. {i}?" for i in range(8)]
         assert set(questions(task.heldout)) == {f"no. {i}?" for i in range(8, 12)}
-    hub = (kind.hub_name, None)
-    assert asked[:2] == [(*hub, "train", kind.hub_config), (*hub, "test", kind.hub_config)]
-    assert asked[3][1] == "mine.jsonl"
+    assert asked[:2] == [(kind.hub_name, "train", kind.hub_config), (kind.hub_name, "test", kind.hub_config)]
+    assert asked[3][0] == "mine.jsonl"
 
 
 @pytest.mark.parametrize("name", sorted({*TASKS} - {"code"}))  # which may have no sandbox here: test_code.py
@@ -188,27 +187,23 @@ def test_problems_that_are_made_up_are_on_one_side_whatever_the_seed(name: str) 
 
 
 @pytest.mark.parametrize("name", [*MADE_UP, "reasoning_gym"])
-def test_made_up_problems_are_held_out_where_somebody_wants_some(name: str) -> None:
-    options = MADE_UP.get(name, {"tasks": {"gcd": 1}})
-    task = make_task(name, num_train=3, num_heldout=0, **options)
-    assert (len(task.train), [*task.heldout], task.heldout[:5]) == (3, [], [])
-    for size, value in (("num_heldout", -1), ("num_train", 0)):
-        with pytest.raises(ValueError, match=f"{size}={value} must be at least {value + 1}"):
-            make_task(name, **{size: value}, **options)
-
-
-@pytest.mark.parametrize("name", MADE_UP)
 def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) -> None:
-    short, long = (make_task(name, seed=SEED, num_train=num, **MADE_UP[name]) for num in (20, 1 << 40))
+    options = MADE_UP.get(name, {"tasks": {"gcd": 1, "chain_sum": 2}})
+    short, long = (make_task(name, seed=SEED, num_train=num, **options) for num in (20, 1 << 40))
     order = random.Random(SEED).sample(range(20), 20)
     sent = pickle.loads(pickle.dumps(long))
     assert [sent.train[place] for place in order] == [short.train[place] for place in order]
     assert short.train[:] == long.train[:20]
     assert short.train[-1] == short.train[19]
     assert list(short.heldout) == sent.heldout[:]
-    assert short.train[:] != make_task(name, seed=SEED + 1, num_train=20, **MADE_UP[name]).train[:]
+    assert short.train[:] != make_task(name, seed=SEED + 1, num_train=20, **options).train[:]
     with pytest.raises(IndexError, match="20 problems"):
         short.train[20]
+    none = make_task(name, num_train=3, num_heldout=0, **options)
+    assert (len(none.train), [*none.heldout], none.heldout[:5]) == (3, [], [])
+    for size, value in (("num_heldout", -1), ("num_train", 0)):
+        with pytest.raises(ValueError, match=f"{size}={value} must be at least {value + 1}"):
+            make_task(name, **{size: value}, **options)
 
 
 @pytest.mark.parametrize(

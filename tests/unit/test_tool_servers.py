@@ -14,7 +14,7 @@ from sota_grpo.config import Config
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
 from sota_grpo.tasks import servers
-from sota_grpo.tasks.servers import server_of
+from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.training.runs import signature
 
 SERVERS = {
@@ -30,22 +30,18 @@ def config_with(environment: str) -> Config:
     return config
 
 
-@pytest.mark.parametrize("written", SERVERS)
-def test_a_server_is_taken_and_stays_as_it_was_written(written: str) -> None:
-    config = config_with(written)
-    validate(config)
-    anchor_paths(config)
-    assert config.env.environment == written
-    server = server_of(written)
-    assert server is not None
-    assert str(server.spec()) == written
-    assert compose("grpo_cpu", [f"env.environment={written}"]).env.environment == written
-
-
-def test_a_command_is_split_as_a_shell_would_and_nothing_is_expanded() -> None:
-    server = server_of("mcp:'my server' \"a b\" $HOME *;ls")
-    assert server is not None
-    assert server.spec().options == {"command": ("my server", "a b", "$HOME", "*;ls")}
+def test_a_server_stays_as_it_was_written_and_its_command_is_split_as_a_shell_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers.ToolServer, "require", lambda server: None)
+    for written in SERVERS:
+        config = config_with(written)
+        validate(config)
+        anchor_paths(config)
+        assert config.env.environment == written == str(instance_spec(written, "factory"))
+        assert compose("grpo_cpu", [f"env.environment={written}"]).env.environment == written
+    spec = instance_spec("mcp:'my server' \"a b\" $HOME *;ls", "factory")
+    assert spec.options == {"command": ("my server", "a b", "$HOME", "*;ls")}, "nothing is expanded"
 
 
 @pytest.mark.parametrize(
@@ -83,22 +79,17 @@ def test_a_received_run_asks_for_consent(written: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         load_config(tmp_path, ["seed=3"])
     assert f"asks to {SERVERS[written]} (env.environment)" in str(refused.value)
-    for config in (
-        load_config(tmp_path, trust=True),
-        load_config(tmp_path, [f"env.environment={written}"]),
-        load_config(tmp_path, unused=["env.environment"]),
-    ):
-        assert config.env.environment == written
+    assert load_config(tmp_path, trust=True).env.environment == written
+    assert load_config(tmp_path, [f"env.environment={written}"]).env.environment == written
+    assert load_config(tmp_path, unused=["env.environment"]).env.environment == written
     with pytest.raises(UserError, match="asks to"):
         load_config(tmp_path, ["env.tools=mine.py:add"])
     assert needs_consent(load_config(tmp_path, ["env.environment=null"])) == {}
 
 
 def test_a_run_goes_on_with_the_same_server_only() -> None:
-    digests = {signature(asdict(config_with(written))) for written in [*SERVERS, "mcp:python /data/server.py:other"]}
-    assert len(digests) == len(SERVERS) + 1
-    (first, *_) = SERVERS
-    assert signature(asdict(config_with(first))) == signature(asdict(config_with(first)))
+    written = [*SERVERS, *SERVERS, "mcp:python /data/server.py:other"]
+    assert len({signature(asdict(config_with(each))) for each in written}) == len(SERVERS) + 1
 
 
 @pytest.mark.parametrize(("written", "package"), [(f"mcp:{sys.executable}", "mcp"), ("openenv+http://h", "websockets")])

@@ -1,0 +1,380 @@
+"""GSM8K, MATH and the reasoning task: the gold answer earns the most, each term by hand, a broken row is named."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task
+from sota_grpo.tasks import make_task, task_class
+from sota_grpo.tasks.dataset import DatasetError, normalised
+from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.math import MathTask
+from sota_grpo.tasks.reasoning import ReasoningTask, answers_equal, count_words, format_term, read_parts, split_gold
+from tests.unit.test_tasks import shared_data, write
+
+RNG = random.Random(random.randrange(1 << 30))
+GOLDS = (
+    *("\\frac{{{0}}}{{7}}", "{0}", "({0}, \\sqrt{{2}}]", "\\text{{case {0}}}", "x^2 + {0}x", "{0}, {1}"),
+    "y = {0}x - 1",
+)
+HALF, TWICE = Example("What is 1 over 2?", "\\frac{1}{2}"), Example("9 times 2?", "9*2=18\n#### 18")
+THOUGHT = "one two three four five six seven eight nine ten " * 2
+
+
+def gsm8k_rows(count: int) -> list[dict[str, Any]]:
+    rows = []
+    for index in range(count):
+        left, right = RNG.randint(-(10**6), 10**6), RNG.randint(1, 999)
+        steps = f"{left}+{right}=<<{left}+{right}={left + right}>>{left + right}"
+        rows.append({"question": f"No. {index}: {left} plus {right}?", "answer": f"{steps}\n#### {left + right:,}"})
+    return rows
+
+
+def math_rows(count: int) -> list[dict[str, Any]]:
+    golds = (RNG.choice(GOLDS).format(RNG.randint(2, 99), RNG.randint(100, 999)) for _ in range(count))
+    return [{"question": f"No. {number}?", "ground_truth": gold, "correct": True} for number, gold in enumerate(golds)]
+
+
+def reward(task: Task, response: str, example: Example) -> float:
+    terms = task.score(response, example).terms
+    assert set(terms) == set(task.term_weights)
+    return sum(task.term_weights[name] * value for name, value in terms.items())
+
+
+def assert_gold_is_the_most_and_empty_the_least(task: Task, examples: list[Example], least: float) -> None:
+    most = sum(task.term_weights.values())
+    for example in examples:
+        gold = task.gold_response(example)
+        if gold is None:  # words cannot stand there
+            assert (task.name, task.answer_format) == ("math", "last_number")
+            continue
+        assert task.score(gold, example).success, (gold, example)
+        assert (reward(task, gold, example), reward(task, "", example)) == (most, least)
+        assert not task.score("", example).success
+        if task.name == "math":
+            assert reward(task, gold.replace(example.answer, "999999999"), example) == -0.75
+
+
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
+@pytest.mark.parametrize(("name", "rows", "least"), [("gsm8k", gsm8k_rows, 0.0), ("math", math_rows, -0.5)])
+def test_gold_earns_the_most_in_every_format(
+    tmp_path: Path, name: str, rows: Any, least: float, answer_format: str
+) -> None:
+    path = write(tmp_path / "rows.jsonl", rows(30))
+    task = make_task(name, path=path, num_heldout=5, answer_format=answer_format, format_weight=0.25)
+    assert_gold_is_the_most_and_empty_the_least(task, [*task.train, *task.heldout], least)
+    assert "<<" not in (task.gold_response(task.train[0]) or "")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
+def test_every_real_gold_answer_earns_the_most(answer_format: str) -> None:
+    task = GSM8KTask.load(path=str(shared_data("gsm8k", "train.jsonl")), answer_format=answer_format, format_weight=0.1)
+    assert len(task.heldout) == 512
+    assert len(task.train) + len(task.heldout) == 7473
+    assert not {normalised(e.query) for e in task.train} & {normalised(e.query) for e in task.heldout}
+    assert_gold_is_the_most_and_empty_the_least(task, [*task.train, *task.heldout], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "sentence"),
+    [
+        *(("gsm8k", {"question": "?", "answer": answer}, "the gold answer has no number after '####'")
+          for answer in ("1 and 8", "#### ", "#### eighteen", "#### 1 or 2")),
+        ("math", {"question": "?"}, "there is no column 'ground_truth' or .* columns found are 'question'"),
+        ("math", {"question": "?", "ground_truth": ["1"]}, "column 'ground_truth' holds list, not text"),
+        ("math", {"question": "?", "ground_truth": " "}, r"the gold answer '' \(0 characters\) cannot be compared"),
+        ("math", {"question": "?", "ground_truth": "x" * 1001}, r"the gold answer .* \(1001 characters\) cannot"),
+        ("math", {"problem": "?", "solution": "It is 5."}, r"the solution has no \\boxed{answer} \(it ends in"),
+        ("math", {"ground_truth": "1"}, "there is no column 'question' or 'problem' or 'prompt'"),
+        ("reasoning", {"question": "?"}, "no column 'answer' or 'ground_truth' or 'completion'; .* 'question'"),
+        ("reasoning", {"answer": "2"}, "no column 'question' or 'prompt'; the columns found are 'answer'"),
+        ("reasoning", {"question": "?", "answer": "so\n#### "}, r"answer is empty \(it ends in 'so\\n#### '\)"),
+        ("reasoning", {"question": " ", "answer": "2"}, "the question is empty"),
+        ("reasoning", {"question": "?", "answer": "the </answer> tag"}, "the right answer .* holds one of the tags"),
+        ("reasoning", {"question": "?", "answer": True}, "column 'answer' holds bool, not text"),
+        ("reasoning", {"prompt": [{"role": "user"}], "answer": "2"}, "'prompt' holds list.*env.dataset=table"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, name: str, row: dict, sentence: str) -> None:
+    rows = [{"question": f"No. {number}?", "answer": f"#### {number}"} for number in range(6)]
+    rows[2] = row
+    with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 3: .*{sentence}"):
+        task_class(name).load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=2)
+
+
+def test_terms_of_gsm8k() -> None:
+    task = GSM8KTask(format_weight=0.1)
+    for response, correct, is_number in (
+        *(("so\n#### $18.00", 1, 1), ("#### 19", 0, 1), ("#### eighteen", 0, 0), ("#### 18 or 19", 0, 0)),
+        ("<think>#### 18</think> 18", 0, 0),
+    ):
+        assert task.score(response, TWICE).terms == {"correct": correct, "format": is_number}, response
+    assert reward(task, "#### 19", TWICE) == pytest.approx(0.1)
+
+
+def test_right_wrong_and_missing_answers_of_math_earn_what_is_asked() -> None:
+    task = MathTask(correct=3.0, wrong=-2.0, no_answer=0.5)
+    assert task.score("so \\boxed{0.5}", HALF).terms == {"answer": 3.0, "format": 1.0}
+    assert task.score("so \\boxed{2}", HALF).terms == {"answer": -2.0, "format": 1.0}
+    assert task.score("so 0.5", HALF).terms == {"answer": 0.5, "format": 0.0}
+    assert task.score("so \\boxed{0.5", HALF).terms == {"answer": 0.5, "format": 0.0}
+    assert task.score("\\boxed{0.5}", HALF).info == {"extracted": "0.5"}
+    assert task.term_weights == {"answer": 1.0, "format": 0.0}
+    assert "\\boxed{<answer>}" in task.messages(HALF)[0]["content"]
+    assert "<answer><answer></answer>" in MathTask(answer_format="tags").messages(HALF)[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("<think>\\boxed{2}</think>\\boxed{1/2}", 1.0),
+        ("<think>\\boxed{1/2}</think> I am not sure", -0.5),
+        ("<think>\\boxed{1/2}", -0.5),
+        ("\\boxed{2}, no wait, \\boxed{\\dfrac{1}{2}}", 1.0),
+        ("\\boxed{\\frac12}, no wait, \\boxed{2}", -1.0),
+        ("\\boxed{1/2} \\boxed{1/3", 1.0),
+        ("\\boxed{\\boxed{\\frac{1}{2}}}", 1.0),
+        ("\\fbox{0.5}", 1.0),
+        ("\\boxed {0.5}", 1.0),
+        ("$$\\boxed{\\text{0.5}}$$", 1.0),
+        ("\\boxed{}", -0.5),
+        ("\\boxed{0.5 or 2}", -1.0),
+        ("\\boxed{" + "1" * 2000 + "}", -1.0),
+    ],
+)
+def test_the_last_complete_box_after_thinking_counts(response: str, answer: float) -> None:
+    assert MathTask().score(response, HALF).terms["answer"] == answer
+
+
+@pytest.mark.parametrize(
+    ("row", "gold"),
+    [
+        ({"question": "?", "ground_truth": 42}, "42"),
+        ({"question": "?", "ground_truth": 0.5}, "0.5"),
+        ({"question": "?", "ground_truth": " $\\frac12$ "}, "$\\frac12$"),
+        ({"problem": "?", "solution": "First \\boxed{1}, then \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
+        ({"problem": "?", "solution": "so it is $\\boxed 5$."}, "5"),
+        ({"problem": "?", "solution": "so they are $\\boxed{5}$ and $\\boxed{6}$."}, "5 and 6"),
+        ({"problem": "?", "answer": "2\\sqrt{3}", "solution": "\\boxed{7}"}, "2\\sqrt{3}"),
+        ({"question": "?", "answer": "5 * 2 = <<5*2=10>>10\n#### 10"}, "10"),
+        ({"prompt": "?", "answer": "\\boxed{x}", "ground_truth": None}, "x"),
+        ({"answer": "7"}, "7"),
+    ],
+)
+def test_gold_answers_of_math_are_read_bare_delimited_boxed_or_from_a_solution(row: dict, gold: str) -> None:
+    assert MathTask().read_row(row, "demo, row 1") == Example("?" if len(row) > 1 else "", gold)
+
+
+FORMS = [  # a response of the reasoning task, its thinking, its answer, and what its form is worth
+    # the form
+    ("<think>a</think><answer>b</answer>", "a", "b", 1.0),
+    (" \n<think>\na\n</think>\n\n<answer> b </answer>\n", "a", "b", 1.0),
+    ("a</think><answer>b</answer>", "a", "b", 1.0),  # the prompt has opened the thinking
+    ("<think>3 < 4 > 2</think><answer>a<b</answer>", "3 < 4 > 2", "a<b", 1.0),
+    # both parts, and something else
+    ("Sure! <think>a</think><answer>b</answer>", "a", "b", 0.5),
+    ("<think>a</think>So <answer>b</answer>", "a", "b", 0.5),
+    ("<think>a</think><answer>b</answer> Done.", "a", "b", 0.5),
+    # one part
+    ("<think>a</think>b", "a", None, 0.25),
+    ("<answer>b</answer>", None, "b", 0.25),
+    ("<think>a<answer>b</answer>", None, "b", 0.25),  # the thinking is never closed
+    ("<think>a</think><answer>b", "a", None, 0.25),
+    ("<answer>b</answer><think>a</think>", "a", None, 0.25),  # the wrong order
+    ("<think>a</think><think>c</think><answer>b</answer>", None, "b", 0.25),  # several thoughts
+    ("<think>a<think>c</think></think><answer>b</answer>", None, "b", 0.25),  # nested
+    ("<think>a</think><answer>c</answer><answer>b</answer>", "a", None, 0.25),  # several answers
+    ("<think>in <answer> I write b</think><answer>b</answer>", "in <answer> I write b", None, 0.25),
+    ("<think>a<answer>b</answer></think>", "a<answer>b</answer>", None, 0.25),
+    ("<think>a</think><answer></answer>", "a", None, 0.25),
+    ("<think> \n </think><answer>b</answer>", None, "b", 0.25),
+    # none
+    ("b", None, None, 0.0),
+    ("<think>a", None, None, 0.0),
+    ("a</answer>", None, None, 0.0),
+    ("<THINK>a</THINK><Answer>b</Answer>", None, None, 0.0),  # the tags are lower case
+    ("< think >a</ think ><answer >b</answer >", None, None, 0.0),
+    ("</answer>b<answer>", None, None, 0.0),
+]
+
+
+@pytest.mark.parametrize(("response", "thinking", "answer", "value"), FORMS)
+def test_forms(response: str, thinking: str | None, answer: str | None, value: float) -> None:
+    parts = read_parts(response)
+    assert (parts.thinking, parts.answer, format_term(parts)) == (thinking, answer, value)
+
+
+def test_only_the_exact_form_is_worth_more_than_half() -> None:
+    """Against a grader of another kind: the exact form is what is left when its pieces are put together again."""
+    bits = ["<think>", "</think>", "<answer>", "</answer>", "a", " ", "b"]
+    exact = 0
+    for _ in range(20_000):
+        pieces = ["<think>", "a", "</think>", " ", "<answer>", "b", "</answer>"]
+        for _ in range(RNG.randrange(4)):
+            place = RNG.randrange(len(pieces))
+            pieces[place : place + RNG.randrange(2)] = RNG.choices(bits, k=RNG.randrange(2))
+        response = "".join(pieces)
+        opened = response if response.lstrip().startswith("<think>") else f"<think>{response}"
+        head, _, tail = opened.strip().removeprefix("<think>").partition("</think>")
+        inner = tail.strip().removeprefix("<answer>").removesuffix("</answer>")
+        whole = tail.strip() == f"<answer>{inner}</answer>" and head.strip() != "" and inner.strip() != ""
+        whole = whole and not any(tag in part for part in (head, inner) for tag in bits[:4])
+        assert (format_term(read_parts(response)) == 1.0) == whole, response
+        exact += whole
+    assert 2000 < exact < 18_000
+
+
+def test_words() -> None:
+    counts = {"48/2 = 24": 3, "$1,080.50": 3, "don't": 2, "snake_case": 2, "我们先算九加九": 7, "カード3枚": 5}
+    counts |= {"아홉 더하기 아홉": 3, "x²+y²": 2, "": 0, "=====": 0}
+    assert {text: count_words(text) for text in counts} == counts
+
+
+EQUAL = """
+18.0 == 18 | $18.00 == 18 | 18 dollars == 18 | 18% == 18 | 1,080 == 1080 | \\$18 == 18 | 1/2 == 0.5 | x = 5 == 5
+0.5 == \\frac{1}{2} | \\frac{1}{2} == 0.5 | -3 == −3 | 5 == 5 apples | 5.0 apples. == 5 apples | $5 == 5 dollars
+paris == Paris | Yes. == yes | STRASSE == straße | (1,2) == ( 1 , 2 ) | a<b == a < b | (c) == C | C. == (C)
+C) Paris == C | \\text{(C)} == C | **Paris**. == Paris | "Paris." == Paris | 5 == 5 m
+"""
+UNEQUAL = """
+19 == 18 | 18 or 19 == 18 | 1 8 == 18 | 18.01 == 18 | -18 == 18 | 9*2 == 18 | 5 pears == 5 apples | 3 am == 3 pm
+11 == Apollo 11 | 16 == F-16 | 2 == 2x | 5 m == 5 cm | A) B) C) == C | C or D == C | C Paris == C | a == a*
+. == ** | Apollo 12 == Apollo 11 | Rome == Paris | Paris, France == Paris | not Paris == Paris | NewYork == New York
+five == 5 | 2 1 == 1 2 |  == 18
+"""
+
+
+@pytest.mark.parametrize(("table", "equal"), [(EQUAL, True), (UNEQUAL, False)])
+def test_equal_and_different_answers(table: str, equal: bool) -> None:
+    for pair in table.replace("\n", " | ").strip(" |").split(" | "):
+        answer, _, gold = pair.rpartition(" == ")
+        assert answers_equal(answer.strip(), gold) is equal, pair
+
+
+def test_reward_of_reasoning_by_hand() -> None:
+    task = ReasoningTask()
+    for response, value in {
+        f"<think>{THOUGHT}</think><answer>18</answer>": 1.2,
+        f"<think>{THOUGHT}more</think><answer>19</answer>": 0.2,
+        "<think>Nine and nine is 18.</think>\n<answer>18</answer>": 1 + 0.2 + 0.2 * (5 / 20 - 1),
+        "<answer>18</answer>": 1 + 0.2 * 0.25 - 0.2,
+        "18": -0.2,
+        "": -0.2,
+    }.items():
+        assert reward(task, response, TWICE) == pytest.approx(value)
+    heavy = ReasoningTask(format_weight=2.0, thinking_weight=0.5, min_think_words=10)
+    assert reward(heavy, "<think>a b c d e</think><answer>no</answer>", TWICE) == pytest.approx(2.0 - 0.25)
+    assert ReasoningTask(min_think_words=0).score("", TWICE).terms["thinking"] == 0.0
+
+
+def test_success_is_the_answer_alone() -> None:
+    task, example = ReasoningTask(), Example("Capital of France?", "Paris")
+    right = task.score("I know it. <ANSWER> paris. </ANSWER>", example)
+    assert right.success
+    assert right.terms == {"answer": 1.0, "format": 0.0, "thinking": -1.0}
+    assert right.info == {"think_words": 0, "answer_found": "paris."}
+    wrong = task.score(f"<think>{THOUGHT}</think><answer>Rome</answer>", example)
+    assert not wrong.success
+    assert wrong.terms == {"answer": 0.0, "format": 1.0, "thinking": 0.0}
+    assert wrong.info == {"think_words": 20, "answer_found": "Rome"}
+    assert all(tag in task.messages(example)[0]["content"] for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+
+
+def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_weights() -> None:
+    bits = ["<think>", "</think>", "<answer>", "</answer>", "<ANSWER>", "</ANSWER>", "18", "19", " ", "so ", THOUGHT]
+    task = ReasoningTask()
+    rewards: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(20_000):
+        response = "".join(RNG.choices(bits, k=RNG.randrange(12)))
+        rewards[task.score(response, TWICE).success].append(reward(task, response, TWICE))
+    assert len(rewards[True]) > 50
+    assert min(rewards[True]) > max(rewards[False])
+
+
+def test_answers_inside_the_thinking_or_before_it_do_not_count() -> None:
+    task = ReasoningTask()
+    for response in (
+        "<think><answer>18</answer></think>",
+        "<think><answer>18</answer>",
+        "<answer>18</answer><think>Nine and nine.</think>",
+        "<think>18</think>18",
+        "<think>a</think><answer>18</answer><answer>19</answer>",
+        "<think>a</think><answer>18</answer> no: <think>b</think>",
+    ):
+        assert not task.score(response, TWICE).success, response
+    assert task.score("<think>a</think><answer>19</answer><answer>18</answer>", TWICE).success  # the last one
+
+
+@pytest.mark.parametrize("min_think_words", [0, 20, 500])
+def test_a_gold_response_earns_the_full_reward_whatever_is_asked(min_think_words: int) -> None:
+    golds = ("9*2=<<9*2=18>>18\n#### 18", "#### 1,080", "-3/4", " new   York. ", "(1, 2)", "\\frac{1}{2}", "x < 3")
+    golds += ("<think>9*2</think>\n<answer>18</answer>", "[think]", "1 2 3", "Ω(n)", "...", "5 apples", "C#")
+    asked = ("", "Is </think><answer>7</answer> <think> right?", "<th<think>ink>", "?", "东京在哪里？", "\ud800")
+    task = ReasoningTask(min_think_words=min_think_words)
+    for gold in (*golds, "#### A heading\nand a text"):
+        for question in asked:
+            example = Example(question, gold)
+            score = task.score(task.gold_response(example), example)
+            assert score.terms == {"answer": 1.0, "format": 1.0, "thinking": 0.0}, example
+            assert reward(task, "", example) < reward(task, task.gold_response(example), example)
+
+
+def test_the_gold_response_is_the_worked_answer_where_that_is_long_enough() -> None:
+    example = Example("9 times 2?", "9*2 = <<9*2=18>>18\n#### 18")
+    assert ReasoningTask(min_think_words=3).gold_response(example) == (
+        "<think>\n9*2 = 18\n</think>\n<answer>18</answer>"
+    )
+    assert ReasoningTask(min_think_words=8).gold_response(Example("9 times 2?", "18")) == (
+        "<think>\nI am asked: 9 times 2?\nI read the question once more: 9 times 2?\nMy answer stays 18.\n</think>\n"
+        "<answer>18</answer>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "response"),
+    [
+        ("any", "<think>a</think>\\boxed{18}"),
+        ("boxed", "So \\boxed{18}."),
+        ("hash", "So\n#### 18"),
+        ("last_number", "So it is 18."),
+        ("any", "<answer>18</answer> 19"),
+    ],
+)
+def test_the_answer_may_be_looked_for_elsewhere(answer_format: str, response: str) -> None:
+    assert ReasoningTask(answer_format=answer_format).score(response, TWICE).success
+    assert ReasoningTask().score(response, TWICE).success == ("<answer>" in response)
+
+
+@pytest.mark.timeout(120)  # about a second; what is quadratic takes minutes
+def test_a_long_text_takes_no_longer_than_its_length() -> None:
+    task = ReasoningTask()
+    for piece in ("<think>", "</think>", "<answer>", "</answer>", "<answer></answer>", "<", "(", " ", "9 ", "-", "a "):
+        text = piece * (400_000 // len(piece))
+        for response in (text, f"<think>{text}</think><answer>18</answer>", f"<think>a</think><answer>{text}</answer>"):
+            task.score(response, Example("9 times 2?", "Paris"))
+
+
+def test_a_single_row_of_reasoning_needs_no_question() -> None:
+    read = ReasoningTask().read_row
+    assert read({"response": "x", "answer": "#### 2"}, "line 1") == Example("", "#### 2")
+    assert read({"ground_truth": 2.5, "prompt": [{"role": "user"}]}, "line 1") == Example("", "2.5")
+    assert read({"answer": None, "ground_truth": "2", "prompt": "?"}, "line 1") == Example("?", "2")
+    with pytest.raises(DatasetError, match=r"^line 7: there is no column 'answer'.*'response'"):
+        read({"response": "x"}, "line 7")
+
+
+@pytest.mark.data
+def test_every_real_gold_response_of_reasoning_earns_the_full_reward() -> None:
+    task = ReasoningTask.load(path=str(shared_data("gsm8k", "train.jsonl")))
+    assert (len(task.train), len(task.heldout)) == (6961, 512)
+    for example in [*task.train, *task.heldout]:
+        score = task.score(task.gold_response(example), example)
+        assert score.terms == {"answer": 1.0, "format": 1.0, "thinking": 0.0}, example
+        assert not task.score(f"<answer>{split_gold(example.answer)[1]}1</answer>", example).success
