@@ -160,7 +160,6 @@ def build(
             max_policy_age=config.train.max_policy_age,
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
-            max_draws=config.algorithm.dynamic_sampling_max_draws,
             **roles.source_options,
         )
         source.metrics_extra = judge_metrics(env.grader, source.metrics_extra)
@@ -295,7 +294,7 @@ def _roles_in_workers(
         name=plan.engine,
         max_model_len=max_model_len(config),
         share=cluster.engine_launcher.share,
-        deadline_s=config.inference_model.timeout_s,
+        deadline_s=config.ray.timeout_s,
     )
     if plan.shared:
         engine.fleet.wait_ready()  # an engine measures what is free, so nobody else may take memory meanwhile
@@ -356,8 +355,8 @@ def _learner_beside_workers(
             cluster.start_ranks(),
             make_settings(config, plan.device_type),
             share=cluster.launcher.share,
-            silence_s=config.train_model.timeout_s,
-            start_silence_s=config.ray.start_timeout_s,
+            silence_s=config.ray.timeout_s,
+            start_silence_s=config.ray.timeout_s,
         )
         opened.callback(remote.close)
         return remote, remote.export_hf
@@ -379,8 +378,8 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
         cluster.start_rollout(options),
         cluster.num_engines,
         capacity=options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
-        silence_s=config.inference_model.timeout_s,
-        start_silence_s=config.ray.start_timeout_s,
+        silence_s=config.ray.timeout_s,
+        start_silence_s=config.ray.timeout_s,
     )
 
 
@@ -397,8 +396,8 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         cluster.start_reference(options),
         count,
         capacity=2,  # the next group is there when one is answered
-        silence_s=config.ref_model.timeout_s,
-        start_silence_s=config.ray.start_timeout_s,
+        silence_s=config.ray.timeout_s,
+        start_silence_s=config.ray.timeout_s,
     )
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
 

@@ -171,8 +171,7 @@ class RunMemory:
         learner = self.learner if ranks else {}
         # vLLM's share of a GPU has its own context, which does not sleep
         own_context = 0 if kind == "vllm" and not (plan.shared or on_cpu) else engines
-        alone = 1 + (references > 0 and self.config.ref_model.process)
-        processes = ranks + references + own_context if plan.workers else alone
+        processes = ranks + references + own_context if plan.workers else 1
         base = {"libraries" if on_cpu else "context": processes * self.machine.process_bytes}
         base |= {"reference: weights": own * references} if references else {}
         if plan.workers and references:  # a process of its own keeps what a pass took

@@ -193,12 +193,10 @@ def reference_has_own_weights(config: Config) -> bool:
     """Whether the reference needs weights beside the learner's.
 
     It does not where there is none, nor under LoRA, where the reference is the base model with the adapter off, unless
-    it is another model or is asked to stand apart: in a process or on a device of its own.
+    it is another model or is asked to stand apart, on a device of its own.
     """
     options = config.ref_model
-    stands_apart = (
-        options.process or options.num_devices is not None or options.devices is not None or wants_workers(config)
-    )
+    stands_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None
     return has_reference(config) and (stands_apart or not is_the_base)
 

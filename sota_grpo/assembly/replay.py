@@ -57,9 +57,7 @@ TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _JUDGED = (*_LOSSES, "grad_norm")
 _ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
-_OF_THE_COLLECTION = (
-    *(f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")),
-)
+_OF_THE_COLLECTION = ("algorithm.overlong_buffer", "algorithm.dynamic_sampling")
 _ALGORITHM = {name for name, _, _ in walk() if name.startswith("algorithm.")} - {"algorithm.name"}
 _STEPS = ("train.epochs", "train.optim_batch_size")  # into how many optimizer steps the training step is divided
 _COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss", *_STEPS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, OptimizerConfig, has_reference
+from sota_grpo.config import Config, has_reference
 from sota_grpo.config.shared import device_count
 from sota_grpo.engines import ENGINES
 from sota_grpo.policy.optimizers import OPTIMIZERS
@@ -53,8 +53,6 @@ def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
             f"optimizer.name={name} keeps its moments in blocks that one process holds whole, and the learner has "
             f"{ranks} devices, which divide AdamW's among them; use optimizer.name=adamw or train_model.num_devices=1."
         )
-    if name != "muon" and config.optimizer.momentum != (default := OptimizerConfig().momentum):
-        yield f"optimizer.momentum={config.optimizer.momentum} belongs to optimizer.name=muon; leave it at {default}."
 
 
 def the_learners_devices_are_a_product(config: Config) -> Iterator[str]:
@@ -110,11 +108,11 @@ def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
             "among them; use train_model.num_devices=1 or model.quantization=null."
         )
     ref = config.ref_model
-    apart = _has_workers(config) or ref.process or ref.num_devices is not None or ref.devices is not None
+    apart = _has_workers(config) or ref.num_devices is not None or ref.devices is not None
     if apart and has_reference(config) and ref.name is None:
         yield (
-            f"model.quantization={kind} changes the base, and a reference that stands apart (mode=async, ref_model."
-            "process, devices of its own) has the base as it is stored, so their KL would not begin at 0; use "
+            f"model.quantization={kind} changes the base, and a reference that stands apart (mode=async, "
+            "devices of its own) has the base as it is stored, so their KL would not begin at 0; use "
             "policy.kl_coef=0, or mode=sync on one device, where the reference is the base under the adapter."
         )
     if config.train_model.compile:

@@ -26,12 +26,10 @@ READERS = {  # options of some tasks only, by the parameter of a task that reads
     **{"env.dataset_path": "path", "env.difficulty": "max_steps"},
     **{f"env.{name}": name for name in ("eval_path", "system_prompt", "prompt_column", "answer_column", "tasks")},
     **{f"env.{name}": name for name in ("answer_format", "format_weight", "sandbox")},
-    **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "instructions_weight", "all_weight")},
+    **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "all_weight")},
 }
-#: Bounds of dialogs with tools.
-OF_TOOLS = ("env.tool_timeout_s", "env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens")
 _OFFERS = ("env.tools", "env.environment")  # a task has one of them, so an entry that gives one has no other
-_DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, *OF_TOOLS, "env.max_steps", "env.reasoning")}
+_DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, "env.max_steps", "env.reasoning")}
 #: What an entry may give, by the option of the run that it stands for.
 ENTRY_OPTIONS = {
     **{name.partition(".")[2]: name for name in READERS if name.startswith("env.")},
@@ -188,7 +186,6 @@ def _entry_config(config: Config, entry: Mapping[str, Any]) -> Config:
     unread = [name for name, parameter in READERS.items() if parameter not in read]
     unread += _OF_FUNCTIONS if "reward.path" in entered else []
     offers = {name: _value(config, entry, name) for name in _OFFERS}
-    unread += OF_TOOLS if not any(offers.values()) else []
     if entered.get("reward.judge.weight") == 0:  # the judge is not asked about this task
         entered = {name: value for name, value in entered.items() if not name.startswith("reward.judge.")}
         unread += [name for name in defaults if name.startswith("reward.judge.")]
@@ -254,8 +251,4 @@ def _reads(config: Config, entry: Mapping[str, Any], option: str) -> bool:
     """Whether an entry that does not give ``option`` itself makes anything of the run's."""
     if option in READERS:
         return READERS[option] in parameters(entry.get("dataset", config.env.dataset))
-    if option in _OFFERS:
-        return _value(config, entry, option) is not None
-    if option == "env.max_steps":
-        return _turns(config, entry) > 1
-    return any(_value(config, entry, name) is not None for name in _OFFERS)
+    return _turns(config, entry) > 1 if option == "env.max_steps" else _value(config, entry, option) is not None

@@ -20,7 +20,6 @@ from sota_grpo.config import (
 )
 from sota_grpo.config.judging import judge_faults
 from sota_grpo.config.mixture import (
-    OF_TOOLS,
     READERS,
     entry_faults,
     has_own_group_sizes,
@@ -59,18 +58,13 @@ def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
 _AMOUNTS = (
     *("env.num_envs", "env.repeats", "inference_model.max_tokens", "train.total_dialog_turns"),
     *("train.dialog_turns_per_batch", "train.optim_batch_size", "train.epochs", "train.micro_batch_tokens"),
-    *("train.keep_checkpoints", "eval.num_samples", "algorithm.dynamic_sampling_max_draws"),
-    *("optimizer.lr", "train_model.lora.r", "ref_model.timeout_s", "algorithm.correction_cap", "env.max_samples"),
-    *("algorithm.tau_positive", "algorithm.tau_negative", "algorithm.k_positive", "algorithm.k_negative"),
-    *("algorithm.lambda_positive", "algorithm.lambda_negative"),
+    *("train.keep_checkpoints", "eval.num_samples"),
+    *("optimizer.lr", "train_model.lora.r", "algorithm.correction_cap", "env.max_samples"),
     *("inference_model.max_num_seqs", "inference_model.max_model_len", "train_model.num_devices"),
     *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
     *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
-    *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
-    *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
-    *("env.max_dialog_s", "env.max_observation_tokens"),
+    *("train.weight_update_frequency", "env.timeout_s", "env.max_steps", "ray.timeout_s"),
     *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
-    *("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"),
 )
 
 
@@ -94,7 +88,7 @@ _SHARES = (
     *("inference_model.gpu_memory_utilization", "inference_model.top_p", "inference_model.min_p"),
     "algorithm.top_entropy_quantile",
 )
-_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum")
+_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2")
 
 
 def every_share_lies_between_0_and_1(config: Config) -> Iterator[str]:
@@ -307,10 +301,6 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
             )
         return
     if not offers_tools(config):
-        for name, (value, default) in changed_options(config).items():
-            if name in OF_TOOLS:
-                left = "null" if default is None else default
-                yield f"{name}={value} belongs to tools; give env.tools or env.environment, or leave it at {left}."
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:

@@ -71,7 +71,7 @@ class Run:
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.directory, self.run_dir = directory, directory.path
         self.began = time.perf_counter()
-        setup_logging(self.run_dir, config.logging.level)
+        setup_logging(self.run_dir)
         device = resolve_device(config)  # a GPU that is missing is told before a disk that is full
         require_disk(config, self.run_dir)
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
@@ -318,8 +318,8 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     passed = passed or Passed()
     anchor_paths(config)
     signed = asdict(config) | passed.signature
-    total, private = num_steps(config), config.logging.private
-    with open_run(run_dir, signed, config.train.resume, num_steps=total, private=private) as directory:
+    total = num_steps(config)
+    with open_run(run_dir, signed, config.train.resume, num_steps=total) as directory:
         passed.write(directory.path, config)
         if directory.finished:
             say(f"The run in {directory.path} is already finished.")

@@ -281,7 +281,7 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
     return list(kept.values())
 
 
-def hash_ordered(examples: Iterable[Example], data_seed: int) -> list[Example]:
+def hash_ordered(examples: Iterable[Example], data_seed: int = 0) -> list[Example]:
     """The examples by a hash of their questions: the first so many are a random sample of a file in any order.
 
     >>> rows = [Example(f"{n}?", "") for n in range(4)]

@@ -43,9 +43,9 @@ FREE_OPTIONS = (
     ("train", "keep_checkpoints"),
     ("train", "export_hf"),
     ("train", "grace_s"),
-    *((role, option) for role in ROLES for option in ("num_devices", "devices", "timeout_s")),
+    *((role, option) for role in ROLES for option in ("num_devices", "devices")),
     ("env", "reward_workers"),
-    ("env", "reward_timeout_s"),
+    ("env", "timeout_s"),
     ("engine", "url"),
     ("inference_model", "gpu_memory_utilization"),
     ("inference_model", "max_num_seqs"),
@@ -204,9 +204,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise unwritable(self.path, error) from error
 
 
-def open_run(
-    run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int, private: bool = False
-) -> RunDir:
+def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
     """The directory this command works in, locked.
 
     ``resume=None`` starts in ``run_dir``. ``auto`` continues ``run_dir`` when it holds a run; else, of the unfinished
@@ -216,7 +214,6 @@ def open_run(
 
     Args:
         num_steps: training steps asked for; a finished run of fewer can be continued by its path.
-        private: nobody else on this machine may look into the directory.
 
     Raises:
         RunRefused: the directory already holds a run, another process works in it, the run named is not there, or its
@@ -237,8 +234,6 @@ def open_run(
     lock = _lock(path)
     if lock is None:
         raise RunRefused(_is_busy(path))
-    if private:
-        path.chmod(0o700)
     sentence = _refusal(path, config, digest, num_steps, resume)
     if sentence is not None:
         lock.close()

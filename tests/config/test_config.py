@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from sota_grpo.config import Config, register, validators
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import READERS, ConfigError, validate
-from sota_grpo.recording.sinks import SINKS
 from sota_grpo.tasks import TASKS, parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,10 +124,10 @@ def first(config, other):
 class Run:
     def log(self):
         config = self.config.logging
-        return config.level
+        return config.num_examine
 """
     leaves = {name for name, _, _ in walk()}
-    assert ConfigReads(source).read & leaves == {"train_model.lora.r", "eval.every", "logging.level"}
+    assert ConfigReads(source).read & leaves == {"train_model.lora.r", "eval.every", "logging.num_examine"}
 
 
 def test_every_field_is_read_by_the_assembly() -> None:
@@ -140,7 +139,7 @@ def test_every_field_is_read_by_the_assembly() -> None:
         *(package / "assembly").glob("*.py"),
     ]
     rooms += (package / "recording/sinks").glob("*.py")
-    read = {f"logging.{option}" for option in SINKS}.union(*(ConfigReads(path.read_text()).read for path in rooms))
+    read = set().union(*(ConfigReads(path.read_text()).read for path in rooms))
     read |= {option for option, name in READERS.items() if any(name in parameters(task) for task in TASKS)}
     unread = {name for name, _, _ in walk()} - read
     # it labels the run in the logs
@@ -316,11 +315,6 @@ BROKEN = [
         "dual_clip=1.0 must be above 1",
     ),
     (
-        "a_bound_of_the_ratio_lies_above_that_of_an_unchanged_policy",
-        ["algorithm=dppo", "algorithm.ratio_cap=0.5"],
-        "ratio_cap=0.5 must be above 1",
-    ),
-    (
         "the_bounds_of_a_correction_leave_room_between_them",
         ["algorithm.correction_floor=0.5"],
         "no effect on algorithm.correction=none",
@@ -358,7 +352,6 @@ BROKEN = [
         )
     ),
     ("a_group_baseline_has_siblings", ["algorithm=gdpo", "env.repeats=1"], "decouple_terms"),
-    ("every_amount_is_positive", ["algorithm=sapo", "algorithm.tau_negative=0"], "algorithm.tau_negative=0"),
     ("every_coefficient_is_not_negative", ["algorithm.off_policy_threshold=-1"], "off_policy_threshold=-1"),
     ("a_group_baseline_has_siblings", ["algorithm=opo", "env.repeats=1"], "length_weighted"),
     ("every_share_lies_between_0_and_1", ["algorithm.top_entropy_quantile=1.5"], "top_entropy_quantile=1.5"),
@@ -367,20 +360,12 @@ BROKEN = [
         ["algorithm=gmpo", "algorithm.top_entropy_quantile=0.2"],
         "use algorithm.objective=clipped",
     ),
-    *(
-        ("an_entropy_bonus_is_adapted_between_its_bounds", more, said)
-        for more, said in (
-            (["algorithm=skywork_or1", "algorithm.entropy_coef=2"], "use algorithm.entropy_coef_max=2.0"),
-            (["algorithm.entropy_coef_delta=0.1"], "use algorithm.entropy_coef_delta=0.005 or give a target"),
-            (["algorithm.entropy_coef_max=0.1"], "use algorithm.entropy_coef_max=1.0 or give a target"),
-        )
+    (
+        "an_entropy_bonus_begins_within_its_bounds",
+        ["algorithm=skywork_or1", "algorithm.entropy_coef=2"],
+        "entropy_coef=2.0 is above 1",
     ),
     ("a_group_baseline_has_siblings", ["algorithm=pass_at_k", "env.repeats=1"], "best_of_others"),
-    (
-        "options_that_the_objective_does_not_read_keep_their_default",
-        ["algorithm=vespo", "algorithm.tau_positive=2"],
-        "tau_positive=1.0 or algorithm.objective=sapo",
-    ),
     (
         "options_that_the_objective_does_not_read_keep_their_default",
         ["algorithm=cispo", "algorithm.dual_clip=null"],
@@ -483,7 +468,6 @@ BROKEN = [
         ["env.mixture={a: {}}", "env.environment=e.py:E", "env.max_steps=2"],
         "would have the rows of every task of env.mixture",
     ),
-    ("tools_have_turns_to_answer_in", ["env.max_tool_calls=3"], "belongs to tools; give env.tools"),
     (
         "tools_have_turns_to_answer_in",
         ["env.tools=t.py:f", "env.environment=e.py:E", "env.max_steps=2"],
@@ -563,24 +547,13 @@ BROKEN = [
     ),
     (
         "tasks_of_a_mixture_keep_the_rules",
-        ["env.mixture={a: {max_tool_calls: 2}}"],
-        "env.mixture.a: env.max_tool_calls=2 belongs to tools",
-    ),
-    (
-        "tasks_of_a_mixture_keep_the_rules",
         ["env.mixture={a: {max_steps: 2}}"],
         "env.mixture.a: env.max_steps=2 has no effect on env.dataset=arithmetic, which says nothing",
     ),
-    *(
-        (
-            "options_beside_a_mixture_are_read_by_one_of_its_tasks",
-            [f"env.mixture={{a: {{tools: {own}, max_steps: 2}}, b: {{}}}}", override],
-            f"{override} has no effect on any task of env.mixture",
-        )
-        for own, override in (
-            ("'t.py:f'", "env.max_steps=3"),
-            ("'t.py:f', max_tool_calls: 1", "env.max_tool_calls=3"),
-        )
+    (
+        "options_beside_a_mixture_are_read_by_one_of_its_tasks",
+        ["env.mixture={a: {tools: 't.py:f', max_steps: 2}, b: {}}", "env.max_steps=3"],
+        "env.max_steps=3 has no effect on any task of env.mixture",
     ),
     (
         "options_beside_a_mixture_are_read_by_one_of_its_tasks",
@@ -639,7 +612,7 @@ BROKEN = [
     ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.compile=true"], "cannot look into the products"),
     (
         "only_frozen_weights_are_in_4_bits",
-        [*QLORA, "policy.kl_coef=0.01", "ref_model.process=true"],
+        [*QLORA, "policy.kl_coef=0.01", "ref_model.num_devices=1"],
         "has the base as it is stored",
     ),
     ("sampling_is_the_policys_own_distribution", ["inference_model.top_k=1"], "keep one token"),
@@ -662,7 +635,6 @@ BROKEN = [
             (["engine=vllm"], "compute capability 9.0 or above, and this is device=cpu"),
         )
     ),
-    ("an_optimizer_trains_what_it_can", ["optimizer.momentum=0.9"], "belongs to optimizer.name=muon"),
     ("arguments_are_passed_on_by_name", [*JUDGED, "reward.judge.extra_body=[a]"], "reward.judge.extra_body={NAME"),
 ]
 

@@ -163,11 +163,11 @@ ACTOR = "actor_rollout_ref.actor"
             {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False},
         ),
         (
-            ("algorithm=sapo", "algorithm.tau_negative=1.2"),
-            {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 1.0, f"{ACTOR}.tau_neg": 1.2},
+            ("algorithm=sapo",),
+            {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 1.0, f"{ACTOR}.tau_neg": 1.05},
         ),
         (
-            ("algorithm=dppo", "algorithm.ratio_cap=20"),
+            ("algorithm=dppo",),
             {
                 f"{ACTOR}.policy_loss.loss_mode": "dppo_tv",
                 f"{ACTOR}.clip_ratio_c": 20.0,

@@ -221,7 +221,7 @@ def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
         {"max_cudagraph_capture_size": 1024},
         {"max_cudagraph_capture_size": 992},
     ]
-    assert compilation(1024, on_cpu=True) is compilation(1024, enforce_eager=True) is None
+    assert compilation(1024, on_cpu=True) is compilation(1024, engine_kwargs={"enforce_eager": True}) is None
     own = {"engine_kwargs": {"compilation_config": {"max_cudagraph_capture_size": 64, "mode": 3}}}
     assert compilation(1024, **own) == {"max_cudagraph_capture_size": 64, "mode": 3}
     refuse_arguments(EngineOptions(str(TINY), eos_token_ids=(), max_rows=1024, **own).resolved(), on_cpu=False)

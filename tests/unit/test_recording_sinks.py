@@ -82,27 +82,29 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     assert not any(b"sesame" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("option", ["wandb", "tensorboard"])
-def test_a_package_that_is_missing_is_one_sentence_unless_it_may_be(option, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("package", "options", "given"),
+    [
+        ("wandb", {"wandb": "online"}, r"wandb=online"),
+        ("tensorboard", {"sinks": ["tensorboard"]}, r"sinks=\[tensorboard\]"),
+    ],
+)
+def test_a_package_that_is_missing_is_one_sentence_unless_it_may_be(
+    package, options, given, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("sota_grpo.recording.sinks.find_spec", lambda name: None)
     assert make_sinks(Config(), tmp_path) == []
-    value = {"wandb": "online", "tensorboard": True}[option]
-    config = Config(logging=LoggingConfig(**{option: value}))
-    sentence = rf"^logging\.{option}=(online|true) needs {option}, which is not installed: `pip install .*\.$"
+    sentence = rf"^logging\.{given} needs {package}, which is not installed: `pip install .*\.$"
     with pytest.raises(ConfigError, match=sentence):
-        require_sinks(config)
+        require_sinks(Config(logging=LoggingConfig(**options)))
     assert not caplog.records
     require_sinks(Config(logging=LoggingConfig(wandb="offline")))
     assert make_sinks(Config(logging=LoggingConfig(wandb="offline")), tmp_path) == []
     assert caplog.text.count("which is not installed") == 1
 
 
-def test_a_sink_is_built_of_its_class_and_its_option(tmp_path, monkeypatch):
-    """Nothing else names it: neither the run, nor the checks before it."""
-
+def test_a_sink_is_built_of_its_class_by_its_name(tmp_path, monkeypatch):
     class Json(CopySink):
-        option = "json"
-
         @classmethod
         def from_config(cls, config, run_dir):
             sink = cls()
@@ -115,10 +117,8 @@ def test_a_sink_is_built_of_its_class_and_its_option(tmp_path, monkeypatch):
         def _finish(self, exit_code):
             pass
 
-    monkeypatch.setitem(SINKS, "json", Json)
-    monkeypatch.setattr(LoggingConfig, "json", False, raising=False)
-    config = Config(logging=LoggingConfig(project="mine"))
-    config.logging.json = True
+    monkeypatch.setitem(SINKS._own, "json", Json)
+    config = Config(logging=LoggingConfig(project="mine", sinks=["json"]))
     with RunLog(tmp_path, sinks=make_sinks(config, tmp_path)) as log:
         log.write_step(3, {"reward": 1.0})
     assert (tmp_path / "mine.txt").read_text() == "3 {'reward': 1.0}"

@@ -49,7 +49,7 @@ KL = "policy.kl_coef=0.05"
 RUNS = {
     "grpo, its steps and epochs": ("algorithm=grpo", KL, "train.optim_batch_size=8", "train.epochs=2"),
     "dr_grpo, entropy": ("algorithm=dr_grpo", "algorithm.entropy_coef=0.01", "algorithm.drop_truncated=true"),
-    "dapo, penalty": ("algorithm=dapo", "algorithm.overlong_buffer=24", "algorithm.dynamic_sampling_max_draws=2"),
+    "dapo, penalty": ("algorithm=dapo", "algorithm.overlong_buffer=24"),
     "top-p, KL": ("algorithm=grpo", KL, "inference_model.top_p=0.9", "inference_model.temperature=1.5"),
     "cispo, correction": ("algorithm=cispo", "algorithm.correction=sequence", "train.optim_batch_size=8"),
     "rloo, KL in the reward": ("algorithm=rloo", KL, "train.kl_coef_in_loss=false"),
@@ -58,7 +58,7 @@ RUNS = {
         *("train_model.lora.dropout=0.2", "train.optim_batch_size=8", "train.micro_batch_tokens=512"),
     ),
     "skywork_or1, tokens of high entropy": (
-        *("algorithm=skywork_or1", "algorithm.entropy_target=9", "algorithm.entropy_coef_delta=0.05"),
+        *("algorithm=skywork_or1", "algorithm.entropy_target=9"),
         "algorithm.top_entropy_quantile=0.2",
     ),
     "dialogs of two turns, min-p": (
