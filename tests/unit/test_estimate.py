@@ -142,7 +142,7 @@ def test_auto_fills_nine_tenths_of_what_is_free_while_training(gib: float, overr
     (training,) = [parts for name, parts in found.devices[-1].moments.items() if name in ("training", "at work")]
     own = sum(training[part] for part in ("weights", "gradients", "optimizer", "activations", "logits"))
     assert own <= 0.9 * (gib * GIB - (sum(training.values()) - own))
-    assert f"auto is {auto:,}, which fills at most" in found.micro_batches_sentence
+    assert f"auto is {auto:,}, which fills " in found.micro_batches_sentence
     assert found.as_dict()["micro_batch_tokens"] == auto
 
 
@@ -153,8 +153,6 @@ def test_auto_ends_at_a_step_at_65536_at_the_longest_sample_and_on_a_cpu() -> No
     assert few.micro_batch_tokens == 2 * (300 + 8 * 1024)
     least = planned(gib=20.0)
     assert least.micro_batch_tokens == 300 + 1024
-    assert "is the longest sample, and would fill" in least.micro_batches_sentence
-    assert "a group of 8 such samples (8,492 tokens) is cut" in least.micro_batches_sentence
     assert RunMemory(compose("grpo_cpu"), QWEN, 50, CPU).micro_batch_tokens == 16_384
     assert planned("train.micro_batch_tokens=777", gib=80.0).micro_batch_tokens == 777
 
@@ -169,7 +167,7 @@ def test_a_run_plans_the_micro_batches_of_its_estimate_once(
         return with_micro_batches(config, found.plan, 300).train.micro_batch_tokens
 
     with caplog.at_level("INFO", logger="sota_grpo"):
-        monkeypatch.setattr(estimating, "_find_machine", lambda *_: (replace(found.machine, count=1, is_here=True), ""))
+        monkeypatch.setattr(estimating, "_machine", lambda *_: (replace(found.machine, count=1, is_here=True), ""))
         assert tokens(config) == found.micro_batch_tokens
         assert [record.message for record in caplog.records] == [found.micro_batches_sentence]
         monkeypatch.undo()
@@ -278,13 +276,6 @@ def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> No
     times = 2 + ((steps - 1) // options.every if options.every else 0)
     evaluated = times * options.num_samples * (1 + options.avg_at_k)
     assert evaluated < 0.15 * (evaluated + steps * mean_responses_per_step(config))
-
-
-def test_responses_are_counted_by_what_they_are_for() -> None:
-    """Ten steps of 16: evaluated at the start, after 4 and 8, and at the end, greedily and twice at random."""
-    given = ["train.dialog_turns_per_batch=16", "train.optim_batch_size=16", "train.total_dialog_turns=160"]
-    found = estimate(compose("grpo_cpu", [*given, "eval.every=4", "eval.num_samples=10", "eval.avg_at_k=2"]))
-    assert found.responses == {"training": 160, "evaluation": 4 * 10 * 3, "checks": 8}
 
 
 def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:
@@ -436,30 +427,6 @@ def test_what_is_written_to_the_disk_is_counted(overrides: list[str], sizes: tup
     disk = device_memory.disk_of(found.config, found.model)
     assert (round(disk.checkpoint / GIB, 2), disk.checkpoints, round(disk.export / GIB, 2)) == sizes
     assert disk.total == disk.checkpoint * disk.checkpoints + disk.export
-
-
-@pytest.mark.parametrize(
-    ("free", "fix"),
-    [
-        (80.0, None),
-        (60.0, "use train.keep_checkpoints=2 (57.5 GiB), or free space"),
-        (50.0, "use train.keep_checkpoints=1 (40.3 GiB), or free space"),
-        (35.0, "use train.keep_checkpoints=1 train.export_hf=false (34.5 GiB), or free space"),
-        (20.0, "use train_model.lora.enabled=true (6.58 GiB), or free space"),
-        (0.1, "; free space there, or choose another hydra.run.dir"),
-    ],
-)
-def test_a_disk_that_will_be_full_is_refused_with_the_smallest_change(
-    free: float, fix: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * GIB)))
-    config = compose("grpo_gsm8k", GPUS)
-    if fix is None:
-        device_memory.require_disk(config, tmp_path / "new")
-        return
-    with pytest.raises(UserError, match=r"writes 74.8 GiB: 4 checkpoints of 17.3 GiB") as refused:
-        device_memory.require_disk(config, tmp_path / "new")
-    assert fix in str(refused.value)
 
 
 def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
