@@ -86,7 +86,7 @@ class Estimate(RunMemory):
 def estimate(
     config: Config, *, memory_gib: float | None = None, gpus: int | None = None, prompt_tokens: int | None = None
 ) -> Estimate:
-    """Plan the run of ``config`` and add up its memory; what is None is measured, or assumed where it is not here.
+    """Plan the run of a valid ``config`` and add up its memory; what is None is measured, or assumed.
 
     Args:
         memory_gib: of each GPU, or of the machine on a CPU.
@@ -94,10 +94,8 @@ def estimate(
         prompt_tokens: of the longest prompt.
 
     Raises:
-        UserError: the config breaks a rule, its devices cannot be shared out, its model or data cannot be read, or a
-            prompt is longer than the context.
+        UserError: its devices cannot be shared out, its model or data cannot be read, or a prompt is too long.
     """
-    validate(config)
     (model, model_place), teacher = _architectures(config)
     machine, machine_place = _machine(config, memory_gib, gpus)
     context = RunMemory(config, model, prompt_tokens or 0, machine).context

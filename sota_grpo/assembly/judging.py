@@ -10,7 +10,7 @@ from typing import Any
 from sota_grpo.config import Config
 from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import task_configs
-from sota_grpo.config.secrets import judge_key
+from sota_grpo.config.secrets import JUDGE_KEY, key_of
 from sota_grpo.errors import UserError
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
@@ -95,7 +95,7 @@ def _judge(config: Config, run_dir: Path | None) -> JudgeClient:
     assert options.url is not None
     endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
     cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
-    judge = JudgeClient(options.url, endpoint, cache, api_key=judge_key())
+    judge = JudgeClient(options.url, endpoint, cache, api_key=key_of(JUDGE_KEY))
     try:
         judge.connect()
     except BaseException:

@@ -36,13 +36,10 @@ _AMD = Path("/dev/kfd")  # the device of its driver
 
 
 def preflight(config: Config, run_dir: Path | None = None) -> None:
-    """Judge the config, and what it names, as far as that needs nothing heavy.
+    """Raise UserError with the first reason why the run cannot start, as far as that needs nothing heavy.
 
     Args:
         run_dir: where the run would be written; None: nowhere.
-
-    Raises:
-        UserError: the run cannot start; the first reason.
     """
     require_tokens()
     validate(config)

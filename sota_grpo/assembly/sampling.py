@@ -23,7 +23,7 @@ from sota_grpo.config.mixture import (
     task_configs,
     weights,
 )
-from sota_grpo.config.secrets import api_key
+from sota_grpo.config.secrets import API_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
@@ -388,7 +388,7 @@ def engine_options(
     return replace(
         options,
         url=config.engine.url,
-        api_key=api_key() if config.engine.url is not None else None,
+        api_key=key_of(API_KEY) if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
         shared_folder=str(run_dir),
         deadlines=Deadlines(control=config.ray.timeout_s),

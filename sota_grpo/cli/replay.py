@@ -36,21 +36,14 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay the step and print what came of it; 0 once it is computed, whether or not it agrees.
-
-    Raises:
-        UserError: the step cannot be replayed, or not under these options.
-    """
-    from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, algorithms_of, load_config, overrides_under
+    """Replay the step and print what came of it; 0 once it is computed, whether or not it agrees."""
+    from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
     from sota_grpo.run.entry import quiet_console
 
     quiet_console()
     run_dir = Path(options.run_dir)
     config = load_config(run_dir, trust=options.trust_run, unused=UNUSED_WITHOUT_SAMPLES)
     tell_trust(options, config)
-    algorithms, common = algorithms_of(options.overrides)
-    for name in algorithms:  # what is wrong with the names is said before torch is imported
-        load_config(run_dir, overrides_under(name, common), trust=True)
     from sota_grpo.assembly.replay import replayed
 
     result = replayed(run_dir, options.step, options.overrides, trust=options.trust_run)
@@ -98,12 +91,7 @@ def _tables(result: Mapping[str, Any]) -> list[list[list[str]]]:
 
 
 def _number(value: float | None) -> str:
-    """Nine digits, which tell float32 values apart.
-
-    >>> _number(None), _number(0.0), _number(-0.5), _number(1 / 3)
-    ('-', '0', '-0.5', '0.333333333')
-    """
-    return "-" if value is None else f"{value:.9g}"
+    return "-" if value is None else f"{value:.9g}"  # nine digits tell float32 values apart
 
 
 def _verdict(result: Mapping[str, Any]) -> str:

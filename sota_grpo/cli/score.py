@@ -162,11 +162,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Grade what the options name; 0 once everything that can be read is graded.
-
-    Raises:
-        UserError: the options contradict each other, or a file cannot be read or written.
-    """
+    """Grade what the options name; 0 once everything that can be read is graded."""
     _require_sense(options)
     with redirect_stdout(sys.stderr):  # a file of reward functions runs here, and may print
         task = make_scorer(

@@ -482,46 +482,22 @@ def num_steps(config: Config) -> int:
 
 
 def model_name(config: Config) -> str:
-    """Hub name or directory of the policy.
-
-    >>> config = Config()
-    >>> config.model.size = "0.5B"
-    >>> model_name(config)
-    'Qwen/Qwen2.5-0.5B-Instruct'
-    """
+    """Hub name or directory of the policy."""
     return config.model.name or model_of_size(config.model.size)
 
 
 def reference_name(config: Config) -> str:
-    """Hub name or directory of the reference, where there is one.
-
-    >>> config = Config()
-    >>> config.model.name, config.ref_model.name = "tiny", "runs/teacher/hf"
-    >>> reference_name(config)
-    'runs/teacher/hf'
-    """
+    """Hub name or directory of the reference, where there is one."""
     return config.ref_model.name or model_name(config)
 
 
 def has_reference(config: Config) -> bool:
-    """Whether a reference's log-probs are asked for: by a KL term, or of a teacher.
-
-    >>> config = Config()
-    >>> config.algorithm.distill_coef = 1.0
-    >>> has_reference(Config()), has_reference(config)
-    (False, True)
-    """
+    """Whether a reference's log-probs are asked for: by a KL term, or of a teacher."""
     return config.policy.kl_coef > 0 or config.algorithm.distill_coef > 0
 
 
 def most_kept(config: Config) -> int:
-    """Most tokens of the set that one is drawn from; 0 where that is the whole vocabulary.
-
-    >>> config = Config()
-    >>> config.inference_model.top_p = 0.9
-    >>> most_kept(Config()), most_kept(config)
-    (0, 1024)
-    """
+    """Most tokens of the set that one is drawn from; 0 where that is the whole vocabulary."""
     sampling = config.inference_model
     return sampling.top_k or (MOST_KEPT if sampling.top_p < 1 or sampling.min_p > 0 else 0)
 

@@ -22,8 +22,7 @@ def rubric_file(rubric: str | None) -> Path | None:
     return Path(rubric) if rubric is not None and is_file else None
 
 
-def judge_faults(config: Config) -> Iterator[str]:
-    """What is wrong with the options of the judge, in sentences."""
+def a_judge_is_asked_for_what_it_can_do(config: Config) -> Iterator[str]:
     judge: JudgeConfig = config.reward.judge
     if judge.kind is None:
         for name, (value, default) in changed_options(config).items():

@@ -11,22 +11,12 @@ SHARED = "shared"  # the learner's devices
 
 
 def shares_devices(config: Config) -> bool:
-    """Whether engines stand on the learner's devices and take turns with it.
-
-    >>> config = Config()
-    >>> config.inference_model.num_devices = "shared"
-    >>> shares_devices(config), shares_devices(Config())
-    (True, False)
-    """
+    """Whether engines stand on the learner's devices and take turns with it."""
     return config.inference_model.num_devices == SHARED
 
 
 def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig) -> int | None:
-    """Devices that a role asks for; None where it asks for none of its own.
-
-    >>> device_count(InferenceModelConfig(num_devices="shared")), device_count(TrainModelConfig(devices=[0, 3]))
-    (None, 2)
-    """
+    """Devices that a role asks for; None where it asks for none of its own."""
     if role.devices is not None:
         return len(role.devices)
     return None if isinstance(role.num_devices, str) else role.num_devices

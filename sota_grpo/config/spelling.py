@@ -13,11 +13,7 @@ from sota_grpo.config import Config
 
 
 def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Every leaf option as ``(dotted name, dataclass field, value)``, in the order of the schema.
-
-    Args:
-        config: or a section of one; None: the defaults.
-        prefix: of the names.
+    """Every leaf option of a config or section (None: the defaults) as ``(dotted name, dataclass field, value)``.
 
     >>> [name for name, _, _ in walk()][:3]
     ['seed', 'mode', 'device']
@@ -31,11 +27,7 @@ def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def changed_options(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Value and default of every option that is not at its default, by name.
-
-    >>> changed_options(Config(seed=3))
-    {'seed': (3, 0)}
-    """
+    """Value and default of every option that is not at its default, by name."""
     options = zip(walk(config), walk())
     return {name: (value, default) for (name, _, value), (_, _, default) in options if value != default}
 
@@ -61,8 +53,6 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
     ['train.resume=null', 'train.export_hf=false', 'reward.name=[near,brief]']
     >>> overrides_of({"env.chat_template_kwargs": {"enable_thinking": False, "date": "1 May"}})
     ["env.chat_template_kwargs={enable_thinking:false,date:'1 May'}"]
-    >>> overrides_of({"env.tasks": {"chain_sum": 2, "gcd": {"level": 1}}})
-    ['env.tasks={chain_sum:2,gcd:{level:1}}']
     >>> overrides_of({"env.mixture": {"sums": {"dataset": "arithmetic", "system_prompt": "Think, then say it."}}})
     ["env.mixture={sums:{dataset:arithmetic,system_prompt:'Think, then say it.'}}"]
     """

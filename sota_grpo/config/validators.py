@@ -12,16 +12,16 @@ from sota_grpo.config import (
     Config,
     ModelConfig,
     algorithm_rules,
+    judging,
     memory_rules,
     most_kept,
     responses_per_step,
     reward_names,
     shared,
 )
-from sota_grpo.config.judging import judge_faults
 from sota_grpo.config.mixture import (
     READERS,
-    entry_faults,
+    a_mixture_names_tasks_and_their_options,
     has_own_group_sizes,
     longest_response,
     replies,
@@ -39,10 +39,6 @@ from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
 from sota_grpo.tasks.wrappers import naming_faults
-
-
-def a_mixture_names_tasks_and_their_options(config: Config) -> Iterator[str]:
-    yield from entry_faults(config)
 
 
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
@@ -417,10 +413,6 @@ def judges_alone(config: Config) -> bool:
     return config.reward.judge.kind is not None and config.reward.judge.alone
 
 
-def a_judge_is_asked_for_what_it_can_do(config: Config) -> Iterator[str]:
-    yield from judge_faults(config)
-
-
 _MAPPINGS = (
     *("env.chat_template_kwargs", "inference_model.engine_kwargs", "model.load_kwargs"),
     "reward.judge.extra_body",
@@ -519,10 +511,13 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             )
 
 
-_MODULES = (algorithm_rules, memory_rules, shared)
+_MODULES = (algorithm_rules, memory_rules, shared, judging)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
-RULES = tuple(rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE)  # in their order
+RULES = (  # in their order; of entries before what is made of them
+    a_mixture_names_tasks_and_their_options,
+    *(one for one in _EVERY if isgeneratorfunction(one) and one.__module__ in _HERE and one.__name__[0] != "_"),
+)
 
 
 class ConfigError(UserError, ValueError):

@@ -60,13 +60,7 @@ def as_planned(config: Config, directory: RunDir) -> Config:
 
 
 class Run:
-    """One training run in one directory.
-
-    Args:
-        config: validated.
-        directory: where everything is written, locked by the caller for the life of the run.
-        functions: reward functions that were passed as objects.
-    """
+    """One training run of a validated config, in a directory that the caller has locked."""
 
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.directory, self.run_dir = directory, directory.path
@@ -81,13 +75,8 @@ class Run:
         self.gc_thresholds = gc.get_threshold()
         self.parts: Parts = build(config, self.run_dir, lambda: self.stop.requested, functions)
         self.config = with_options(config, {MEMORY: self.parts.learner.settings.micro_batch_tokens})
-        self.stored = StoredSteps(
-            self.parts.learner,
-            self.run_dir,
-            self.parts.tokenizer,
-            device=device,
-            enabled=config.logging.store_steps,
-        )
+        of_run = self.parts.learner, self.run_dir, self.parts.tokenizer
+        self.stored = StoredSteps(*of_run, device=device, enabled=config.logging.store_steps)
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
@@ -114,26 +103,12 @@ class Run:
             drop_steps(self.run_dir, first)
             # not before: a first start that fails leaves no run behind
             self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
-            self.log = StepLog(
-                self.run_log,
-                progress,
-                parts.tokenizer,
-                lambda: parts.publisher.seconds,
-                examine,
-                self.stored,
-                parts.task.messages,
-            )
+            shown = self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds
+            self.log = StepLog(*shown, examine, self.stored, parts.task.messages)
             try:
-                done = run(
-                    parts.source,
-                    self.stored,
-                    parts.publisher,
-                    self.log,
-                    first_step=first,
-                    num_steps=self.total,
-                    before=self._before,
-                    after=self._after,
-                )
+                of_run = parts.source, self.stored, parts.publisher, self.log
+                hooks = {"before": self._before, "after": self._after}
+                done = run(*of_run, first_step=first, num_steps=self.total, **hooks)
             except Interrupted:  # between two steps: nothing of the next one has been trained on
                 self._after(self.steps)
                 return self.steps
@@ -306,8 +281,9 @@ def _no_log_of_a_refusal(run_dir: Path) -> Iterator[None]:
 def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     """Validate, assemble, train, close. Returns the number of training steps done.
 
-    ``run_dir`` is where everything is written; under ``train.resume`` perhaps an older one is continued instead.
-    ``passed`` is what a Python caller has passed as objects; its ``run_dir`` says afterwards which directory it was.
+    Args:
+        run_dir: where everything is written; under ``train.resume`` perhaps an older one is continued instead.
+        passed: objects of a Python caller; its ``run_dir`` says afterwards which directory it was.
 
     Raises:
         UserError: the run cannot start, or it cannot go on (``RunFailed``).

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig
 
 from sota_grpo import keys
 from sota_grpo.assembly import device_memory
@@ -84,11 +84,9 @@ def fits_with_its_change_only(found: Estimate) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("gib", "overrides"),
     [
-        (24.0, []),
         (16.0, ["train_model.gradient_checkpointing=false"]),
         (24.0, [*LLAMA, "train_model.lora.enabled=true"]),
         (40.0, ["inference_model.gpu_memory_utilization=0.95"]),
-        (16.0, ["inference_model.gpu_memory_utilization=0.05"]),
     ],
 )
 def test_what_is_proposed_fits_and_nothing_less_of_it_does(gib: float, overrides: list[str]) -> None:
@@ -118,7 +116,6 @@ SMALL = ["model.name=Qwen/Qwen3-0.6B", "train_model.gradient_checkpointing=false
     [
         (80.0, SMALL),
         (40.0, [*SMALL, "env.repeats=4", "inference_model.max_tokens=300"]),
-        (80.0, ["train_model.gradient_checkpointing=false"]),
         (24.0, ["train_model.lora.enabled=true", "algorithm=gspo"]),
         (80.0, [*SMALL, "model.attn_implementation=sdpa"]),
         (
@@ -228,16 +225,6 @@ def test_engines_on_the_learners_gpus_are_counted_by_turns() -> None:
 
 
 @NO_GPU
-def test_more_ranks_hold_less_each() -> None:
-    peaks = []
-    for count in (2, 4, 8):
-        found = planned(*LLAMA, f"train_model.num_devices={count}", "inference_model.num_devices=1", gib=80.0)
-        assert len(found.devices) >= count + 1
-        peaks.append(max(device.peak for device in found.devices if "learner" in device.roles))
-    assert peaks == sorted(peaks, reverse=True)
-
-
-@NO_GPU
 def test_proposals_stay_within_the_gpus_that_there_are() -> None:
     """All weights of 7B need more than one GPU of 80 GiB; an adapter does not."""
     for gpus in (1, 4):
@@ -320,17 +307,6 @@ def test_prompts_are_counted_with_the_tools_that_they_tell_of() -> None:
     assert prompt == max(len(tokenizer(text)["input_ids"]) for text in rendered)
 
 
-def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
-    config = Qwen2Config(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
-        vocab_size=1000, max_position_embeddings=512,
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    found = planned(f"model.name={tmp_path}", "device=cpu", "engine=transformers", name="grpo_cpu")
-    assert found.model.hidden == 64
-    assert found.model.context == 512
-
-
 def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
     """As the run itself refuses it, with the same sentence; a context of one token more is enough."""
 
@@ -351,11 +327,6 @@ def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
 def test_a_file_of_data_that_is_not_there_is_a_mistake() -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl"):
         planned("env.dataset_path=nowhere.jsonl")
-
-
-def test_a_config_that_breaks_a_rule_is_refused_as_it_is_in_a_run() -> None:
-    with pytest.raises(UserError, match="temperature"):
-        planned("inference_model.temperature=0", name="grpo_cpu")
 
 
 def test_a_cpu_run_counts_every_role_on_one_machine() -> None:
@@ -380,12 +351,6 @@ def test_a_teacher_of_another_size_is_counted_as_it_is() -> None:
     assert (
         device.moments["training"]["weights"] == same.moments["training"]["reference: weights"] == 4 * QWEN.parameters
     )
-
-
-def test_the_precision_of_the_products_is_that_of_the_learner() -> None:
-    for precision, expected in (("fp32", 4), ("bf16", 2)):
-        config = compose("grpo_cpu", [f"train.precision={precision}"])
-        assert RunMemory(config, QWEN, 100, CPU).how.product_bytes == expected
 
 
 @NO_GPU
@@ -416,8 +381,7 @@ GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
     ("overrides", "sizes"),  # of 1,543,714,304 parameters in GiB: 17.25 a checkpoint, 5.75 the model
     [
         ([], (17.25, 4, 5.75)),
-        (["train.keep_checkpoints=1", "train.export_hf=false"], (17.25, 2, 0.0)),
-        (["train.checkpoint_frequency=0"], (17.25, 1, 5.75)),
+        (["train.checkpoint_frequency=0", "train.export_hf=false"], (17.25, 1, 0.0)),
         (["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-4"], (8.63, 4, 2.88)),
         (["train_model.lora.enabled=true"], (0.21, 4, 5.75)),
     ],
