@@ -10,8 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config, register
-from sota_grpo.config.judging import rubric_file
+from sota_grpo.config import Config, register, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.secrets import without_tokens
 from sota_grpo.config.spelling import flat, no_option, walk

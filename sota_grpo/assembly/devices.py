@@ -11,9 +11,8 @@ import torch
 from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.sampling import engine_rows
 from sota_grpo.config import Config, has_reference, model_name
-from sota_grpo.config.memory_rules import micro_batch_tokens
+from sota_grpo.config.memory_rules import micro_batch_tokens, shares_devices
 from sota_grpo.config.mixture import longest_response, mean_responses_per_step
-from sota_grpo.config.shared import shares_devices
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config
-from sota_grpo.config.judging import rubric_file
+from sota_grpo.config import Config, rubric_file
 from sota_grpo.config.mixture import task_configs
 from sota_grpo.config.secrets import JUDGE_KEY, key_of
 from sota_grpo.errors import UserError

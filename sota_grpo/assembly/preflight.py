@@ -12,8 +12,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from sota_grpo.config import Config, model_name, num_steps
-from sota_grpo.config.judging import rubric_file
+from sota_grpo.config import Config, model_name, num_steps, rubric_file
 from sota_grpo.config.mixture import mean_responses_per_step, task_configs, tasks_named
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.validators import validate

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sota_grpo.engines import ENGINES
@@ -506,3 +507,13 @@ def reward_names(config: Config) -> list[str]:
     """The functions of ``reward.path``, in order; ``compute_score`` where none is named, as in verl."""
     name = config.reward.name
     return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
+
+
+def rubric_file(rubric: str | None) -> Path | None:
+    """The file that ``reward.judge.rubric`` names; None where it is the text itself.
+
+    >>> rubric_file("rubric.md"), rubric_file("Is it polite?"), rubric_file("Be brief.\\nSee notes.txt")
+    (PosixPath('rubric.md'), None, None)
+    """
+    is_file = rubric is not None and "\n" not in rubric and rubric.endswith((".md", ".txt"))
+    return Path(rubric) if rubric is not None and is_file else None

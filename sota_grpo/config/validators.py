@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from inspect import isgeneratorfunction
+from urllib.parse import urlsplit
 
 from sota_grpo.config import (
     Config,
+    JudgeConfig,
     ModelConfig,
     algorithm_rules,
-    judging,
     memory_rules,
     most_kept,
     responses_per_step,
     reward_names,
-    shared,
 )
+from sota_grpo.config.memory_rules import device_count
 from sota_grpo.config.mixture import (
     READERS,
     a_mixture_names_tasks_and_their_options,
@@ -33,12 +34,14 @@ from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.engines import ENGINES, is_server, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED
+from sota_grpo.rewards.judge import CHAT
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
 from sota_grpo.tasks.wrappers import naming_faults
+from sota_grpo.text import one_line
 
 
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
@@ -372,7 +375,7 @@ def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
 def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
     engine = config.inference_model
     size = engine.tensor_parallel_size
-    count = shared.device_count(engine) or size
+    count = device_count(engine) or size
     if size > 0 and count % size:  # every_amount_is_positive says the rest
         yield (
             f"inference_model takes {count} devices and one copy of the model takes tensor_parallel_size={size}; use "
@@ -389,7 +392,7 @@ def a_url_belongs_to_a_server(config: Config) -> Iterator[str]:
 
 
 def a_url_is_one_engine(config: Config) -> Iterator[str]:
-    count = shared.device_count(config.inference_model)
+    count = device_count(config.inference_model)
     if config.engine.url is not None and count is not None:
         yield (
             f"engine.url={config.engine.url} is one running server, and inference_model asks for {count} devices to "
@@ -411,6 +414,48 @@ def a_server_started_here_has_gpus_of_its_own(config: Config) -> Iterator[str]:
 def judges_alone(config: Config) -> bool:
     """Whether a judge is all that rewards."""
     return config.reward.judge.kind is not None and config.reward.judge.alone
+
+
+def a_judge_is_asked_for_what_it_can_do(config: Config) -> Iterator[str]:
+    judge: JudgeConfig = config.reward.judge
+    if judge.kind is None:
+        for name, (value, default) in changed_options(config).items():
+            if name.startswith("reward.judge."):
+                left = "null" if default is None else default
+                yield f"{name}={value} belongs to a judge; give reward.judge.kind, or leave it at {left}."
+        return
+    for option in ("rubric", "reference") if judge.kind != CHAT else ():
+        if value := getattr(judge, option):
+            yield f"reward.judge.{option}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
+    if judge.url is None:
+        yield f"reward.judge.kind={judge.kind} needs a server; give reward.judge.url=http://HOST:PORT."
+    else:
+        yield from _url_faults(judge.url)
+    if judge.weight == 0 and config.env.mixture is None:
+        yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
+    if judge.alone and config.env.reasoning:
+        yield "reward.judge.alone=true has no rule for thinking again (env.reasoning); use one of them."
+    if judge.alone and config.reward.path is not None and config.env.mixture is None:
+        yield (
+            f"reward.judge.alone=true leaves no place for the functions {', '.join(map(str, reward_names(config)))} of "
+            "reward.path; leave one of them out."
+        )
+
+
+def _url_faults(url: str) -> Iterator[str]:
+    try:
+        address = urlsplit(url)
+        host, _ = address.hostname, address.port
+    except ValueError as error:
+        yield f"reward.judge.url={one_line(url)} is no address ({error}); write http://HOST:PORT."
+        return
+    if address.scheme not in ("http", "https") or not host:
+        yield f"reward.judge.url={one_line(url)} is no address of a server; write http://HOST:PORT."
+    if address.username is not None or address.password is not None or address.query:
+        yield (
+            "reward.judge.url has a user name, a password or a query in it, which the run would save; the key of a "
+            "judge is the environment variable SOTA_GRPO_JUDGE_KEY."
+        )
 
 
 _MAPPINGS = (
@@ -511,7 +556,7 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             )
 
 
-_MODULES = (algorithm_rules, memory_rules, shared, judging)
+_MODULES = (algorithm_rules, memory_rules)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
 RULES = (  # in their order; of entries before what is made of them

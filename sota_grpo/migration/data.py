@@ -16,7 +16,7 @@ from typing import Any
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import AlgorithmConfig, Config
-from sota_grpo.config.shared import SHARED
+from sota_grpo.config.memory_rules import SHARED
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from sota_grpo.config.judging import rubric_file
+from sota_grpo.config import rubric_file
 from sota_grpo.config.spelling import flat
 from sota_grpo.errors import UserError
 from sota_grpo.files import drop_leftovers, write_text
