@@ -114,23 +114,6 @@ class ConfigReads(ast.NodeVisitor):
         return None if outer is None else f"{outer}.{node.attr}".lstrip(".")
 
 
-def test_reads_are_told_apart_by_their_full_names() -> None:
-    source = """
-def first(config, other):
-    part: Any = config.train_model
-    lora, every = part.lora, config.eval.every
-    part = other.seed
-    return lora.r, part.torch_dtype, other.mode
-
-class Run:
-    def log(self):
-        config = self.config.logging
-        return config.num_examine
-"""
-    leaves = {name for name, _, _ in walk()}
-    assert ConfigReads(source).read & leaves == {"train_model.lora.r", "eval.every", "logging.num_examine"}
-
-
 def test_every_field_is_read_by_the_assembly() -> None:
     """A field that no code reads fails here: the rooms that see the config must read it by its full name."""
     package = ROOT / "sota_grpo"
