@@ -19,7 +19,6 @@ import os
 import socket
 import sys
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -42,7 +41,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("--gpus", metavar="N", type=gpus, help="that there are; default: those here, else no limit")
     count = whole("a number of tokens")
     add("--prompt-tokens", metavar="N", type=count, help="of the longest prompt; default: measured on the data")
-    add("--show-config", action="store_true", help="print the resolved config first, as YAML")
     add("--json", action="store_true", help="everything as one JSON object")
 
 
@@ -61,13 +59,8 @@ def run(options: argparse.Namespace) -> int:
         quiet_console()
         found = estimate(config, memory_gib=options.memory_gb, gpus=options.gpus, prompt_tokens=options.prompt_tokens)
     if options.json:
-        resolved = {"config": asdict(config)} if options.show_config else {}
-        print(json.dumps(resolved | found.as_dict(), indent=1))
+        print(json.dumps(found.as_dict(), indent=1))
     else:
-        if options.show_config:
-            from omegaconf import OmegaConf
-
-            print(OmegaConf.to_yaml(OmegaConf.structured(config)))
         _show(found)
     if found.refusal:
         print(f"sota-grpo: {found.refusal}", file=sys.stderr)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations, reason
-from sota_grpo.recording.run_log import TRAINING_LOG, ExamineLog, RunLog, setup_logging
+from sota_grpo.recording.run_log import ExamineLog, RunLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.step_log import Progress, StepLog, StoredSteps
 from sota_grpo.recording.stored_steps import drop_steps
@@ -260,24 +258,6 @@ class Run:
         self.parts.close()
 
 
-@contextmanager
-def _no_log_of_a_refusal(run_dir: Path) -> Iterator[None]:
-    """``training.log`` as it was, where the user's mistake ends a command before anything was tried.
-
-    Its sentence is in ``failure.json``. What a run met that could not go on, and the gate's checks, stay in the log.
-    """
-    log = run_dir / TRAINING_LOG
-    size = log.stat().st_size if log.exists() else None
-    try:
-        yield
-    except RunFailed:
-        raise
-    except UserError:
-        with suppress(OSError):
-            log.unlink(missing_ok=True) if size is None else os.truncate(log, size)
-        raise
-
-
 def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     """Validate, assemble, train, close. Returns the number of training steps done.
 
@@ -301,9 +281,7 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
             say(f"The run in {directory.path} is already finished.")
             return total
         try:
-            with _no_log_of_a_refusal(directory.path):
-                job = Run(as_planned(config, directory), directory, passed.functions)
-            with closing(job):
+            with closing(Run(as_planned(config, directory), directory, passed.functions)) as job:
                 return job.train()
         except Exception as error:
             with suppress(OSError):
