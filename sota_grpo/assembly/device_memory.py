@@ -224,7 +224,8 @@ class RunMemory:
         budget = max(longest, self.micro_batch_tokens if budget is None else budget)
         together = min(rows, largest, max(1, (budget - prompt) // response)) if shared else 1
         piece = prompt + together * response
-        each, left, batches = budget // piece * piece, -(-rows // together) * piece, []
+        each, left = budget // piece * piece, -(-rows // together) * piece
+        batches: list[MicroBatch] = []
         while left > 0:
             tokens = min(budget, left)
             left -= each

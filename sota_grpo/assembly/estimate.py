@@ -27,6 +27,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,8 @@ def machine_bytes() -> int:
 
 def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
     """Tokens of the longest prompt, how they are known, and how many problems are trained on; a hub may be away."""
-    task, tokenizer = None, None
+    task: Task | None = None
+    tokenizer: Any = None
     try:
         task = task_of(config)
     except DatasetError:

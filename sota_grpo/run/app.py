@@ -8,6 +8,7 @@ import time
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -105,7 +106,7 @@ class Run:
             self.log = StepLog(*shown, examine, self.stored, parts.task.messages)
             try:
                 of_run = parts.source, self.stored, parts.publisher, self.log
-                hooks = {"before": self._before, "after": self._after}
+                hooks: Any = {"before": self._before, "after": self._after}
                 done = run(*of_run, first_step=first, num_steps=self.total, **hooks)
             except Interrupted:  # between two steps: nothing of the next one has been trained on
                 self._after(self.steps)

@@ -133,8 +133,8 @@ def _asked(config: Config) -> Iterator[tuple[str, type[CopySink], str | None]]:
     asked = [("wandb", f"logging.wandb={mode}", "set logging.wandb=disabled")] if mode != "disabled" else []
     asked += [(name, f"logging.sinks=[{name}]", "leave it out") for name in dict.fromkeys(config.logging.sinks)]
     for name, given, fix in asked:
-        sink, missing = SINKS[name], None
+        sink, missing = SINKS[name], ""
         if sink.package is not None and find_spec(sink.package) is None:
             package = f"`pip install 'sota-grpo[{sink.package}]'`"
             missing = f"{given} needs {sink.package}, which is not installed: {package}, or {fix}."
-        yield name, sink, missing
+        yield name, sink, missing or None
