@@ -47,7 +47,7 @@ from sota_grpo.policy.model_sizes import Architecture, architecture_of
 MODELS = {"7B": ("qwen2.5-7b", 1), "70B": ("qwen2.5-72b", 8)}  # shape, and GPUs of an engine
 ENGINES = (100, 1000, 10_000)
 _ADAPTER_RANK = 16
-_PING_S = 30.0  # of engines: a quarter of inference_model.timeout_s
+_PING_S = 30.0  # of engines: of a silence of 120 s, a quarter
 _RANK_PING_S = 10.0  # of ranks, by whoever waits for them or attends to them (sota_grpo.training.remote_learner)
 _SMALL = 16  # engines of the event simulation beside the arithmetic
 _SMALL_TOKENS = 32

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from benchmarks.peers.memory import peak_bytes
 from sota_grpo import keys
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.device_memory import GATE, GIB, TRAIN, Machine, RunMemory
+from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory
 from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
@@ -28,7 +27,6 @@ from sota_grpo.policy.lora import add_lora, quantize
 from sota_grpo.rl.collate import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.forward_passes import LearnerSettings
-from sota_grpo.training.gate import compared_budgets
 from sota_grpo.training.learner import Learner
 
 FAMILIES = {
@@ -80,7 +78,6 @@ def how_of(case: dict[str, Any]) -> Learning:
         checkpointing=case.get("checkpointing", False),
         quantized="quantization" in case,
         optimizer=case.get("optimizer", "adamw"),
-        heap="MALLOC_MMAP_THRESHOLD_" not in os.environ,
     )
 
 
@@ -133,10 +130,7 @@ def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:
 def train(
     case: dict[str, Any], rows: list[TensorDictBase], updates: int = 2, policy: CausalPolicy | None = None
 ) -> None:
-    """Build a learner and take some steps: from the second on the optimizer has its moments.
-
-    With ``gate`` in the case it takes none, and compares two gradients.
-    """
+    """Build a learner and take some steps: from the second on the optimizer has its moments."""
     policy = policy or make_policy(case)
     settings = LearnerSettings(
         lr=1e-6,
@@ -147,19 +141,12 @@ def train(
         optimizer=case.get("optimizer", "adamw"),
     )
     learner = Learner(policy, GRPOLoss(policy, entropy_bonus=False), settings, pad_token_id=0, dump_dir=Path("."))
-    if case.get("gate"):
-        longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in rows)
-        learner.gradient_gap(rows, compared_budgets(case["budget"], longest))
-        return
     for _ in range(updates):
         learner.update(lazy_stack(rows))
 
 
 def estimated(case: dict[str, Any]) -> int:
-    """What ``sota-grpo estimate`` says of the learner of such a run, when every sample is as long as it may be.
-
-    With ``gate`` in the case it is the learner of the checks, before the optimizer's first step.
-    """
+    """What ``sota-grpo estimate`` says of the learner of such a run, when every sample is as long as it may be."""
     given = {
         "env.repeats": case["group"],
         "env.num_envs": case["group"],
@@ -175,12 +162,8 @@ def estimated(case: dict[str, Any]) -> int:
         "engine": "transformers",
     }
     config = compose("grpo_cpu", [f"{name}={value}" for name, value in given.items()])
-    learner = RunMemory(
-        config, architecture_from(model_config(case)), case["prompt"], Machine("cpu", 64 * GIB, 0)
-    ).learner
-    if case.get("gate"):
-        return sum(learner[GATE].values()) - learner[GATE]["optimizer"]
-    return sum(learner[TRAIN].values())
+    machine = Machine("cpu", 64 * GIB, 0)
+    return sum(RunMemory(config, architecture_from(model_config(case)), case["prompt"], machine).learner.values())
 
 
 def compared(case: dict[str, Any]) -> dict[str, Any]:

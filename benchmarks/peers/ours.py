@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -11,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from benchmarks.peers.work import CLIP_NORM, CONTEXT, KL_COEF, LEARNING_RATE, Folder
 from sota_grpo import keys
 from sota_grpo.assembly.build import build
+from sota_grpo.assembly.sampling import make_sampling
 from sota_grpo.config import Config
 from sota_grpo.config.validators import validate
 
@@ -28,7 +31,11 @@ class Ours:
     def __init__(self, folder: Folder, engine: str):
         run_dir = folder.path / f"run_{engine}"
         run_dir.mkdir(exist_ok=True)
-        self.parts = build(make_config(folder, engine), run_dir)
+        # every response as long as the case says, for which a run has no option
+        with patch(
+            "sota_grpo.assembly.build.make_sampling", lambda config: replace(make_sampling(config), ignore_eos=True)
+        ):
+            self.parts = build(make_config(folder, engine), run_dir)
         self.parts.weight_sync.send(version=self.parts.learner.version)
         self.rows = learner_rows(folder.load_rows())
 
@@ -73,7 +80,7 @@ def make_config(folder: Folder, engine: str) -> Config:
     config.env.num_envs, config.env.repeats = case.rows, case.group
     config.env.eval_path, config.env.shuffle = str(folder.heldout), False
     config.reward.path = str(folder.reward)
-    config.inference_model.max_tokens, config.inference_model.ignore_eos = case.response, True
+    config.inference_model.max_tokens = case.response
     config.inference_model.max_model_len = CONTEXT
     config.policy.kl_coef = KL_COEF
     config.optimizer.lr, config.optimizer.clip_grad_norm = LEARNING_RATE, CLIP_NORM

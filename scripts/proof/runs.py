@@ -79,10 +79,10 @@ def demonstration(options: Options) -> Iterator[Finding]:
 
 
 def variants(options: Options) -> Iterator[Finding]:
-    """Adapter with dropout, a reference in a process of its own, fp16, and the layers uncompiled: gate and 8 steps."""
+    """Adapter with dropout, a reference, fp16, and the layers uncompiled: gate and 8 steps."""
     cases = {
         "lora": ("train_model.lora.enabled=true", "train_model.lora.dropout=0.05"),
-        "reference": ("policy.kl_coef=0.001", "ref_model.process=true"),
+        "reference": ("policy.kl_coef=0.001",),
         "fp16": ("train.precision=fp16",),
         "eager": ("train_model.compile=false",),
     }

@@ -170,7 +170,6 @@ def build(
             weight_sync=roles.weight_sync,
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
-            max_draws=config.algorithm.dynamic_sampling_max_draws,
             attend=roles.attend,
             as_table=True,
             **roles.collector_options,
@@ -311,7 +310,7 @@ def _roles_in_workers(
         name=plan.engine,
         max_model_len=max_model_len(config),
         share=cluster.engine_launcher.share,
-        deadline_s=config.inference_model.timeout_s,
+        deadline_s=config.ray.timeout_s,
     )
     if plan.shared:
         engine.fleet.wait_ready()  # an engine measures what is free, so nobody else may take memory meanwhile
@@ -377,8 +376,8 @@ def _learner_beside_workers(
             cluster.start_ranks(),
             make_settings(config, plan.device_type),
             share=cluster.launcher.share,
-            silence_s=config.train_model.timeout_s,
-            start_silence_s=config.ray.start_timeout_s,
+            silence_s=config.ray.timeout_s,
+            start_silence_s=config.ray.timeout_s,
         )
         opened.callback(remote.close)
         return remote, remote.export_hf
@@ -400,8 +399,8 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
         cluster.start_rollout(options),
         cluster.num_engines,
         capacity=options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
-        silence_s=config.inference_model.timeout_s,
-        start_silence_s=config.ray.start_timeout_s,
+        silence_s=config.ray.timeout_s,
+        start_silence_s=config.ray.timeout_s,
     )
 
 
@@ -418,8 +417,8 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         cluster.start_reference(options),
         count,
         capacity=2,  # the next group is there when one is answered
-        silence_s=config.ref_model.timeout_s,
-        start_silence_s=config.ray.start_timeout_s,
+        silence_s=config.ray.timeout_s,
+        start_silence_s=config.ray.timeout_s,
     )
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
 

@@ -144,7 +144,7 @@ class Cluster:
         hosts = [self.launcher.start("address", spec, bundle=bundle, **options) for bundle in bundles]
         try:
             answers = [host.call(method) for host in hosts]
-            return [answer.result(self._config.ray.start_timeout_s) for answer in answers]
+            return [answer.result(self._config.ray.timeout_s) for answer in answers]
         finally:
             for host in hosts:
                 host.kill()
@@ -171,7 +171,7 @@ class Cluster:
         with _ray_mistakes(self._config.ray.address):
             from sota_grpo.workers.ray_cluster import RayLauncher
 
-            return RayLauncher(bundles, address=self._config.ray.address, deadline_s=self._config.ray.start_timeout_s)
+            return RayLauncher(bundles, address=self._config.ray.address, deadline_s=self._config.ray.timeout_s)
 
     def close(self) -> None:
         """End what is left of the workers; idempotent."""

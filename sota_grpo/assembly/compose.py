@@ -10,8 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config, register
-from sota_grpo.config.judging import rubric_file
+from sota_grpo.config import Config, register, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.secrets import without_tokens
 from sota_grpo.config.spelling import flat, no_option, walk
@@ -32,15 +31,8 @@ _PACKAGED = _PACKAGE / "presets"
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
 OF_THE_RUN = "run"  # the run's own algorithm, among others that it is compared with
-PATH_OPTIONS = (
-    "model.name",
-    "env.dataset_path",
-    "env.eval_path",
-    "reward.path",
-    "algorithm.objective",
-    "env.tools",
-    "env.environment",
-)  # of files, of folders, or of a hub
+_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")  # that name a file and what it defines
+PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *_IN_FILES)  # or names of a hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
@@ -68,19 +60,12 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     have no effect; ``hydra.searchpath=[file://DIR]`` adds a folder of configs. A Hydra that is already at work in this
     process, around a notebook or a program of your own, is left as it was.
 
-    Args:
-        config_name: of a preset, with or without ``.yaml``.
-        overrides: such as ``["env.repeats=4", "algorithm=dapo"]``.
-
     Raises:
         UserError: no such config, an option that does not exist, or a value that it does not take.
 
     >>> config = compose("grpo_cpu", ["env.repeats=4", "algorithm=dapo"])
     >>> config.env.repeats, config.algorithm.name, config.model.name
     (4, 'dapo', 'tiny')
-    >>> compose("grpo_cpu", ["env.repeat=4"])
-    Traceback (most recent call last):
-    sota_grpo.errors.UserError: There is no option env.repeat; did you mean env.repeats?
     """
     import hydra
     from hydra.errors import HydraException
@@ -102,15 +87,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
 
 
 def require_names(overrides: Sequence[str]) -> None:
-    """Hydra fails by an assertion at some overrides that name nothing.
-
-    Raises:
-        UserError: one begins with its value.
-
-    >>> require_names(["seed=1", "+=[]"])
-    Traceback (most recent call last):
-    sota_grpo.errors.UserError: The override +=[] names no option; an override is OPTION=VALUE.
-    """
+    """Raise UserError where an override begins with its value: Hydra fails by an assertion at some of them."""
     for override in overrides:
         if _NAMELESS.match(override):
             raise UserError(f"The override {one_line(override)} names no option; an override is OPTION=VALUE.")
@@ -163,14 +140,7 @@ def _no_preset(group: str, name: str) -> str:
 
 
 def require_known(composed: Any) -> None:
-    """What is added with a plus (``+name=1``) has to be an option as well.
-
-    Args:
-        composed: what Hydra made.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Raise UserError where what Hydra made has something else than options: ``+name=1`` adds it."""
     from omegaconf import OmegaConf
 
     known = {name for name, _, _ in walk()}
@@ -196,8 +166,6 @@ def load_config(
     among the overrides, and secrets in it count for nothing.
 
     Args:
-        run_dir: of the run.
-        overrides: such as ``["env.repeats=4", "algorithm=dapo"]``.
         trust: consent to all of it, whoever made the run.
         unused: options that the caller only shows, and which need no consent therefore.
         remedy: how a user of the caller consents.
@@ -212,9 +180,6 @@ def load_config(
     >>> config = load_config(folder, ["algorithm=dapo", "seed=3"])
     >>> config.env.repeats, config.seed, config.algorithm.name, config.algorithm.clip_low
     (4, 3, 'dapo', 0.2)
-    >>> load_config(folder, ["env.repeat=4"])
-    Traceback (most recent call last):
-    sota_grpo.errors.UserError: There is no option env.repeat; did you mean env.repeats?
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
@@ -270,7 +235,7 @@ def needs_consent(config: Config) -> dict[str, str]:
     for name, value in _paths(config):
         if _run_option(name) == "reward.path":
             acts[name] = f"run {one_line(value)}"
-        elif _is_defined_in_a_file(name) and (in_file(value) or value.endswith(PICKLED)):
+        elif _run_option(name) in _IN_FILES and (in_file(value) or value.endswith(PICKLED)):
             acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
     for name, environment in _values(config, "env.environment"):
         if (server := server_of(environment)) is not None:
@@ -299,11 +264,7 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Refuse what the config of a run asks for, where it asks for anything that nobody has consented to.
-
-    Raises:
-        UserError: it does; the sentence says what, and how to consent.
-    """
+    """Raise UserError where the config of a run asks for ``acts`` that the user has not consented to."""
     if acts:
         raise UserError(
             f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust whoever made it, {remedy}."
@@ -322,13 +283,8 @@ def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
 def algorithms_of(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """The algorithms that ``algorithm=A,B,..`` names, by default the run's own, and the other overrides.
 
-    Raises:
-        UserError: one is named twice, or not at all.
-
     >>> algorithms_of(["algorithm=grpo,mine.py:sapo", "policy.kl_coef=0.1"])
     (['grpo', 'mine.py:sapo'], ['policy.kl_coef=0.1'])
-    >>> algorithms_of(["algorithm.clip_high=0.3"])
-    (['run'], ['algorithm.clip_high=0.3'])
     """
     named = [one for one in overrides if one.startswith("algorithm=")]
     names = [name.strip() for one in named or [OF_THE_RUN] for name in one.removeprefix("algorithm=").split(",")]
@@ -340,11 +296,7 @@ def algorithms_of(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def overrides_under(algorithm: str, overrides: Sequence[str]) -> list[str]:
-    """What makes one of :func:`algorithms_of` of a run's config; an objective in a file takes the place of the run's.
-
-    >>> overrides_under("dapo", ["seed=1"]), overrides_under("mine.py:sapo", []), overrides_under("run", ["seed=1"])
-    (['algorithm=dapo', 'seed=1'], ['algorithm.objective=mine.py:sapo'], ['seed=1'])
-    """
+    """What makes one of :func:`algorithms_of` of a run's config; an objective in a file replaces the run's."""
     if algorithm == OF_THE_RUN:
         return [*overrides]
     return [f"algorithm.objective={algorithm}" if in_file(algorithm) else f"algorithm={algorithm}", *overrides]
@@ -378,23 +330,14 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _run_option(name: str) -> str:
-    """An option of the run itself, also where an entry of a mixture gives it.
-
-    >>> _run_option("env.mixture.tools.reward_path"), _run_option("env.tools")
-    ('reward.path', 'env.tools')
-    """
+    """An option of the run itself, also where an entry of a mixture gives it."""
     return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name
 
 
 def _path_of(name: str, value: str) -> tuple[Path, str]:
     """Of an option's value the file or folder, and ``:FUNCTION`` where it names what the file defines."""
-    own = in_file(value) if _is_defined_in_a_file(name) else None
+    own = in_file(value) if _run_option(name) in _IN_FILES else None
     return (Path(value).expanduser(), "") if own is None else (own[0], f":{own[1]}")
-
-
-def _is_defined_in_a_file(name: str) -> bool:
-    """Whether the option names a file and what it defines."""
-    return _run_option(name) in ("algorithm.objective", "env.tools", "env.environment")
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:

@@ -1,18 +1,13 @@
-"""What every device and the disk hold of a run before anything is built: arithmetic from config and shape of the model.
-
-That of single parts is in :mod:`.memory`.
-"""
+"""What every device and the disk hold of a run before it is built; that of single parts is in :mod:`.memory`."""
 
 from __future__ import annotations
 
-import os
-import platform
 import shutil
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,12 +21,11 @@ from sota_grpo.assembly.learning import (
     wants_fused_layers,
 )
 from sota_grpo.assembly.memory import (
+    PREFILL_TOKENS,
     Learning,
     MicroBatch,
     Parts,
-    embedded_engine_bytes,
     forward_bytes,
-    gate_memory,
     kv_bytes_per_token,
     learner_memory,
     vllm_pool_bytes,
@@ -40,27 +34,22 @@ from sota_grpo.assembly.sampling import engine_dtype, engine_rows
 from sota_grpo.config import Config, has_reference, model_name, most_kept, responses_per_step
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import group_sizes, longest_response
-from sota_grpo.config.spelling import overrides_of, with_options
+from sota_grpo.config.spelling import with_options
 from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import KEPT_SHARE
-from sota_grpo.functional.micro_batches import PromptGroup, fill
 from sota_grpo.policy.load import find_architecture
 from sota_grpo.policy.model_sizes import Architecture
-from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.recording.run_files import CHECKPOINTS
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.training.gate import NUM_COMPARED, compared_budgets
-from sota_grpo.training.subject import NUM_SAMPLES
 
 GIB = 2**30
 MOST_GPUS = 128
 VLLM_CPU_POOL = GIB  # keys and values of vLLM on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
 CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces of the matrix library
-SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
+SAMPLE, SCORE, TRAIN, AT_WORK = "sampling", "reference", "training", "at work"
 FILLED = 0.9  # of what is free while training, by micro-batches of train.micro_batch_tokens=auto
-_BY_MICRO_BATCHES = (SCORE, TRAIN, AT_WORK, GATE)  # moments that depend on their size
-_OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "lost in the heap", "reference: pass")
+_OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "reference: pass")
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ class DeviceMemory:
     @property
     def learning(self) -> tuple[int, int]:
         """Bytes of learner and reference when they fill most of what others leave them, and what these leave."""
-        moments = [self.moments[moment] for moment in _BY_MICRO_BATCHES if moment in self.moments]
+        moments = [parts for moment, parts in self.moments.items() if moment != SAMPLE]
         sizes = [(sum(parts.get(part, 0) for part in _OF_LEARNER), sum(parts.values())) for parts in moments]
         left = [(own, self.capacity - (whole - own)) for own, whole in sizes if own]
         return max(left, key=lambda pair: pair[0] - FILLED * pair[1], default=(0, self.capacity))
@@ -104,19 +93,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """A run that is planned: its parts, and the devices that hold them.
-
-    Args:
-        model: shape of the policy.
-        prompt_tokens: of the longest prompt.
-        teacher: shape of the reference; None: that of the policy.
-    """
+    """A run that is planned: its parts, and the devices that hold them."""
 
     config: Config
-    model: Architecture
-    prompt_tokens: int
+    model: Architecture  # of the policy
+    prompt_tokens: int  # of the longest prompt
     machine: Machine
-    teacher: Architecture | None = field(default=None, kw_only=True)
+    teacher: Architecture | None = field(default=None, kw_only=True)  # the reference; None: as the policy
 
     def with_options(self, options: dict[str, Any]) -> Self:
         """The same with other values in its config, by dotted name."""
@@ -133,21 +116,14 @@ class RunMemory:
         if machine.is_here:
             return make_plan(config, machine.device_type, machine.count or 0)
         engine = "vllm" if config.engine.name == "auto" else config.engine.name
-        if machine.count is not None:
-            return make_plan(config, "cuda", machine.count, engine)
-        for count in range(2 if wants_workers(config) else 1, MOST_GPUS):
+        for count in range(2 if wants_workers(config) else 1, MOST_GPUS) if machine.count is None else ():
             with suppress(UserError):
                 return make_plan(config, "cuda", count, engine)
-        return make_plan(config, "cuda", MOST_GPUS, engine)
+        return make_plan(config, "cuda", machine.count or MOST_GPUS, engine)
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
-        """Every device with what it holds at each moment.
-
-        Parts that take turns on a device do so in synchronous mode on one device and on GPUs that engines and learner
-        share; an engine sleeps while its GPU's learner trains. Before the first step come the checks, where the learner
-        compares two gradients. On a CPU all processes share the memory of the machine, and nothing sleeps.
-        """
+        """Every device with what it holds at each moment; on a CPU all processes share the memory of the machine."""
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":
             return [self._device("CPU", *map(len, roles))]
@@ -164,41 +140,38 @@ class RunMemory:
         return max(self.devices, key=lambda device: (device.problem is not None, device.peak / device.capacity))
 
     def _device(self, name: str, ranks: int, engines: int, references: int) -> DeviceMemory:
-        """A GPU, or a machine without one, on which there are so many of each role."""
+        """A GPU, or a machine without one, on which there are so many of each role.
+
+        Engine, reference and learner take turns in synchronous mode in one process, and on GPUs that they share, where
+        an engine sleeps while the learner trains.
+        """
+        take_turns = not self.plan.workers or (self.plan.shared and self.plan.device_type != "cpu")
         plan, on_cpu, kind = self.plan, self.plan.device_type == "cpu", ENGINES[self.plan.engine].memory
         own, passing = self.reference
         engine, problem = self.engine if engines else ({}, None)
         learner = self.learner if ranks else {}
         # vLLM's share of a GPU has its own context, which does not sleep
         own_context = 0 if kind == "vllm" and not (plan.shared or on_cpu) else engines
-        alone = 1 + (references > 0 and self.config.ref_model.process)
-        processes = ranks + references + own_context if plan.workers else alone
+        processes = ranks + references + own_context if plan.workers else 1
         base = {"libraries" if on_cpu else "context": processes * self.machine.process_bytes}
         base |= {"reference: weights": own * references} if references else {}
         if plan.workers and references:  # a process of its own keeps what a pass took
             base |= {"reference: pass": passing * references}
-        if not self._take_turns:
+        if not take_turns:
             base |= {part: engines * size for part, size in engine.items()}
-            moments = {AT_WORK: base}
-            for moment, parts in learner.items():
-                moments[moment] = base | {part: ranks * size for part, size in parts.items()}
+            moments = {AT_WORK: base | {part: ranks * size for part, size in learner.items()}}
         else:
             asleep = {} if plan.placement.colocated else engine
             if on_cpu:  # nothing sleeps, and the embedded engine keeps its weights alone
                 asleep = {part: size for part, size in engine.items() if kind == "vllm" or part == "engine: weights"}
-            resting = {part: learner[TRAIN][part] for part in ("weights", "optimizer") if learner}
+            resting = {part: learner[part] for part in ("weights", "optimizer") if learner}
             moments = {SAMPLE: base | resting | engine} if engines else {}
             if passing and (references or (ranks and not own)):
                 moments[SCORE] = base | resting | asleep | {"reference: pass": passing}
-            moments |= {moment: base | parts | asleep for moment, parts in learner.items()}
+            moments |= {TRAIN: base | learner | asleep} if learner else {}
         present = {"learner": ranks, "engine": engines, "reference": references or (on_cpu and passing)}
         roles = tuple(role for role, count in present.items() if count)
         return DeviceMemory(name, roles, moments, self.machine.memory, problem)
-
-    @property
-    def _take_turns(self) -> bool:
-        """Whether sampling and training are never at work on a device at once; without GPUs no engine sleeps."""
-        return not self.plan.workers or (self.plan.shared and self.plan.device_type != "cpu")
 
     @cached_property
     def how(self) -> Learning:
@@ -211,9 +184,7 @@ class RunMemory:
             rank=model.lora.r if model.lora.enabled else 0,
             dropout=model.lora.dropout > 0,
             checkpointing=model.gradient_checkpointing,
-            ranks=len(self.plan.placement.train)
-            if model.fsdp_size is None
-            else model.fsdp_size * model.tensor_parallel_size,
+            ranks=(model.fsdp_size or 0) * model.tensor_parallel_size or len(self.plan.placement.train),
             parallel=model.tensor_parallel_size,
             shard_gradients=model.shard_gradients,
             quantized=self.config.model.quantization is not None,
@@ -223,7 +194,6 @@ class RunMemory:
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
             kept=min(most_kept(self.config), self.model.vocab),
             kept_tiles=0 if on_cpu else self.machine.memory // KEPT_SHARE,
-            heap=on_cpu and platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ,
         )
 
     @property
@@ -245,11 +215,23 @@ class RunMemory:
     def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
         """Those of an optimizer step in one of so many shares, if every sample is the largest; the heaviest first.
 
-        Ragged samples fill a micro-batch better, so the heaviest is taken to be full.
+        Rows of a group that fit into one are together. Ragged samples fill micro-batches better, so they are taken to
+        be full.
         """
-        train, largest = self.config.train, max(group_sizes(self.config).values())
-        rows = train.optim_batch_size * largest // self.config.env.repeats  # if all groups are as large as the largest
-        return self._cut(rows // shares, largest, self.micro_batch_tokens if budget is None else budget)
+        (prompt, response), largest = self.largest_sample, max(group_sizes(self.config).values())
+        rows = max(1, self.config.train.optim_batch_size * largest // self.config.env.repeats // shares)
+        shared, longest = self.config.model.attn_implementation is None, prompt + response
+        budget = max(longest, self.micro_batch_tokens if budget is None else budget)
+        together = min(rows, largest, max(1, (budget - prompt) // response)) if shared else 1
+        piece = prompt + together * response
+        each, left = budget // piece * piece, -(-rows // together) * piece
+        batches: list[MicroBatch] = []
+        while left > 0:
+            tokens = min(budget, left)
+            left -= each
+            of_piece = (together * response, together * longest)
+            batches.append(MicroBatch(tokens, *(tokens * number // piece for number in of_piece)))
+        return batches
 
     @cached_property
     def micro_batch_tokens(self) -> int:
@@ -278,37 +260,21 @@ class RunMemory:
 
     @property
     def micro_batches_sentence(self) -> str:
-        """What ``auto`` is here, what it fills, and what is cut."""
+        """What ``auto`` is here, and what it fills."""
         planned = self.with_micro_batches(self.micro_batch_tokens)
         own, left = max((d.learning for d in planned.devices), key=lambda pair: pair[0] - FILLED * pair[1])
-        (prompt, response), size = self.largest_sample, max(group_sizes(self.config).values())
-        fills = "fills at most" if own <= FILLED * left else "is the longest sample, and would fill"
-        text = f"train.micro_batch_tokens=auto is {self.micro_batch_tokens:,}, which {fills} {own / GIB:.1f}"
-        text += f" of the {left / GIB:.1f} GiB that are free while training"
-        if (longest := prompt + size * response) > self.micro_batch_tokens:
-            text += f"; a group of {size} such samples ({longest:,} tokens) is cut"
-        return f"{text}."
-
-    def _cut(self, rows: int, group: int, budget: int) -> list[MicroBatch]:
-        rows, shared = max(1, rows), self.config.model.attn_implementation is None
-        return _micro_batches(*self.largest_sample, rows, min(rows, group) if shared else 1, budget, shared)
+        fills = f"which fills {own / GIB:.1f} of the {left / GIB:.1f} GiB that are free while training"
+        return f"train.micro_batch_tokens=auto is {self.micro_batch_tokens:,}, {fills}."
 
     @cached_property
-    def learner(self) -> dict[str, Parts]:
-        """Peaks of one rank: in a step, and in the gate of a resumed run, in float32 on a CPU."""
-        how = self.how
-        step = learner_memory(self.model, how, self.micro_batches(self.row_shares))
-        if make_settings(self.config, self.plan.device_type).recompute or how.dropout:
-            scored = self._forward_bytes(self.model, how, self.row_shares)
+    def learner(self) -> Parts:
+        """Peak of one rank in a step."""
+        step = learner_memory(self.model, self.how, self.micro_batches(self.row_shares))
+        if make_settings(self.config, self.plan.device_type).recompute or self.how.dropout:
+            scored = self._forward_bytes(self.model, self.how, self.row_shares)
             scoring = {part: step[part] for part in ("weights", "optimizer")} | {"activations": scored}
             step = max(step, scoring, key=lambda parts: sum(parts.values()))
-        moments = {TRAIN if self._take_turns else AT_WORK: step}
-        if self.config.check.mode != "off":
-            how = replace(how, product_bytes=how.weight_bytes) if how.on_cpu else how
-            budgets = compared_budgets(self.micro_batch_tokens, sum(self.largest_sample))
-            cuts = [self._cut(NUM_COMPARED // self.row_shares, NUM_SAMPLES, budget) for budget in budgets]
-            moments[GATE] = gate_memory(self.model, how, *cuts)
-        return moments
+        return step
 
     @cached_property
     def reference(self) -> tuple[int, int]:
@@ -335,11 +301,14 @@ class RunMemory:
         number_bytes = dtype_bytes(engine_dtype(options.torch_dtype, device_type))
         weights, pool = "engine: weights", "engine: keys and values"
         parts = {weights: model.parameters * number_bytes // parallel}
-        if kind == "transformers":
-            prompts = -(-rows // min(group_sizes(self.config).values()))
-            sizes = {"number_bytes": number_bytes, "prompts": prompts, "rows": rows}
-            kept, passing = embedded_engine_bytes(model, self.largest_sample, **sizes)
-            return parts | {pool: kept, "engine: one token": passing}, None
+        if (
+            kind == "transformers"
+        ):  # each prompt is there once, a row's own keys and values grow by half, at least by 64
+            (prompt, response), groups = self.largest_sample, -(-rows // min(group_sizes(self.config).values()))
+            tokens = groups * prompt + rows * (response + max(64, response // 2))
+            token = rows * (model.vocab * (number_bytes + 8) + 16 * response)  # logits, twice in float32, too
+            passing = max(token, PREFILL_TOKENS * 3 * number_bytes * (model.intermediate + model.hidden))
+            return parts | {pool: kv_bytes_per_token(model, number_bytes) * tokens, "engine: pass": passing}, None
         if device_type == "cpu":
             return parts | {pool: VLLM_CPU_POOL}, None
         share = int(options.gpu_memory_utilization * self.machine.memory)
@@ -356,23 +325,6 @@ class RunMemory:
                 f"one sequence of {self.context} tokens needs {needed / GIB:.1f} GiB"
             )
         return parts, None
-
-
-@lru_cache(maxsize=1024)
-def _micro_batches(prompt: int, response: int, rows: int, group: int, budget: int, shared: bool) -> list[MicroBatch]:
-    sizes = [group] * (rows // group) + ([rows % group] if rows % group else [])
-    groups = [PromptGroup(tuple(range(size)), prompt, (response,) * size) for size in sizes]
-    batches = fill(groups, token_budget=budget, **({} if shared else {"slots_per_token": 1}))
-    whole = sum(piece.tokens for batch in batches for piece in batch)
-    micro_batches = []
-    for batch in batches:
-        tokens, count = sum(piece.tokens for piece in batch), sum(len(piece.rows) for piece in batch)
-        scale = max(tokens, min(budget, whole)) / tokens
-        whole -= tokens
-        slots = count * (prompt + response)
-        numbers = tokens if shared else slots, count * response, slots
-        micro_batches.append(MicroBatch(*(round(scale * number) for number in numbers)))
-    return micro_batches
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -395,10 +347,8 @@ class Disk:
     @property
     def sentence(self) -> str:
         """For people, in GiB."""
-        several = f"{self.checkpoints} checkpoints" if self.checkpoints > 1 else "1 checkpoint"
-        text = f"{self.total / GIB:.3g} GiB: {several} of {self.checkpoint / GIB:.3g} GiB"
-        text += ", one of them being written" if self.checkpoints > 1 else ""
-        return text + (f", and {self.export / GIB:.3g} GiB of the trained model" if self.export else "")
+        several = f"{self.checkpoints} checkpoint{'s' * (self.checkpoints > 1)} of {self.checkpoint / GIB:.3g} GiB"
+        return f"{self.total / GIB:.3g} GiB: {several}, and {self.export / GIB:.3g} GiB of the trained model"
 
 
 def disk_of(config: Config, model: Architecture) -> Disk:
@@ -418,27 +368,13 @@ def disk_of(config: Config, model: Architecture) -> Disk:
 
 
 def require_disk(config: Config, run_dir: Path) -> None:
-    """Refuse a run that the disk will end later, hours after it began.
-
-    Raises:
-        UserError: too little is free, with the smallest change that helps.
-    """
+    """Raise UserError where too little is free: the disk would end the run hours after it began."""
     model, _ = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     saved = CheckpointStore(run_dir / CHECKPOINTS).num_bytes  # they make room
-    free = shutil.disk_usage(there).free + saved
-    needed = disk_of(config, model)
-    if needed.total <= free:
-        return
-    counts = range(config.train.keep_checkpoints - 1, 0, -1)
-    fewer: list[dict[str, Any]] = [{"train.keep_checkpoints": count} for count in counts]
-    least = (fewer[-1] if fewer else {}) | ({"train.export_hf": False} if config.train.export_hf else {})
-    adapter = {"train_model.lora.enabled": True}
-    has_other = not config.train_model.lora.enabled and OPTIMIZERS[config.optimizer.name].trains_adapters
-    fix = "free space there, or choose another hydra.run.dir"
-    for options in (*fewer, least, *([adapter, least | adapter] if has_other else [])):
-        changed = disk_of(with_options(config, options), model)
-        if changed.total <= free:  # the mildest change comes first
-            fix = f"use {' '.join(overrides_of(options))} ({changed.total / GIB:.3g} GiB), or {fix}"
-            break
-    raise UserError(f"The run writes {needed.sentence}; {run_dir} has {free / GIB:.3g} GiB for it; {fix}.")
+    free, needed = shutil.disk_usage(there).free + saved, disk_of(config, model)
+    if needed.total > free:
+        raise UserError(
+            f"The run writes {needed.sentence}; {run_dir} has {free / GIB:.3g} GiB for it; free space there, choose "
+            "another hydra.run.dir, or use train.keep_checkpoints=1 or train.export_hf=false."
+        )

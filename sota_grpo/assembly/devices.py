@@ -11,9 +11,8 @@ import torch
 from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.sampling import engine_rows
 from sota_grpo.config import Config, has_reference, model_name
-from sota_grpo.config.memory_rules import micro_batch_tokens
+from sota_grpo.config.memory_rules import micro_batch_tokens, shares_devices
 from sota_grpo.config.mixture import longest_response, mean_responses_per_step
-from sota_grpo.config.shared import shares_devices
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
@@ -24,17 +23,13 @@ FEW_ROWS = 64  # of an engine on a GPU: reading its weights takes longer than wh
 
 @dataclass(frozen=True)
 class Role:
-    """What one role asks for: a count, or explicit indices, or neither (one device, shared where none is left).
-
-    Args:
-        shared: the role is the engines', and stands on all devices of the learner.
-    """
+    """What one role asks for: a count, or explicit indices, or neither (one device, shared where none is left)."""
 
     name: str
     num_devices: int | None = None
     devices: Sequence[int] | None = None
     default: int = 1
-    shared: bool = False
+    shared: bool = False  # engines on all devices of the learner
 
     @property
     def requested(self) -> bool:
@@ -111,8 +106,6 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
 def describe(placement: Placement, device_type: str) -> str:
     """The plan in one line, for the log.
 
-    >>> describe(Placement((0,), (1, 2), (), colocated=False), "cuda")
-    'learner cuda:0, engines cuda:1 cuda:2'
     >>> describe(Placement((0, 1), (0, 1), (0,), colocated=True), "cpu")
     '2 learner ranks, 2 engines, 1 reference worker on the CPU'
     """
@@ -155,20 +148,14 @@ def _check_amount(needed: Sequence[Role], total: int) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What stands where.
-
-    Args:
-        workers: collection, reference and several ranks live in processes of their own.
-        notes: what a run says of it when it starts, one sentence each.
-        shared: the engines of workers stand on the learner's devices, and sleep while those compute.
-    """
+    """The devices and processes of a run."""
 
     device_type: str
     placement: Placement
     engine: str
-    workers: bool
-    notes: tuple[str, ...] = ()
-    shared: bool = False
+    workers: bool  # collection, reference and several ranks live in processes of their own
+    notes: tuple[str, ...] = ()  # that a run logs when it starts, one sentence each
+    shared: bool = False  # the engines of workers stand on the learner's devices, and sleep while those compute
 
 
 def resolve_device(config: Config) -> str:
@@ -192,13 +179,10 @@ def resolve_device(config: Config) -> str:
 def reference_has_own_weights(config: Config) -> bool:
     """Whether the reference needs weights beside the learner's.
 
-    It does not where there is none, nor under LoRA, where the reference is the base model with the adapter off, unless
-    it is another model or is asked to stand apart: in a process or on a device of its own.
+    Under LoRA it is the base model with the adapter off, unless it is another model or on a device of its own.
     """
     options = config.ref_model
-    stands_apart = (
-        options.process or options.num_devices is not None or options.devices is not None or wants_workers(config)
-    )
+    stands_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None
     return has_reference(config) and (stands_apart or not is_the_base)
 
@@ -222,9 +206,7 @@ def _roles(config: Config) -> tuple[Role, Role, Role]:
 
 
 def make_plan(config: Config, device_type: str, num_gpus: int | None = None, engine: str | None = None) -> Plan:
-    """A device for everything, or for synchronous mode on one machine this process with one device for each role.
-
-    With one GPU collection and training take turns on it, whatever the mode.
+    """Plan the run; with one GPU collection and training take turns on it, whatever the mode.
 
     Args:
         num_gpus: GPUs that there are; None: those of this machine.
@@ -301,9 +283,5 @@ def _idle_notes(config: Config, plan: Plan) -> list[str]:
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:
-    """torch's name of a role's first device.
-
-    >>> device_name("cuda", (1,)), device_name("cpu", (0,))
-    ('cuda:1', 'cpu')
-    """
+    """torch's name of a role's first device."""
     return device_type if device_type == "cpu" else f"{device_type}:{indices[0]}"

@@ -27,32 +27,24 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.training.subject import NUM_PROMPTS, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
 ASSUMED_GIB = 80  # of a GPU that is not here
 ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
-_BYTES_PER_TOKEN = 3  # of prompts whose tokenizer is not here; English text has four
 _MOST_CHANGES = 3  # options that a proposal may touch
 
 
 @dataclass(frozen=True)
 class Estimate(RunMemory):
-    """What is known of a run before it starts.
+    """What is known of a run before it starts."""
 
-    Args:
-        places: where the facts come from: ``model``, ``prompt``, ``machine``, one phrase each.
-        num_problems: of the training split; None where the data is not here.
-        change: the options of the smallest one that makes it fit; None where it fits, or where nothing helps.
-        other_change: those of the smallest one that still trains all weights, where ``change`` does not.
-    """
-
-    places: dict[str, str]
-    num_problems: int | None
-    change: dict[str, Any] | None = None
-    other_change: dict[str, Any] | None = None
+    places: dict[str, str]  # where the facts come from: model, prompt, machine, one phrase each
+    num_problems: int | None  # of the training split; None where the data is not here
+    change: dict[str, Any] | None = None  # the smallest one that makes it fit; None where it fits, or nothing helps
+    other_change: dict[str, Any] | None = None  # the smallest one that trains all weights, where change does not
 
     @property
     def refusal(self) -> str | None:
@@ -69,17 +61,6 @@ class Estimate(RunMemory):
             fix += f", or, to train all weights, {' '.join(overrides_of(self.other_change))}"
         return f"The run does not fit on {worst.name}: {reason}; {fix}."
 
-    @property
-    def responses(self) -> dict[str, int]:
-        """Responses that the run samples: to train on, in all evaluations, and for the checks before training."""
-        options, steps = self.config.eval, num_steps(self.config)
-        evaluations = 2 + ((steps - 1) // options.every if options.every else 0) if options.mode == "on" else 0
-        return {
-            "training": steps * mean_responses_per_step(self.config),
-            "evaluation": evaluations * options.num_samples * (1 + options.avg_at_k),
-            "checks": NUM_PROMPTS * NUM_SAMPLES if self.config.check.mode != "off" else 0,
-        }
-
     def as_dict(self) -> dict[str, Any]:
         """For JSON: plain values, sizes in bytes."""
         (prompt, response), plan, disk = self.largest_sample, self.plan, disk_of(self.config, self.model)
@@ -95,7 +76,6 @@ class Estimate(RunMemory):
             "problems": self.num_problems,
             "responses_per_step": mean_responses_per_step(self.config),
             "steps": num_steps(self.config),
-            "responses": self.responses,
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
             "micro_batch_tokens": self.micro_batch_tokens,
             "micro_batches_per_step": len(self.micro_batches(self.row_shares)),
@@ -107,31 +87,25 @@ class Estimate(RunMemory):
 def estimate(
     config: Config, *, memory_gib: float | None = None, gpus: int | None = None, prompt_tokens: int | None = None
 ) -> Estimate:
-    """Plan the run of ``config`` and add up its memory.
+    """Plan the run of a valid ``config`` and add up its memory; what is None is measured, or assumed.
 
     Args:
-        memory_gib: of each GPU, or of the machine on a CPU; None measures it, or assumes :data:`ASSUMED_GIB` GiB for
-            a GPU that is not here.
-        gpus: that there are, for the run and for what is proposed; None: those of this machine, or, where it has none,
-            as many as the config asks for.
-        prompt_tokens: of the longest prompt; None measures it.
+        memory_gib: of each GPU, or of the machine on a CPU.
+        gpus: that there are, for the run and for what is proposed.
+        prompt_tokens: of the longest prompt.
 
     Raises:
-        UserError: the config breaks a rule, its devices cannot be shared out, its model or data cannot be read, or a
-            prompt is longer than the context.
+        UserError: its devices cannot be shared out, its model or data cannot be read, or a prompt is too long.
     """
-    validate(config)
     (model, model_place), teacher = _architectures(config)
-    machine, machine_place = _find_machine(config, memory_gib, gpus)
+    machine, machine_place = _machine(config, memory_gib, gpus)
     context = RunMemory(config, model, prompt_tokens or 0, machine).context
     longest, prompt_place, problems = _prompts(config, prompt_tokens, context)
     places = {"model": model_place, "prompt": prompt_place, "machine": machine_place}
     run = Estimate(config, model, longest, machine, places, problems, teacher=teacher)
-    if run.fits:
-        return run
-    change = smallest_change(run)
+    change = None if run.fits else _smallest_change(run)
     trains_less = change is not None and "train_model.lora.enabled" in change
-    return replace(run, change=change, other_change=smallest_change(run, with_lora=False) if trains_less else None)
+    return replace(run, change=change, other_change=_smallest_change(run, with_lora=False) if trains_less else None)
 
 
 def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architecture | None]:
@@ -141,11 +115,8 @@ def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architectu
     return model, find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
 
 
-def _find_machine(config: Config, memory_gib: float | None, gpus: int | None) -> tuple[Machine, str]:
-    """Where the run would be, and how that is known.
-
-    A config that names neither ``device`` nor a model of this machine is for GPUs, here or elsewhere.
-    """
+def _machine(config: Config, memory_gib: float | None = None, gpus: int | None = None) -> tuple[Machine, str]:
+    """Where the run would be, and how that is known; a model that is not here is for GPUs, perhaps elsewhere."""
     memory = None if memory_gib is None else int(memory_gib * GIB)
     elsewhere = config.ray.address is not None
     has_gpu = torch.cuda.is_available() and not elsewhere
@@ -155,37 +126,26 @@ def _find_machine(config: Config, memory_gib: float | None, gpus: int | None) ->
         return Machine("cpu", memory or machine_bytes(), libraries), "the CPU of this machine"
     if has_gpu:
         gpu, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
-        said = "" if gpus is None else f", {gpus} as --gpus says"
         machine = Machine("cuda", memory or gpu.total_memory, count=gpus or count)
-        return machine, f"{count} x {gpu.name} on this machine{said}"
-    size, many = memory_gib or ASSUMED_GIB, "GPUs" if gpus is None else f"{gpus} GPU{'s' * (gpus > 1)}"
-    source = "as --memory-gb says" if memory_gib else "assumed; --memory-gb says otherwise"
+        return machine, f"{machine.count} x {gpu.name}, of {count} on this machine"
+    size, source = memory_gib or ASSUMED_GIB, "as" if memory_gib else "assumed unless"
     machine = Machine("cuda", int(size * GIB), count=gpus, is_here=False)
-    return machine, f"{many} of {size:g} GiB, none of them here ({source})"
+    return machine, f"GPUs of {size:g} GiB, none of them here, {source} --memory-gb says"
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
-    """The config of a run with its micro-batches: of ``train.micro_batch_tokens=auto`` on CUDA those of this estimate.
-
-    Args:
-        plan: of the run.
-        prompt_tokens: of the longest prompt.
-    """
+    """The config of a run with its micro-batches; of ``train.micro_batch_tokens=auto`` on CUDA the estimate's."""
     tokens = micro_batch_tokens(config)
     if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
-        machine, _ = _find_machine(config, None, None)
+        machine, _ = _machine(config)
+        sentence = f"train.micro_batch_tokens=auto is {tokens:,}: the learner's GPUs are not on this machine, so their "
+        sentence += "memory is not known; sota-grpo estimate --memory-gb says how many tokens fill it."
         if machine.is_here:
             (model, _), teacher = _architectures(config)
             run = RunMemory(config, model, prompt_tokens, machine, teacher=teacher)
             vars(run)["plan"] = plan
-            tokens = run.micro_batch_tokens
-            logger.info(run.micro_batches_sentence)
-        else:
-            logger.info(
-                "train.micro_batch_tokens=auto is %s: the learner's GPUs are not on this machine, so their memory is "
-                "not known; sota-grpo estimate --memory-gb says how many tokens fill it.",
-                f"{tokens:,}",
-            )
+            tokens, sentence = run.micro_batch_tokens, run.micro_batches_sentence
+        logger.info(sentence)
     return with_options(config, {"train.micro_batch_tokens": tokens})
 
 
@@ -199,33 +159,29 @@ def machine_bytes() -> int:
 
 
 def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
-    """Tokens of the longest prompt, how they are known, and how many problems are trained on.
-
-    What cannot be reached is assumed, but only of a hub: a path that is wrong is a mistake.
-    """
-    task, count = None, None
+    """Tokens of the longest prompt, how they are known, and how many problems are trained on; a hub may be away."""
+    task: Task | None = None
+    tokenizer: Any = None
     try:
         task = task_of(config)
-        count = len(task.train)
     except DatasetError:
         if any((each.env.dataset_path, each.env.eval_path) != (None, None) for each in task_configs(config).values()):
             raise
+    count = None if task is None else len(task.train)
     if prompt_tokens is not None:
         if prompt_tokens >= context:
             leaves = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response"
             raise UserError(f"{leaves} in a context of {context:,}.")
         return prompt_tokens, "as --prompt-tokens says", count
-    if task is None:
-        guess = min(ASSUMED_PROMPT, max(context - longest_response(config), context // 2))
-        return guess, "assumed, the data is not here; --prompt-tokens says otherwise", None
     try:
         tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     except UserError:
         if Path(resolve_model_path(model_name(config))).is_dir():
             raise
-        texts = ("".join(message["content"] for message in task.messages(e)) for e in [*task.train, *task.heldout])
-        guess = max(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN + 32
-        return guess, "from the length of its text, the tokenizer is not here", count
+    if task is None or tokenizer is None:
+        guess = min(ASSUMED_PROMPT, max(context - longest_response(config), context // 2))
+        missing = "data" if task is None else "tokenizer"
+        return guess, f"assumed, the {missing} is not here; --prompt-tokens says otherwise", count
     lacks = ""
     with ExitStack() as opened:  # the prompts say which tools there are, and what they are for
         try:
@@ -238,14 +194,11 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts{lacks}", count
 
 
-def smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
+def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
     """Options of the change that asks least among those with which every device has room; None where none does.
 
     Each candidate is judged by the same arithmetic as the run itself, and must keep the rules of a config. What
     changes nothing but memory and time comes before what trains other weights, and that before more devices.
-
-    Args:
-        with_lora: whether training an adapter instead of all weights may be proposed.
     """
     levers = [lever for lever in _levers(run, with_lora) if lever[1]]
     sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]

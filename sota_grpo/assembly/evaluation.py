@@ -19,7 +19,7 @@ from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import heldout_task, open_env, start_engine
 from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, model_name
-from sota_grpo.config.mixture import OF_TOOLS, entry_faults, task_configs, tasks_named
+from sota_grpo.config.mixture import a_mixture_names_tasks_and_their_options, task_configs, tasks_named
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.config.validators import READERS, validate
@@ -55,7 +55,7 @@ _PRESET_OF_MODEL = {TINY: "grpo_cpu", SMOLLM2: "smollm_ifeval"}
 _OF_ONE_TASK = (  # options that mean nothing to another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
-    *("env.tools", "env.environment", *OF_TOOLS, "env.mixture"),
+    *("env.tools", "env.environment", "env.mixture"),
     *(name for name, _, _ in walk() if name.startswith("reward.judge.")),
 )
 
@@ -134,7 +134,7 @@ def _run_target(
     config = load_config(run_dir, overrides, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     if is_entry:
         assert task is not None
-        for sentence in entry_faults(config):
+        for sentence in a_mixture_names_tasks_and_their_options(config):
             raise UserError(sentence)
         config = task_configs(config)[task]
     exported = exported_steps(run_dir, config)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config
-from sota_grpo.config.judging import rubric_file
+from sota_grpo.config import Config, rubric_file
 from sota_grpo.config.mixture import task_configs
-from sota_grpo.config.secrets import judge_key
+from sota_grpo.config.secrets import JUDGE_KEY, key_of
 from sota_grpo.errors import UserError
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
@@ -47,7 +46,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     starting("Asking for the judge")
     endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
     cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
-    judge = JudgeClient(options.url, endpoint, cache, api_key=judge_key())
+    judge = JudgeClient(options.url, endpoint, cache, api_key=key_of(JUDGE_KEY))
     try:
         judge.connect()
         grader = JudgedGrader(make_grader(task), judge, without_examples(task), rules)

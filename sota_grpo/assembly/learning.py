@@ -50,8 +50,6 @@ from sota_grpo.text import first_line
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import LearnerWorker
-from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.reference import ReferenceService
 
 MOST_TOKENS = 65_536  # of a micro-batch whose size was not chosen: more is no faster
 _TIMES_WITHOUT_GRADIENT = 4  # a pass that keeps nothing for a backward pass holds less than a tenth of one that does
@@ -165,7 +163,7 @@ def wants_fused_layers(config: Config, device_type: str) -> bool:
 def make_reference(
     config: Config, policy: CausalPolicy, placement: Placement, device_type: str, autocast: Context = nullcontext
 ) -> ReferencePolicy | None:
-    """Nothing where nobody asks; the base model under the adapter; weights of its own; or a process of its own.
+    """Nothing where nobody asks; the base model under the adapter; or weights of its own.
 
     Args:
         autocast: of the learner, for a reference that computes in this process.
@@ -175,9 +173,6 @@ def make_reference(
     if not reference_has_own_weights(config):
         return AdapterOffReference(policy, autocast=autocast)
     options = reference_options(config, device_name(device_type, placement.ref))
-    if config.ref_model.process:
-        options |= {"model_name": reference_name(config), "num_threads": 1}
-        return ReferenceService.start(ProcessLauncher(), options, timeout_s=config.ref_model.timeout_s)
     loading = ("dtype", "attn_implementation", "trust_remote_code", "load_kwargs", "device")
     return FrozenReference(
         load_model(reference_name(config), **{name: options[name] for name in loading}),
@@ -247,8 +242,7 @@ def make_learner(
 def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPOLoss) -> GRPOLoss:
     """The objective of a config around ``actor``."""
     algorithm: Any = config.algorithm  # its words are validated choices
-    options = surrogate_options(config)
-    dual_clip = options.pop("dual_clip", algorithm.dual_clip if algorithm.kl_unbiased else None)
+    reads_dual_clip = algorithm.kl_unbiased or surrogate(algorithm.objective).reads("dual_clip")
     return objective(
         actor,
         clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
@@ -257,8 +251,7 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
         entropy_coeff=algorithm.entropy_coef,
         objective=algorithm.objective,
         ratio=algorithm.ratio,
-        dual_clip=dual_clip,
-        surrogate_options=options,
+        dual_clip=algorithm.dual_clip if reads_dual_clip else None,
         off_policy_threshold=algorithm.off_policy_threshold,
         kl_estimator=algorithm.kl_estimator,
         kl_unbiased=algorithm.kl_unbiased,
@@ -269,23 +262,6 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
         distill_coeff=algorithm.distill_coef,
         advantage_coeff=algorithm.advantage_coef,
     )
-
-
-def surrogate_options(config: Config) -> dict[str, Any]:
-    """Those of the options beside the clips that ``algorithm.objective`` reads."""
-    algorithm = config.algorithm
-    options = {
-        "dual_clip": algorithm.dual_clip,
-        "ratio_cap": algorithm.ratio_cap,
-        "tau_positive": algorithm.tau_positive,
-        "tau_negative": algorithm.tau_negative,
-        "k_positive": algorithm.k_positive,
-        "lambda_positive": algorithm.lambda_positive,
-        "k_negative": algorithm.k_negative,
-        "lambda_negative": algorithm.lambda_negative,
-    }
-    chosen = surrogate(algorithm.objective)
-    return {name: value for name, value in options.items() if chosen.reads(name)}
 
 
 def make_settings(config: Config, device_type: str) -> LearnerSettings:
@@ -300,7 +276,6 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
         eps=optimizer.eps,
-        momentum=optimizer.momentum,
         clip_grad_norm=optimizer.clip_grad_norm,
         schedule=optimizer.schedule,
         warmup_steps=optimizer.warmup_steps,
@@ -315,8 +290,6 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         drop_truncated=algorithm.drop_truncated,
         top_entropy_quantile=algorithm.top_entropy_quantile,
         entropy_target=algorithm.entropy_target,
-        entropy_coef_delta=algorithm.entropy_coef_delta,
-        entropy_coef_max=algorithm.entropy_coef_max,
         recompute=train.epochs > 1 or algorithm.correction != "none",
         precision=trainer_precision(config, device_type),
     )
@@ -423,7 +396,7 @@ def learner_worker(
             size,
             init_method=init_method,
             device=device,
-            timeout_s=max(60.0, config.train_model.timeout_s),
+            timeout_s=max(60.0, config.ray.timeout_s),
             start_timeout_s=LONGEST_START_S,
             reduce_once=not config.train_model.shard_gradients,
             tensor_parallel=config.train_model.tensor_parallel_size,

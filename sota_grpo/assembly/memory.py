@@ -1,8 +1,7 @@
 """Bytes that a training step, a reference and an engine hold at their peak, counted from the shape of a model.
 
-What is counted is what this project's own code keeps: rows packed with each prompt once and attention that saves its
-inputs, its output and one number per token and head (:mod:`sota_grpo.policy.shared_prompt`), logits in tiles
-(:mod:`sota_grpo.functional.log_probs`), an update in place.
+Counted is what this project's code keeps: rows packed with each prompt once, attention that saves its inputs and
+output and one number per token and head, logits in tiles, an update in place.
 
 **A decoder layer** saves for its backward pass, per token, with ``H`` hidden, ``Q`` and ``K`` the widths of queries and
 of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the matrix products (2 under autocast, else
@@ -14,9 +13,7 @@ of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the mat
     MLP               4 c I                   gate, silu(gate), up, and their product
 
 With frozen weights (LoRA) the norms keep no ``w H``; each linear layer keeps ``rank`` numbers more, and under dropout
-its own noise and dropped input. Under checkpointing a layer keeps its input ``w H`` alone, and one layer at a time is
-there in full. Compiled layers keep less: 0.6 of it puts five peaks of an H100 within 6 %, in float32 under autocast
-without an adapter, and is taken there alone.
+its own noise and dropped input. Under checkpointing a layer keeps its input ``w H`` alone, and one is there in full.
 
 **The moments of an optimizer step** that can be its peak, for the first micro-batch, which finds no gradients, and the
 next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``)::
@@ -26,7 +23,7 @@ next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``
     embedding   G, and where head and embedding are tied, E once more: each has made a dense gradient by then
     step        G, and what the optimizer works with (:mod:`sota_grpo.policy.optimizers`)
 
-Weights and the optimizer's state are there throughout.
+Weights and the optimizer's state are there throughout. What the C library's heap cannot give back is not counted.
 """
 
 from __future__ import annotations
@@ -40,11 +37,10 @@ from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
 
 TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 2**30  # of sota_grpo.functional.log_probs
-HEAP = 0.18  # of all tensors of a learner on a CPU: what glibc's heap cannot give back, 0.16 to 0.23 measured
 KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
-COMPILED = 0.6  # of what eager layers save, see the module
+COMPILED = 0.6  # of what eager layers save in float32 under autocast: five peaks of an H100 within 6 %
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
-PREFILL_TOKENS = 2048  # of one pass over prompts, see sota_grpo.engines.decode_attention
+PREFILL_TOKENS = 2048  # of a pass of engine=transformers over prompts, see sota_grpo.engines.decode_attention
 VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
 Parts = dict[str, int]  # bytes by what they are
 
@@ -68,20 +64,14 @@ class Learning:
     quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
     compiled: bool = False  # layers are compiled, on a GPU
     optimizer: str = "adamw"  # of sota_grpo.policy.optimizers
-    heap: bool = False  # tensors come from glibc's heap: see HEAP
 
     @property
     def casts(self) -> bool:
-        """Whether the products are computed in another dtype than the weights are kept in."""
         return self.product_bytes != self.weight_bytes
 
     @property
     def tile_bytes(self) -> int:
         return TILE_BYTES_ON_CPU if self.on_cpu else TILE_BYTES
-
-    def trained(self, model: Architecture) -> Trained:
-        """Sizes of what has a gradient."""
-        return Trained.of(model, rank=self.rank, weight_bytes=self.weight_bytes)
 
     def base_bytes(self, model: Architecture) -> int:
         """Of the weights without an adapter; in 4 bits with scales as in arXiv:2305.14314, section 3."""
@@ -91,7 +81,8 @@ class Learning:
 
     def optimizer_bytes(self, model: Architecture) -> int:
         """What the optimizer keeps between two steps."""
-        return OPTIMIZERS[self.optimizer].state_bytes(self.trained(model))
+        trained = Trained.of(model, rank=self.rank, weight_bytes=self.weight_bytes)
+        return OPTIMIZERS[self.optimizer].state_bytes(trained)
 
     def trained_bytes(self, model: Architecture) -> int:
         """Of all weights that have a gradient, and so of their gradients and of each moment."""
@@ -107,8 +98,8 @@ class MicroBatch:
     slots: int  # rows times the longest row
 
 
-def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """What one decoder layer saves for its backward pass, its input as the input of its first norm; see the module."""
+def _layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """What one decoder layer saves for its backward pass; see the module."""
     hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
     of_norm = 0 if how.rank else how.weight_bytes * hidden
     per_token = 2 * (4 * hidden + 4 + of_norm) + 2 * c * width + 4 * model.heads + 4 * c * inner
@@ -127,10 +118,8 @@ def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 
 
 def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """What the decoder has saved when its last layer is through: its layers, or under checkpointing their inputs.
-
-    Besides, the cosines and sines of the positions, once for all layers, and the last norm; under autocast without
-    checkpointing the weights in half precision, from which the gradients of the inputs are computed.
+    """What the decoder has saved when its last layer is through: its layers, or under checkpointing their inputs; the
+    cosines and sines of the positions; the last norm; under autocast without checkpointing the weights in 2 bytes.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     >>> rows = MicroBatch(tokens=10, predicted=6, slots=20)
@@ -142,7 +131,7 @@ def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     else:
         cast = how.product_bytes * model.layer_matrices if how.casts and not how.quantized else 0
         share = COMPILED if how.compiled and how.casts and not how.rank else 1
-        layers = model.layers * (round(share * layer_bytes(model, how, rows)) + cast)
+        layers = model.layers * (round(share * _layer_bytes(model, how, rows)) + cast)
     return layers + rows.tokens * 2 * how.weight_bytes * model.head_dim + _last_norm_bytes(model, how, rows)
 
 
@@ -171,9 +160,7 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> Parts:
-    """Peak of an optimizer step on one rank, once the optimizer has its moments.
-
-    Of ``micro_batches``, the heaviest first, only the first two count.
+    """Peak of an optimizer step on one rank, once the optimizer has its moments; the first two micro-batches count.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
     >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
@@ -183,49 +170,32 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     weights, whole, optimizer = _standing_bytes(model, how)
     moments = []
     for carried, rows in zip((0, whole), micro_batches):
-        for gradients, activations, logits in _moments(model, how, rows, is_first=not carried):
-            moments.append((carried + gradients, activations, logits))
+        of_rows = _moments(model, how, rows, is_first=not carried)
+        moments += [(carried + gradients, activations, logits) for gradients, activations, logits in of_rows]
     head = 0 if how.rank else how.weight_bytes * model.head_weights
     made_anew = head * (int(model.tied) + int(len(micro_batches) > 1))
     moments.append((whole + made_anew, 0, 0))
-    stepping = OPTIMIZERS[how.optimizer].step_bytes(how.trained(model), how.on_cpu)
-    moments.append((whole, 0, stepping))
+    trained = Trained.of(model, rank=how.rank, weight_bytes=how.weight_bytes)
+    moments.append((whole, 0, OPTIMIZERS[how.optimizer].step_bytes(trained, how.on_cpu)))
     gradients, activations, logits = max(moments, key=sum)
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    parts |= {"activations": activations, "logits": logits}
-    return parts | ({"lost in the heap": int(HEAP * sum(parts.values()))} if how.heap else {})
+    return parts | {"activations": activations, "logits": logits}
 
 
-def gate_memory(
-    model: Architecture, how: Learning, together: Sequence[MicroBatch], alone: Sequence[MicroBatch]
-) -> Parts:
-    """Peak while the gate compares two gradients of the same rows, cut in two ways (``Learner.gradient_gap``).
-
-    The first waits in the host's memory: beside the second where the learner computes there too, apart from a GPU.
-    """
-    first, second = (learner_memory(model, how, batches) for batches in (together, alone))
-    if how.on_cpu:
-        second["gradients"] += _standing_bytes(model, how)[1]
-    return max(first, second, key=lambda parts: sum(parts.values()))
-
-
-_Moment = tuple[int, int, int]  # new gradients, activations, logits
-
-
-def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: bool) -> list[_Moment]:
-    """Of one micro-batch; see the module."""
+def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: bool) -> list[tuple[int, int, int]]:
+    """New gradients, activations and logits at the moments of one micro-batch; see the module."""
     c, w = how.product_bytes, how.weight_bytes
     head = 0 if how.rank else w * model.head_weights
     saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
     of_head = head_bytes(model, how, rows)
     one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
     if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
-        one_layer += _largest_matrix(model) * (w + (c if how.casts else 0))
+        one_layer += model.hidden * max(model.intermediate, model.query_width) * (w + (c if how.casts else 0))
     if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.attention_tables
         one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
     cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
     if how.checkpointing:
-        one_layer += layer_bytes(model, how, rows) + cast
+        one_layer += _layer_bytes(model, how, rows) + cast
     moments = [
         (head, saved + of_head, _head_working_bytes(model, how, rows)),
         (head if model.tied or is_first else 0, saved - _last_norm_bytes(model, how, rows) + one_layer, 0),
@@ -237,10 +207,7 @@ def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: 
 
 
 def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
-    """Weights, the whole gradient and the optimizer's state of one rank.
-
-    Of several ranks each gathers the embedding, the head and two layers at a time: the one that computes and the next.
-    """
+    """Weights, gradient and optimizer state of one rank; of several each gathers embedding, head and two layers."""
     trained, state = how.trained_bytes(model), how.optimizer_bytes(model)
     weights = how.base_bytes(model) + (trained if how.rank else 0)
     if how.ranks == 1:
@@ -255,19 +222,11 @@ def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
     )
 
 
-def _largest_matrix(model: Architecture) -> int:
-    return max(inputs * outputs for inputs, outputs in model.linear_layers)
-
-
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """What a forward pass without gradient holds beside the weights (the reference): one layer's MLP, and the head.
-
-    In the MLP there are three numbers per unit of its width (``silu(gate)``, ``up``, their product), and three of the
-    residual stream; under autocast one matrix is cast at a time.
-    """
+    """What a forward pass without gradient holds beside the weights: one layer's MLP, one cast matrix, and the head."""
     c, w = how.product_bytes, how.weight_bytes
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
-    cast = c * _largest_matrix(model) if how.casts else 0
+    cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
     hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
     return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes + rows.predicted * how.kept * KEPT_BYTES
 
@@ -277,35 +236,9 @@ def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
     return 2 * model.layers * model.kv_width * number_bytes
 
 
-def _pass_bytes(model: Architecture, tokens: int, number_bytes: int) -> int:
-    """What a pass of an engine over ``tokens`` tokens holds: one MLP and the residual stream."""
-    return tokens * 3 * number_bytes * (model.intermediate + model.hidden)
-
-
-def embedded_engine_bytes(
-    model: Architecture, sample: tuple[int, int], *, number_bytes: int, prompts: int, rows: int
-) -> tuple[int, int]:
-    """Keys and values of ``prompts`` and ``rows`` at their longest (tokens of prompt and response), and a pass beside.
-
-    Each prompt's keys and values are there once, a row's own grow by half, at least by 64. A pass needs the logits,
-    twice in float32 beside the engine's own dtype, and the results of all rows; at the beginning an MLP.
-
-    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
-    >>> embedded_engine_bytes(tiny, (10, 20), number_bytes=4, prompts=1, rows=2)
-    (8960, 589824)
-    """
-    prompt, response = sample
-    grown = 0
-    while grown < response:
-        grown = grown + 1 + max(64, (grown + 1) // 2)
-    token = rows * (model.vocab * (number_bytes + 8) + 16 * response)
-    prefill = _pass_bytes(model, PREFILL_TOKENS, number_bytes)
-    return kv_bytes_per_token(model, number_bytes) * (prompts * prompt + rows * grown), max(token, prefill)
-
-
 def vllm_pool_bytes(model: Architecture, share: int, *, number_bytes: int, rows: int, parallel: int = 1) -> int:
     """What vLLM has left of its ``share`` for keys and values on each of ``parallel`` devices, below 0 if it is too
     small: less the weights, one pass of 8192 tokens (vLLM measures its own), and float32 logits of all rows, twice.
     """
-    weights = model.parameters * number_bytes // parallel
-    return share - weights - _pass_bytes(model, VLLM_PASS_TOKENS, number_bytes) // parallel - rows * model.vocab * 8
+    passing = VLLM_PASS_TOKENS * 3 * (model.intermediate + model.hidden)
+    return share - (model.parameters + passing) * number_bytes // parallel - rows * model.vocab * 8

@@ -12,8 +12,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from sota_grpo.config import Config, model_name, num_steps
-from sota_grpo.config.judging import rubric_file
+from sota_grpo.config import Config, model_name, num_steps, rubric_file
 from sota_grpo.config.mixture import mean_responses_per_step, task_configs, tasks_named
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.validators import validate
@@ -36,13 +35,10 @@ _AMD = Path("/dev/kfd")  # the device of its driver
 
 
 def preflight(config: Config, run_dir: Path | None = None) -> None:
-    """Judge the config, and what it names, as far as that needs nothing heavy.
+    """Raise UserError with the first reason why the run cannot start, as far as that needs nothing heavy.
 
     Args:
         run_dir: where the run would be written; None: nowhere.
-
-    Raises:
-        UserError: the run cannot start; the first reason.
     """
     require_tokens()
     validate(config)

@@ -51,8 +51,7 @@ FIGURES = (
 TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
-_OF_THE_COLLECTION = ["algorithm.overlong_buffer"]
-_OF_THE_COLLECTION += ["algorithm.dynamic_sampling", "algorithm.dynamic_sampling_max_draws"]
+_OF_THE_COLLECTION = ["algorithm.overlong_buffer", "algorithm.dynamic_sampling"]
 _COMPARED = [
     *(name for name, _, _ in walk() if name.startswith("algorithm.") and name != "algorithm.name"),
     *("policy.kl_coef", "train.kl_coef_in_loss"),

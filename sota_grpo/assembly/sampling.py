@@ -23,12 +23,12 @@ from sota_grpo.config.mixture import (
     task_configs,
     weights,
 )
-from sota_grpo.config.secrets import api_key
+from sota_grpo.config.secrets import API_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.agents import Budgets, ToolPartner
+from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import automatic_precision
@@ -73,7 +73,7 @@ def heldout_task(config: Config) -> Task:
     for example in examples:
         if not example.query.strip():
             raise DatasetError(f"{example.place}: the question is empty; mend or remove the row.")
-    task.train = task.heldout = hash_ordered(unique_examples(examples), config.env.data_seed)
+    task.train = task.heldout = hash_ordered(unique_examples(examples))
     return task
 
 
@@ -98,7 +98,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
-    options |= {"seed": config.seed, "data_seed": env.data_seed, "num_heldout": env.num_heldout}
+    options |= {"seed": config.seed, "num_heldout": env.num_heldout}
     options |= {"num_train": env.max_samples, "max_samples": env.max_samples}
     is_replaced = reward.path is not None and "builtin" not in names
     if judges_alone(config) or is_replaced or env.environment is not None:
@@ -138,7 +138,7 @@ def make_grader(config: Config, task: Task) -> Grader:
     scorer, weights, count = scorer_of(task), task.term_weights, config.env.reward_workers
     if count == 0:
         return LocalGrader(scorer, weights)
-    return GradingPool(scorer, weights, num_workers=count, timeout_s=config.env.reward_timeout_s)
+    return GradingPool(scorer, weights, num_workers=count, timeout_s=config.env.timeout_s)
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
@@ -165,7 +165,7 @@ def _offered(config: Config) -> tuple[str, str, float, int] | None:
     """The kind of a task's tools, where they are, the deadline of their calls, and how many share a process."""
     env = config.env
     kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
-    return None if value is None else (kind, value, env.tool_timeout_s, env.environments_per_worker)
+    return None if value is None else (kind, value, env.timeout_s, env.environments_per_worker)
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
@@ -209,8 +209,7 @@ def _rules(config: Config, env: TaskEnv, instances: Instances | None, max_model_
     options, turns = config.env, TurnTokens(env.tokenizer, template_kwargs(config, instances))
     partner: Partner = GradedTurns(own_grader(env.grader), turns)
     if instances is not None:
-        budgets = Budgets(options.max_tool_calls, options.max_dialog_s, options.max_observation_tokens)
-        partner = ToolPartner(env, instances, budgets, options.chat_template_kwargs)
+        partner = ToolPartner(env, instances, options.chat_template_kwargs)
     return Rules(partner, turns, options.max_steps, max_model_len)
 
 
@@ -310,7 +309,6 @@ def make_sampling(config: Config) -> Sampling:
         top_p=options.top_p,
         top_k=most_kept(config),
         min_p=options.min_p,
-        ignore_eos=options.ignore_eos,
     )
 
 
@@ -364,7 +362,6 @@ def engine_options(
         eos_token_ids=ends,
         pad_token_id=tokenizer.pad_token_id,
         gpu_memory_utilization=inference.gpu_memory_utilization,
-        enforce_eager=inference.enforce_eager,
         tensor_parallel_size=inference.tensor_parallel_size,
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
@@ -391,10 +388,10 @@ def engine_options(
     return replace(
         options,
         url=config.engine.url,
-        api_key=api_key() if config.engine.url is not None else None,
+        api_key=key_of(API_KEY) if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
         shared_folder=str(run_dir),
-        deadlines=Deadlines(control=inference.timeout_s),
+        deadlines=Deadlines(control=config.ray.timeout_s),
     )
 
 

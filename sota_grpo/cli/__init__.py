@@ -30,18 +30,12 @@ def _run(arguments: Sequence[str]) -> int:
         command.add_command(commands)
     if arguments[:1] == [train.QUERY]:  # the shell's question, which comes without a command
         return train.complete(arguments, commands.choices)
-    options = _parsed(parser, arguments)
-    return options.run(options)
-
-
-def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; overrides (OPTION=VALUE) may stand behind them too, where argparse by itself takes none."""
-    options, left = parser.parse_known_args(arguments)
+    options, left = parser.parse_known_args(arguments)  # which takes no overrides (OPTION=VALUE) behind options
     if left and not (hasattr(options, "overrides") and all("=" in one and one[0] != "-" for one in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
         options.overrides = [*options.overrides, *left]
-    return options
+    return options.run(options)
 
 
 def add_parser(
@@ -57,8 +51,6 @@ def add_parser(
 def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
     """The type of an option that counts something.
 
-    >>> whole("a number of tokens")("12")
-    12
     >>> whole("a number of tokens")("none")
     Traceback (most recent call last):
     argparse.ArgumentTypeError: 'none' is not a number of tokens, 1 or more
@@ -73,14 +65,7 @@ def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
 
 
 def above_zero(what: str) -> Callable[[str], float]:
-    """The type of an option that measures something.
-
-    >>> above_zero("a time")("0.5")
-    0.5
-    >>> above_zero("a time")("inf")
-    Traceback (most recent call last):
-    argparse.ArgumentTypeError: 'inf' is not a time above 0
-    """
+    """The type of an option that measures something."""
 
     def parsed(text: str) -> float:
         try:
@@ -121,11 +106,7 @@ def add_config(parser: Any) -> None:
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """The config that the options name, composed and not validated.
-
-    Raises:
-        UserError: see :func:`sota_grpo.assembly.compose.compose`; or an override that is none.
-    """
+    """The config that the options name, composed and not validated; UserError where there is none."""
     from sota_grpo.assembly.compose import compose
 
     for override in options.overrides:

@@ -34,11 +34,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the checks; 0 when all passed.
-
-    Raises:
-        UserError: the config cannot be run at all.
-    """
+    """Make the checks; 0 when all passed."""
     from sota_grpo.assembly.preflight import announce, preflight
     from sota_grpo.recording.progress import Heartbeat
     from sota_grpo.run.entry import quiet_console
@@ -55,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         checks = check(
             config,
             run_dir=options.run_dir,
-            on_check=lambda one: None if options.json else print(sentence(one), file=out, flush=True),
+            on_check=lambda one: None if options.json else print(_sentence(one), file=out, flush=True),
         )
     made = [one.passed for one in checks if one.passed is not None]
     seconds = time.perf_counter() - began
@@ -67,11 +63,5 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(made) else 1
 
 
-def sentence(check: Check) -> str:
-    """One line: the outcome, the check and what was measured.
-
-    >>> from sota_grpo.training.subject import Check
-    >>> sentence(Check("the first ratio is one", True, "effective sample size 1.000000", 0.25))
-    'passed  the first ratio is one: effective sample size 1.000000 (0.2 s)'
-    """
+def _sentence(check: Check) -> str:
     return f"{check.outcome}  {check.name}: {check.sentence} ({check.seconds:.1f} s)"

@@ -1,15 +1,14 @@
 """``sota-grpo estimate``: whether a run fits, before anything is loaded.
 
-Says where learner, engine and reference would be, what each device holds at each moment with the largest sample that
-the data and the options allow, and how many training and optimizer steps there are. Needs no weights, and for common
-models no hub::
+Says where learner, engine and reference would be, what each device holds at each moment with the largest sample, and
+how many steps there are. Needs no weights, and for common models no hub::
 
     sota-grpo estimate --config-name grpo_gsm8k
     sota-grpo estimate hardware=eight_gpus mode=async model.name=Qwen/Qwen2.5-7B-Instruct --gpus 8 --memory-gb 80
 
 The exit code is 0 when it fits and 2 when it does not; then the smallest change with which it would is named, within
-``--gpus``. A full fine-tune in float32 on a CPU is right within 15 %, and the learner on one GPU within 10 % (tests
-measure both); engines, adapters and several GPUs have not been compared.
+``--gpus``. The tensors of a learner are right within 15 % on a CPU and 10 % on one GPU (tests measure both); engines
+and several GPUs have not been compared, and the C library's heap is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import os
 import socket
 import sys
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -43,16 +41,11 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("--gpus", metavar="N", type=gpus, help="that there are; default: those here, else no limit")
     count = whole("a number of tokens")
     add("--prompt-tokens", metavar="N", type=count, help="of the longest prompt; default: measured on the data")
-    add("--show-config", action="store_true", help="print the resolved config first, as YAML")
     add("--json", action="store_true", help="everything as one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the estimate; 0 when the run fits, 2 when it does not.
-
-    Raises:
-        UserError: the config cannot be run at all.
-    """
+    """Print the estimate; 0 when the run fits, 2 when it does not."""
     from sota_grpo.config.validators import validate
 
     config = config_of(options)
@@ -64,23 +57,17 @@ def run(options: argparse.Namespace) -> int:
         from sota_grpo.run.entry import quiet_console
 
         quiet_console()
-        given = {"gpus": options.gpus, "prompt_tokens": options.prompt_tokens}
-        estimated = estimate(config, memory_gib=options.memory_gb, **given)
+        found = estimate(config, memory_gib=options.memory_gb, gpus=options.gpus, prompt_tokens=options.prompt_tokens)
     if options.json:
-        resolved = {"config": asdict(config)} if options.show_config else {}
-        print(json.dumps(resolved | estimated.as_dict(), indent=1))
+        print(json.dumps(found.as_dict(), indent=1))
     else:
-        if options.show_config:
-            from omegaconf import OmegaConf
-
-            print(OmegaConf.to_yaml(OmegaConf.structured(config)))
-        show(estimated)
-    if estimated.refusal:
-        print(f"sota-grpo: {estimated.refusal}", file=sys.stderr)
-    return 0 if estimated.fits else 2
+        _show(found)
+    if found.refusal:
+        print(f"sota-grpo: {found.refusal}", file=sys.stderr)
+    return 0 if found.fits else 2
 
 
-def show(estimated: Estimate) -> None:
+def _show(estimated: Estimate) -> None:
     """Facts, and a table for each kind of device; plain where the output is no terminal."""
     from rich.console import Console
 
@@ -102,12 +89,8 @@ def show(estimated: Estimate) -> None:
         table.add_row(f"of {device.capacity / 2**30:.1f} GiB", *(f"{size / device.capacity:.0%}" for size in sums))
         console.print(table)
     full = max(device.peak / device.capacity for device in estimated.devices)
-    if not estimated.fits:
-        console.print("It does not fit.")
-    elif full > TIGHT:
-        console.print(f"It fits, tightly: {full:.0%} of a device, and the estimate is good to about 15 %.")
-    else:
-        console.print(f"It fits: at most {full:.0%} of a device.")
+    tight = " tightly (the estimate is good to about 15 %)" if full > TIGHT else ""
+    console.print(f"It fits{tight}: {full:.0%} of a device." if estimated.fits else "It does not fit.")
 
 
 def _cell(size: int | None) -> str:
@@ -120,8 +103,6 @@ def _facts(estimated: Estimate) -> dict[str, str]:
 
     facts, places = estimated.as_dict(), estimated.places
     prompt, response = estimated.largest_sample
-    responses = facts["responses"]
-    share = responses["evaluation"] / sum(responses.values())
     problems = "the data is not here" if facts["problems"] is None else f"{facts['problems']:,} problems"
     return {
         "model": f"{facts['model']['name']}, {estimated.model.parameters:,} parameters ({places['model']})",
@@ -131,8 +112,6 @@ def _facts(estimated: Estimate) -> dict[str, str]:
         "the run": f"{facts['steps']:,} steps of {facts['responses_per_step']:,} responses ({problems}), "
         f"{facts['optimizer_steps']:,} optimizer steps; micro-batches of up to {facts['micro_batch_tokens']:,} tokens "
         f"({facts['micro_batches_per_step']:,} a step at full length)",
-        "evaluations": f"{responses['evaluation']:,} responses, {share:.1%} of all; the checks before training take "
-        f"{responses['checks']}",
         "disk": disk_of(estimated.config, estimated.model).sentence,
     }
 

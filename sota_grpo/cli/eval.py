@@ -41,9 +41,8 @@ _PLAIN_LINE_S = 10.0  # between two lines of progress where there is no terminal
 
 def add_command(commands: Any) -> None:
     """Add ``eval`` and its options to the parser of ``sota-grpo``."""
-    parser = add_parser(
-        commands, "eval", "measure a model, or what a run has trained, on held-out problems", __doc__, run
-    )
+    summary = "measure a model, or what a run has trained, on held-out problems"
+    parser = add_parser(commands, "eval", summary, __doc__, run)
     add = parser.add_argument
     add("target", metavar="MODEL_OR_RUN", help="a run directory, the folder of a model, its hub name, or tiny")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the run or of the preset")
@@ -66,15 +65,10 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure what the options name; 0 once it is measured.
-
-    Raises:
-        UserError: the model, the run, the data or the options cannot be used, or a file cannot be written.
-    """
+    """Measure what the options name; 0 once it is measured."""
     _require_writable(options.out)
     if options.responses is not None and options.responses == options.out:
         raise UserError(f"--out and --responses both name {options.out}; give each a file of its own.")
-    _judge(options)
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.devices import resolve_device
     from sota_grpo.assembly.evaluation import evaluate, find_target, gains, open_evaluator
@@ -83,14 +77,8 @@ def run(options: argparse.Namespace) -> int:
     from sota_grpo.run.entry import quiet_console
 
     quiet_console()
-    target = find_target(
-        options.target,
-        _overrides(options),
-        config_name=options.config_name,
-        task=options.task,
-        step=options.step,
-        trust=options.trust_run,
-    )
+    named = {"config_name": options.config_name, "task": options.task, "step": options.step}
+    target = find_target(options.target, _overrides(options), **named, trust=options.trust_run)
     tell_trust(options, target.config)
     engine = resolve_engine_name(target.config.engine.name, device=resolve_device(target.config))
     if (fault := temperature_fault(engine, options.temperature, "--temperature")) is not None:
@@ -125,40 +113,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _judge(options: argparse.Namespace) -> None:
-    """What can be wrong with the names before torch is imported; ``find_target`` says the rest."""
-    from sota_grpo.assembly.compose import (
-        DEFAULT_CONFIG,
-        UNUSED_WITHOUT_LOSS,
-        compose,
-        load_config,
-        no_run_or_model,
-    )
-    from sota_grpo.policy.model_sizes import missing_folder
-    from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
-    from sota_grpo.recording.run_files import CONFIG_FILE
-
-    overrides = [*_overrides(options), *([] if options.task is None else [f"env.dataset={options.task}"])]
-    run_dir = Path(options.target).expanduser()
-    if (run_dir / CONFIG_FILE).is_file():
-        trust = options.trust_run or options.task is not None
-        load_config(run_dir, overrides, trust=trust, unused=UNUSED_WITHOUT_LOSS)
-    elif missing_folder(options.target):
-        raise UserError(f"{no_run_or_model(options.target)}.")
-    else:
-        if options.target == SMOLLM2:
-            require_smollm2()
-        compose(options.config_name or DEFAULT_CONFIG, overrides)
-
-
 def _overrides(options: argparse.Namespace) -> list[str]:
     """Those that are options of this command, then those given as they stand."""
-    known = {
-        "engine": options.engine,
-        "eval.avg_at_k": options.k,
-        "eval.num_samples": options.num_samples,
-        "seed": options.seed,
-    }
+    known = {"engine": options.engine, "eval.avg_at_k": options.k, "eval.num_samples": options.num_samples}
+    known["seed"] = options.seed
     odd = [argument for argument in options.overrides if "=" not in argument]
     if odd:
         raise UserError(f"{odd[0]!r} is not OPTION=VALUE.")
@@ -187,13 +145,13 @@ def _read_result(name: str) -> dict[str, Any]:
         result = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--against {name} cannot be read ({error}).") from error
-    if not isinstance(result, dict) or not {"counts", "problems", "max_tokens", "greedy"} <= result.keys():
+    if not isinstance(result, dict) or not {"steps", "counts", "problems", "max_tokens"} <= result.keys():
         raise UserError(f"--against {name} is not what sota-grpo eval --out writes.")
-    return {"steps": result.get("turns"), **result}  # older files have the steps under that name
+    return result
 
 
 def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str, Any]) -> None:
-    """Before an hour of work: a difference is paired only where problems and the room for an answer are the same."""
+    """A difference is paired only where problems and the room for an answer are the same."""
     if before["problems"] != heading["problems"]:
         raise UserError(
             f"--against {name} was measured on other problems ({before['num_problems']} of {before['task']}); give "

@@ -29,27 +29,15 @@ def add_command(commands: Any) -> None:
     add("--to", required=True, choices=("hf", "verl"), help="what to write")
     add("--out", metavar="DIR", help="where; new or empty; default: RUN/export/ and the name of the kind")
     count = whole("a number of steps", least=0)
-    add(
-        "--step",
-        metavar="N",
-        type=count,
-        help="hf: checkpoint after so many steps; default: the end, or the newest",
-    )
+    add("--step", metavar="N", type=count, help="hf: checkpoint after so many steps; default: the end, or the newest")
     add("--adapter", action="store_true", help="hf: the LoRA adapter alone")
-    add(
-        "--dtype",
-        choices=DTYPES[1:],
-        help="hf: of the weights; default: that of the model which was trained. Made from a checkpoint",
-    )
+    of_weights = "hf: of the weights; default: that of the model which was trained. Made from a checkpoint"
+    add("--dtype", choices=DTYPES[1:], help=of_weights)
     add_trust(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write what the options name; 0 once it is written.
-
-    Raises:
-        UserError: the run, the checkpoint or the folder cannot be used.
-    """
+    """Write what the options name; 0 once it is written."""
     of_model = {"--adapter": options.adapter or None, "--step": options.step, "--dtype": options.dtype}
     for option in [name for name, value in of_model.items() if value is not None and options.to != "hf"]:
         raise UserError(f"{option} goes with --to hf; --to verl translates the whole run.")

@@ -32,11 +32,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and say where it is.
-
-    Raises:
-        UserError: there is no run, or something cannot be read or written.
-    """
+    """Write the page and say where it is."""
     from sota_grpo.report import write_report
 
     folder = Path(options.runs[0]) if len(options.runs) == 1 else Path()

@@ -74,10 +74,6 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
         RunFailed: by the writer, too: the disk is full, or something else is in the way later.
         BrokenPipeError: the reader of stdout has had enough.
         KeyboardInterrupt: with the number of rows that are written as its text.
-
-    >>> with row_writer("-") as write:
-    ...     write({"reward": 1.0})
-    {"reward": 1.0}
     """
     if name == STANDARD:
         if isinstance(sys.stdout, TextIOWrapper):
@@ -162,12 +158,15 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Grade what the options name; 0 once everything that can be read is graded.
-
-    Raises:
-        UserError: the options contradict each other, or a file cannot be read or written.
-    """
-    _require_sense(options)
+    """Grade what the options name; 0 once everything that can be read is graded."""
+    if (options.text is None) == (options.input is None):
+        raise UserError("give either --input FILE or --text RESPONSE.")
+    if options.text is None and options.answer is not None:
+        raise UserError("--answer goes with --text; rows of --input have a column 'answer'.")
+    if options.text is None and options.row is not None:
+        raise UserError("--row goes with --text; rows of --input have their columns already.")
+    if options.reward_name and options.reward_path is None:
+        raise UserError("--reward-name names functions of a file; name the file with --reward-path FILE.")
     with redirect_stdout(sys.stderr):  # a file of reward functions runs here, and may print
         task = make_scorer(
             options.task,
@@ -192,18 +191,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _require_sense(options: argparse.Namespace) -> None:
-    """Refuse options that would do nothing."""
-    if (options.text is None) == (options.input is None):
-        raise UserError("give either --input FILE or --text RESPONSE.")
-    if options.text is None and options.answer is not None:
-        raise UserError("--answer goes with --text; rows of --input have a column 'answer'.")
-    if options.text is None and options.row is not None:
-        raise UserError("--row goes with --text; rows of --input have their columns already.")
-    if options.reward_name and options.reward_path is None:
-        raise UserError("--reward-name names functions of a file; name the file with --reward-path FILE.")
-
-
 def _score_text(task: Task, options: argparse.Namespace) -> None:
     try:
         row = json.loads("{}" if options.row is None else options.row)
@@ -224,31 +211,27 @@ def _score_lines(task: Task, file: Iterable[str], write: RowWriter, options: arg
     """How many were scored, right, failed and broken, and the sum of their rewards."""
     counts: Any = Counter()  # the rewards are no integers
     lines = (_line(task, number, text) for number, text in enumerate(file, start=1) if text.strip())
-    with _graders(task, options) as pool:
-        for line, score in _scored(pool, lines, _AHEAD * options.workers):
-            if score is None:
-                counts["broken"] += 1
-                print(f"sota-grpo: {line.error}", file=sys.stderr)
-                graded = {**line.row, "reward": None, "terms": {}, "success": False, "error": line.error}
-            else:
-                graded = graded_row(task, line.row, score)
-                failed = int(score.error is not None)
-                counts.update(scored=1, right=score.success, failed=failed, reward=graded["reward"])
-            write(graded)
-    return counts
-
-
-def _scored(pool: Any, lines: Iterator[Line], ahead: int) -> Iterator[tuple[Line, Score | None]]:
-    """Each line with its score, in order; None where there was nothing to grade."""
     waiting: deque[tuple[list[Line], Future[list[Score]]]] = deque()
-    while (batch := list(islice(lines, _BATCH))) or waiting:
-        if batch:
-            waiting.append((batch, pool.scores([line.pair for line in batch if line.pair is not None])))
-        if not batch or len(waiting) > ahead:
+    with _graders(task, options) as pool:
+        while (batch := list(islice(lines, _BATCH))) or waiting:
+            if batch:
+                waiting.append((batch, pool.scores([line.pair for line in batch if line.pair is not None])))
+            if batch and len(waiting) <= _AHEAD * options.workers:
+                continue
             answered, scores = waiting.popleft()
             left = iter(scores.result())
             for line in answered:
-                yield line, (None if line.pair is None else next(left))
+                if line.pair is None:
+                    counts["broken"] += 1
+                    print(f"sota-grpo: {line.error}", file=sys.stderr)
+                    write({**line.row, "reward": None, "terms": {}, "success": False, "error": line.error})
+                    continue
+                score = next(left)
+                graded = graded_row(task, line.row, score)
+                failed = int(score.error is not None)
+                counts.update(scored=1, right=score.success, failed=failed, reward=graded["reward"])
+                write(graded)
+    return counts
 
 
 def _line(task: Task, number: int, text: str) -> Line:

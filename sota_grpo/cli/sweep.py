@@ -36,11 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the summary; 0 whatever became of the runs.
-
-    Raises:
-        UserError: there is no run, or none of them measured what they are to be sorted by.
-    """
+    """Print the summary; 0 whatever became of the runs."""
     from sota_grpo.sweeps import FOLDER, as_csv, as_json, as_text, read_sweep
 
     folders = [options.directory] if options.directory else sorted(Path(FOLDER).glob("*/*/"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sota_grpo.engines import ENGINES
@@ -48,8 +49,10 @@ class RayConfig:
     """The cluster on which workers run (mode=async, or several devices for a role)."""
 
     address: str | None = opt(None, "a running cluster (HOST:PORT, auto); null starts one on this machine")
-    start_timeout_s: float = opt(
-        300.0, "longest wait for the cluster's resources, and longest time in which workers that start do nothing"
+    timeout_s: float = opt(
+        600.0,
+        "longest silence of an engine or a reference before it is replaced, of a learner rank or a server before the "
+        "run ends with its name, and of workers that start; longest wait for the cluster's resources",
     )
 
 
@@ -68,15 +71,12 @@ class LoggingConfig:
     project: str = opt("sota_grpo", "W&B project")
     run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
     tags: list[str] = section(list, "W&B tags")
-    tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
     sinks: list[str] = section(
-        list, "further copies of the metrics: entry points sota_grpo.sinks of installed packages"
+        list, "further copies of the metrics: tensorboard, and entry points sota_grpo.sinks of installed packages"
     )
     report: bool = opt(True, "write report.html at every checkpoint and at the end")
     store_steps: bool = opt(True, "keep step 0 and the steps after checkpoints whole in steps/, for report and replay")
     num_examine: int = opt(0, "completions per step written out in debug_logs/, with the breakdown of their reward")
-    level: str = opt("info", "least level written to training.log", ("debug", "info", "warning"))
-    private: bool = opt(False, "nobody else on this machine may look into the run directory (mode 0700)")
 
 
 @dataclass
@@ -104,7 +104,6 @@ class EnvConfig:
     num_heldout: int | None = opt(
         None, "examples held out where the task has no test split; null: 512, of a file a tenth at most; 0: none"
     )
-    data_seed: int = opt(0, "decides which rows of a file are held out, and which of them eval.num_samples measures")
     answer_format: str | None = opt(
         None,
         "where the answer stands in a response; null: where the task asks for it",
@@ -136,21 +135,16 @@ class EnvConfig:
         "FILE.py:FACTORY of objects with reset, methods that the policy may call, and perhaps get_reward; or a server: "
         "mcp:COMMAND, mcp+http://HOST:PORT/mcp, openenv+http://HOST:PORT",
     )
-    tool_timeout_s: float = opt(
-        30.0, "longest time for one call of a tool; then the worker of its environment is ended"
-    )
     environments_per_worker: int = opt(
         8, "samples whose tools or environments share a process, called in turn; a call that hangs costs all of them"
     )
-    max_tool_calls: int | None = opt(None, "most calls of tools in a dialog; more end it")
-    max_dialog_s: float | None = opt(None, "seconds after which a dialog that calls a tool ends")
-    max_observation_tokens: int | None = opt(None, "most tokens of what a tool returns; more end the dialog")
     reward_workers: int = opt(
         1, "processes that grade responses; 0: in the trainer, where a grader that hangs hangs the run"
     )
-    reward_timeout_s: float = opt(
+    timeout_s: float = opt(
         60.0,
-        "longest time for grading one response (a group, for functions that take groups); then its grader is replaced",
+        "longest time for grading one response (a group, for functions that take groups), or for one call of a tool; "
+        "then the grader is replaced, or the sample's environment ended",
     )
 
 
@@ -185,8 +179,9 @@ class RewardConfig:
     correct: float = opt(1.0, "math: reward of a right answer")
     wrong: float = opt(-1.0, "math: reward of a wrong answer")
     no_answer: float = opt(-0.5, "math: reward of a response without an answer")
-    instructions_weight: float = opt(1.0, "ifeval, instructions: weight of the share of instructions that are followed")
-    all_weight: float = opt(0.0, "ifeval, instructions: reward beside it where all instructions are followed")
+    all_weight: float = opt(
+        0.0, "ifeval, instructions: reward where all are followed, beside the share of those that are"
+    )
     judge: JudgeConfig = section(JudgeConfig, "a model that judges responses")
 
 
@@ -223,13 +218,6 @@ class AlgorithmConfig:
         "objective=clipped, gmpo: bound above 1 on a token's ratio where the advantage is negative; whatever the "
         "objective, on that of kl_unbiased; null: none, so that one token can be most of a step's gradient",
     )
-    ratio_cap: float | None = opt(20.0, "objective=dppo: largest ratio that weighs a token, above 1; null: none")
-    tau_positive: float = opt(1.0, "objective=sapo: temperature of the gate where the advantage is positive")
-    tau_negative: float = opt(1.05, "objective=sapo: temperature elsewhere")
-    k_positive: float = opt(2.0, "objective=vespo: exponent of the ratio where the advantage is not negative")
-    lambda_positive: float = opt(3.0, "objective=vespo: rate of its decay there")
-    k_negative: float = opt(3.0, "objective=vespo: exponent where the advantage is negative")
-    lambda_negative: float = opt(2.0, "objective=vespo: rate there")
     off_policy_threshold: float | None = opt(
         None,
         "responses of negative advantage whose mean logp_engine - logp exceeds it, in nats, leave the objective "
@@ -243,11 +231,9 @@ class AlgorithmConfig:
     entropy_coef: float = opt(0.0, "entropy bonus in the loss; 0 only reports the entropy")
     entropy_target: float | None = opt(
         None,
-        "entropy per token, in nats, below which entropy_coef grows with every optimizer step and acts (Skywork-OR1); "
-        "null: it stays as it is",
+        "entropy per token, in nats, below which entropy_coef grows by 0.005 with every optimizer step, to 1 at most, "
+        "and acts, and above which it falls by as much, to 0 at least (Skywork-OR1); null: it stays as it is",
     )
-    entropy_coef_delta: float = opt(0.005, "with entropy_target: by how much entropy_coef changes")
-    entropy_coef_max: float = opt(1.0, "with entropy_target: the largest it becomes; the smallest is 0")
     top_entropy_quantile: float = opt(
         1.0, "share of an optimizer step's tokens, those of highest entropy, that the objective keeps; 1: all"
     )
@@ -269,8 +255,9 @@ class AlgorithmConfig:
     advantage_coef: float = opt(1.0, "weight of the task's advantage beside the teacher's; 0: the teacher alone")
     drop_truncated: bool = opt(False, "responses cut for length take no part in the loss")
     overlong_buffer: int = opt(0, "soft length penalty over the last so many tokens of max_tokens (DAPO); 0: none")
-    dynamic_sampling: bool = opt(False, "groups whose rewards are all equal are replaced by fresh ones (DAPO)")
-    dynamic_sampling_max_draws: int = opt(10, "most collections drawn to fill one batch under dynamic sampling")
+    dynamic_sampling: bool = opt(
+        False, "groups whose rewards are all equal are replaced by fresh ones, of 10 collections at most (DAPO)"
+    )
 
 
 @dataclass
@@ -335,7 +322,6 @@ class TrainModelConfig:
     shard_gradients: bool = opt(
         False, "several devices: sum gradients after every micro-batch; less memory per rank, more traffic"
     )
-    timeout_s: float = opt(600.0, "several devices: longest silence of a rank before the run ends with its name")
     lora: LoraConfig = section(LoraConfig, "low-rank adapters")
 
 
@@ -350,7 +336,6 @@ class InferenceModelConfig:
     )
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     tensor_parallel_size: int = opt(1, "GPUs that hold one copy of the model; num_devices counts all of them")
-    timeout_s: float = opt(120.0, "workers and servers: longest silence of an engine before it is replaced")
     torch_dtype: str = opt("auto", "of weights; auto: bfloat16 on CUDA; native: on CPUs that have it", ENGINE_DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
     max_num_seqs: int | None = opt(
@@ -359,7 +344,6 @@ class InferenceModelConfig:
         "(256 to 1,024)",
     )
     max_model_len: int | None = opt(None, "context: prompt plus response tokens; null: what the model allows")
-    enforce_eager: bool | None = opt(None, "vLLM without CUDA graphs; null: only on CPU")
     max_tokens: int = opt(1024, "most tokens of one response")
     temperature: float = opt(1.0, "sampling temperature; the learner divides its logits by it too")
     top_p: float = opt(1.0, "sample from the fewest most likely tokens that have so much mass; 1 keeps every token")
@@ -377,7 +361,6 @@ class InferenceModelConfig:
     batch_invariant: bool = opt(
         False, "vLLM on NVIDIA GPUs from compute capability 9.0: no sample depends on what is computed beside it"
     )
-    ignore_eos: bool = opt(False, "sample to max_tokens even after the end (benchmarks)")
 
 
 @dataclass
@@ -392,10 +375,6 @@ class RefModelConfig:
     num_devices: int | None = opt(None, "devices of the reference, its own; null: a spare one, else the learner's")
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype of the reference's weights; auto is that of the learner", DTYPES)
-    process: bool = opt(
-        False, "mode=sync: the reference lives in a process of its own, as it always does in mode=async"
-    )
-    timeout_s: float = opt(600.0, "longest wait for an answer of the reference process")
 
 
 @dataclass
@@ -419,7 +398,6 @@ class OptimizerConfig:
     beta1: float = opt(0.9, "decay of the gradient average")
     beta2: float = opt(0.999, "decay of the squared-gradient average")
     eps: float = opt(1e-8, "added to the root of the squared-gradient average")
-    momentum: float = opt(0.95, "name=muon: decay of the gradient average of matrices")
     clip_grad_norm: float = opt(1.0, "largest norm of the gradient; 0 leaves it as it is")
     schedule: str = opt("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))
     warmup_steps: int = opt(0, "optimizer steps over which the learning rate rises from 0")
@@ -510,46 +488,22 @@ def num_steps(config: Config) -> int:
 
 
 def model_name(config: Config) -> str:
-    """Hub name or directory of the policy.
-
-    >>> config = Config()
-    >>> config.model.size = "0.5B"
-    >>> model_name(config)
-    'Qwen/Qwen2.5-0.5B-Instruct'
-    """
+    """Hub name or directory of the policy."""
     return config.model.name or model_of_size(config.model.size)
 
 
 def reference_name(config: Config) -> str:
-    """Hub name or directory of the reference, where there is one.
-
-    >>> config = Config()
-    >>> config.model.name, config.ref_model.name = "tiny", "runs/teacher/hf"
-    >>> reference_name(config)
-    'runs/teacher/hf'
-    """
+    """Hub name or directory of the reference, where there is one."""
     return config.ref_model.name or model_name(config)
 
 
 def has_reference(config: Config) -> bool:
-    """Whether a reference's log-probs are asked for: by a KL term, or of a teacher.
-
-    >>> config = Config()
-    >>> config.algorithm.distill_coef = 1.0
-    >>> has_reference(Config()), has_reference(config)
-    (False, True)
-    """
+    """Whether a reference's log-probs are asked for: by a KL term, or of a teacher."""
     return config.policy.kl_coef > 0 or config.algorithm.distill_coef > 0
 
 
 def most_kept(config: Config) -> int:
-    """Most tokens of the set that one is drawn from; 0 where that is the whole vocabulary.
-
-    >>> config = Config()
-    >>> config.inference_model.top_p = 0.9
-    >>> most_kept(Config()), most_kept(config)
-    (0, 1024)
-    """
+    """Most tokens of the set that one is drawn from; 0 where that is the whole vocabulary."""
     sampling = config.inference_model
     return sampling.top_k or (MOST_KEPT if sampling.top_p < 1 or sampling.min_p > 0 else 0)
 
@@ -558,3 +512,13 @@ def reward_names(config: Config) -> list[str]:
     """The functions of ``reward.path``, in order; ``compute_score`` where none is named, as in verl."""
     name = config.reward.name
     return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
+
+
+def rubric_file(rubric: str | None) -> Path | None:
+    """The file that ``reward.judge.rubric`` names; None where it is the text itself.
+
+    >>> rubric_file("rubric.md"), rubric_file("Is it polite?"), rubric_file("Be brief.\\nSee notes.txt")
+    (PosixPath('rubric.md'), None, None)
+    """
+    is_file = rubric is not None and "\n" not in rubric and rubric.endswith((".md", ".txt"))
+    return Path(rubric) if rubric is not None and is_file else None

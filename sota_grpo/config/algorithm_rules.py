@@ -167,21 +167,10 @@ def options_that_the_objective_does_not_read_keep_their_default(config: Config) 
             )
 
 
-def an_entropy_bonus_is_adapted_between_its_bounds(config: Config) -> Iterator[str]:
-    algorithm, changed = config.algorithm, changed_options(config)
-    coef, largest = algorithm.entropy_coef, algorithm.entropy_coef_max
-    if algorithm.entropy_target is not None and coef > largest:
-        yield (
-            f"algorithm.entropy_coef={coef}, where it begins, is above algorithm.entropy_coef_max={largest}; use "
-            f"algorithm.entropy_coef_max={coef}."
-        )
-    for name in ("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"):
-        if algorithm.entropy_target is None and name in changed:
-            value, default = changed[name]
-            yield (
-                f"{name}={value} has no effect on algorithm.entropy_target=null, which leaves the coefficient alone; "
-                f"use {name}={default} or give a target."
-            )
+def an_entropy_bonus_begins_within_its_bounds(config: Config) -> Iterator[str]:
+    coef = config.algorithm.entropy_coef
+    if config.algorithm.entropy_target is not None and coef > 1:
+        yield f"algorithm.entropy_coef={coef} is above 1, the most that algorithm.entropy_target adapts it to; use 0."
 
 
 def tokens_of_high_entropy_are_chosen_one_by_one(config: Config) -> Iterator[str]:
@@ -195,10 +184,9 @@ def tokens_of_high_entropy_are_chosen_one_by_one(config: Config) -> Iterator[str
 
 
 def a_bound_of_the_ratio_lies_above_that_of_an_unchanged_policy(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    for name, bound, usual in (("dual_clip", algorithm.dual_clip, 3.0), ("ratio_cap", algorithm.ratio_cap, 20.0)):
-        if bound is not None and bound <= 1:
-            yield f"algorithm.{name}={bound} must be above 1, the ratio of an unchanged policy; use {usual} or null."
+    bound = config.algorithm.dual_clip
+    if bound is not None and bound <= 1:
+        yield f"algorithm.dual_clip={bound} must be above 1, the ratio of an unchanged policy; use 3.0 or null."
 
 
 def the_bounds_of_a_correction_leave_room_between_them(config: Config) -> Iterator[str]:

@@ -1,15 +1,28 @@
-"""Rules of what saves memory, and of what vLLM alone has, each named as the rule it states; see :mod:`.validators`."""
+"""Rules of devices, of what saves memory, and of what vLLM alone has; see :mod:`.validators`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, OptimizerConfig, has_reference
-from sota_grpo.config.shared import device_count
+from sota_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig, has_reference
 from sota_grpo.engines import ENGINES
 from sota_grpo.policy.optimizers import OPTIMIZERS
 
+SHARED = "shared"  # the learner's devices
 MICRO_BATCH_TOKENS = 16384  # of train.micro_batch_tokens=auto on a CPU
+
+
+def shares_devices(config: Config) -> bool:
+    """Whether engines stand on the learner's devices and take turns with it."""
+    return config.inference_model.num_devices == SHARED
+
+
+def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig) -> int | None:
+    """Devices that a role asks for; None where it asks for none of its own."""
+    if role.devices is not None:
+        return len(role.devices)
+    return None if isinstance(role.num_devices, str) else role.num_devices
 
 
 def micro_batch_tokens(config: Config) -> int:
@@ -53,8 +66,6 @@ def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
             f"optimizer.name={name} keeps its moments in blocks that one process holds whole, and the learner has "
             f"{ranks} devices, which divide AdamW's among them; use optimizer.name=adamw or train_model.num_devices=1."
         )
-    if name != "muon" and config.optimizer.momentum != (default := OptimizerConfig().momentum):
-        yield f"optimizer.momentum={config.optimizer.momentum} belongs to optimizer.name=muon; leave it at {default}."
 
 
 def the_learners_devices_are_a_product(config: Config) -> Iterator[str]:
@@ -110,11 +121,11 @@ def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
             "among them; use train_model.num_devices=1 or model.quantization=null."
         )
     ref = config.ref_model
-    apart = _has_workers(config) or ref.process or ref.num_devices is not None or ref.devices is not None
+    apart = _has_workers(config) or ref.num_devices is not None or ref.devices is not None
     if apart and has_reference(config) and ref.name is None:
         yield (
-            f"model.quantization={kind} changes the base, and a reference that stands apart (mode=async, ref_model."
-            "process, devices of its own) has the base as it is stored, so their KL would not begin at 0; use "
+            f"model.quantization={kind} changes the base, and a reference that stands apart (mode=async, "
+            "devices of its own) has the base as it is stored, so their KL would not begin at 0; use "
             "policy.kl_coef=0, or mode=sync on one device, where the reference is the base under the adapter."
         )
     if config.train_model.compile:
@@ -151,3 +162,44 @@ def batches_are_invariant_where_vllm_offers_it(config: Config) -> Iterator[str]:
         yield f"{option} has no effect on a server that runs already; start that with VLLM_BATCH_INVARIANT=1."
     if config.device == "cpu":
         yield f"{option} needs an NVIDIA GPU of compute capability 9.0 or above, and this is device=cpu; leave it out."
+
+
+def engines_have_a_number_of_devices_or_the_learners(config: Config) -> Iterator[str]:
+    option, value = "inference_model.num_devices", config.inference_model.num_devices
+    if isinstance(value, str) and value != SHARED:
+        yield f"{option}={value} is neither a number nor {SHARED}; write it like {option}=2."
+
+
+def shared_devices_are_used_in_turn(config: Config) -> Iterator[str]:
+    if shares_devices(config) and config.mode == "async":
+        yield (
+            "inference_model.num_devices=shared lets engines and learner take turns on the same devices, and mode="
+            f"async lets both work at once (train.max_policy_age={config.train.max_policy_age}); use mode=sync "
+            "(grpo.py), or give inference_model.num_devices a number."
+        )
+
+
+def shared_devices_are_those_of_whole_engines(config: Config) -> Iterator[str]:
+    size, count = config.inference_model.tensor_parallel_size, device_count(config.train_model) or 1
+    if shares_devices(config) and size > 0 and count % size:
+        yield (
+            f"inference_model.num_devices=shared stands on the learner's {count} devices, which engines of "
+            f"inference_model.tensor_parallel_size={size} do not fill; use inference_model.tensor_parallel_size="
+            f"{math.gcd(count, size)}."
+        )
+
+
+def sglang_keeps_its_weights_where_it_sleeps(config: Config) -> Iterator[str]:
+    if shares_devices(config) and config.engine.name == "sglang_server":
+        yield (
+            "engine=sglang_server keeps its weights on the device while it sleeps; inference_model.num_devices=shared "
+            "leaves that room to the learner: use engine=vllm, or give inference_model.num_devices a number."
+        )
+
+
+def a_running_server_shares_no_devices(config: Config) -> Iterator[str]:
+    if shares_devices(config) and config.engine.url is not None:
+        yield (
+            f"engine.url={config.engine.url} is one running server on devices of its own, and "
+            "inference_model.num_devices=shared starts engines on the learner's; leave inference_model.num_devices out."
+        )

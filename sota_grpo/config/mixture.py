@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from fractions import Fraction
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 from sota_grpo.config import Config, RewardConfig, responses_per_step
 from sota_grpo.config.spelling import changed_options, walk
@@ -26,15 +27,10 @@ READERS = {  # options of some tasks only, by the parameter of a task that reads
     **{"env.dataset_path": "path", "env.difficulty": "max_steps"},
     **{f"env.{name}": name for name in ("eval_path", "system_prompt", "prompt_column", "answer_column", "tasks")},
     **{f"env.{name}": name for name in ("answer_format", "format_weight", "sandbox")},
-    **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "instructions_weight", "all_weight")},
+    **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "all_weight")},
 }
-#: Bounds of dialogs with tools.
-OF_TOOLS = (
-    *("env.tool_timeout_s", "env.environments_per_worker"),
-    *("env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens"),
-)
 _OFFERS = ("env.tools", "env.environment")  # a task has one of them, so an entry that gives one has no other
-_DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, *OF_TOOLS, "env.max_steps", "env.reasoning")}
+_DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, "env.max_steps", "env.reasoning")}
 #: What an entry may give, by the option of the run that it stands for.
 ENTRY_OPTIONS = {
     **{name.partition(".")[2]: name for name in READERS if name.startswith("env.")},
@@ -58,7 +54,7 @@ def task_configs(config: Config) -> dict[str, Config]:
     of its own, so their names and weights are not the run's either.
 
     Raises:
-        ValueError: an entry that :func:`entry_faults` has a sentence on.
+        ValueError: an entry that :func:`a_mixture_names_tasks_and_their_options` has a sentence on.
 
     >>> config = Config()
     >>> config.env.mixture = {"maths": {"dataset_path": "a.jsonl"}, "easy": {"dataset": "arithmetic", "difficulty": 1}}
@@ -72,25 +68,13 @@ def task_configs(config: Config) -> dict[str, Config]:
 
 
 def weights(config: Config) -> dict[str, Fraction]:
-    """Of each task of a mixture, exactly as it is written: 0.1 is a tenth.
-
-    >>> config = Config()
-    >>> config.env.mixture = {"a": {"weight": 0.1}, "b": {}}
-    >>> weights(config)
-    {'a': Fraction(1, 10), 'b': Fraction(1, 1)}
-    """
+    """Of each task of a mixture, exactly as it is written: 0.1 is a tenth."""
     mixture = config.env.mixture or {}
     return {name: Fraction(str(mixture[name].get(WEIGHT, 1))) for name in sorted(mixture)}
 
 
 def group_sizes(config: Config) -> dict[str, int]:
-    """Responses to a prompt, by task.
-
-    >>> config = Config()
-    >>> config.env.mixture = {"hard": {"repeats": 16}, "easy": {}}
-    >>> group_sizes(config)
-    {'easy': 8, 'hard': 16}
-    """
+    """Responses to a prompt, by task."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.repeats}
     return {name: _value(config, config.env.mixture[name], "env.repeats") for name in sorted(config.env.mixture)}
@@ -125,14 +109,7 @@ def mean_responses_per_step(config: Config) -> int:
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Most turns of a dialog, by task: one where nobody answers a response.
-
-    >>> config = Config()
-    >>> config.env.max_steps = 3
-    >>> config.env.mixture = {"cd": {"dataset": "countdown"}, "sums": {"dataset": "arithmetic"}}
-    >>> turns_of_tasks(config)
-    {'cd': 3, 'sums': 1}
-    """
+    """Most turns of a dialog, by task: one where nobody answers a response."""
     mixture = config.env.mixture
     if mixture is None:
         return {config.env.dataset: config.env.max_steps}
@@ -152,11 +129,7 @@ def has_dialogs(config: Config) -> bool:
 
 
 def tasks_named(config: Config) -> str:
-    """The run's tasks, for people.
-
-    >>> tasks_named(Config())
-    'gsm8k'
-    """
+    """The run's tasks, for people."""
     return config.env.dataset if config.env.mixture is None else " + ".join(sorted(config.env.mixture))
 
 
@@ -171,8 +144,7 @@ def _value(config: Config, entry: Mapping[str, Any], option: str) -> Any:
         return entry[_SHORT[option]]
     if option in _OFFERS and any(_SHORT[name] in entry for name in _OFFERS):
         return None
-    section, _, name = option.partition(".")
-    return getattr(getattr(config, section), name)
+    return attrgetter(option)(config)
 
 
 def _turns(config: Config, entry: Mapping[str, Any]) -> int:
@@ -191,7 +163,6 @@ def _entry_config(config: Config, entry: Mapping[str, Any]) -> Config:
     unread = [name for name, parameter in READERS.items() if parameter not in read]
     unread += _OF_FUNCTIONS if "reward.path" in entered else []
     offers = {name: _value(config, entry, name) for name in _OFFERS}
-    unread += OF_TOOLS if not any(offers.values()) else []
     if entered.get("reward.judge.weight") == 0:  # the judge is not asked about this task
         entered = {name: value for name, value in entered.items() if not name.startswith("reward.judge.")}
         unread += [name for name in defaults if name.startswith("reward.judge.")]
@@ -202,13 +173,10 @@ def _entry_config(config: Config, entry: Mapping[str, Any]) -> Config:
     node = OmegaConf.structured(config)
     for name, value in options.items():
         OmegaConf.update(node, name, value, merge=False)
-    made = OmegaConf.to_object(node)
-    assert isinstance(made, Config)
-    return made
+    return cast(Config, OmegaConf.to_object(node))
 
 
-def entry_faults(config: Config) -> Iterator[str]:
-    """What is wrong with the entries of ``env.mixture`` by themselves, in sentences."""
+def a_mixture_names_tasks_and_their_options(config: Config) -> Iterator[str]:
     from omegaconf.errors import OmegaConfBaseException
 
     mixture = config.env.mixture
@@ -216,11 +184,8 @@ def entry_faults(config: Config) -> Iterator[str]:
         yield f"env.mixture={mixture} names no task; give env.mixture={{NAME: {{dataset: ..}}, ..}} or null."
         return
     for name, entry in (mixture or {}).items():
-        before = None if not isinstance(entry, Mapping) else next(_faults(f"env.mixture.{name}", name, entry), None)
-        if not isinstance(entry, Mapping):
-            before = f"env.mixture.{name}={entry} is no mapping of options; give {{dataset: .., weight: ..}}."
-        if before is not None:
-            yield before
+        if (fault := next(_faults(f"env.mixture.{name}", name, entry), None)) is not None:
+            yield fault
             continue
         try:
             _entry_config(config, entry)
@@ -229,7 +194,10 @@ def entry_faults(config: Config) -> Iterator[str]:
             yield f"env.mixture.{name}: {reason}."
 
 
-def _faults(place: str, name: Any, entry: Mapping[str, Any]) -> Iterator[str]:
+def _faults(place: str, name: Any, entry: Any) -> Iterator[str]:
+    if not isinstance(entry, Mapping):
+        yield f"{place}={entry} is no mapping of options; give {{dataset: .., weight: ..}}."
+        return
     if not _NAME.fullmatch(str(name)):
         yield f"{place}: the name of a task is of letters, digits, _ and -, a letter first; rename it."
     for option in entry:
@@ -257,8 +225,4 @@ def _reads(config: Config, entry: Mapping[str, Any], option: str) -> bool:
     """Whether an entry that does not give ``option`` itself makes anything of the run's."""
     if option in READERS:
         return READERS[option] in parameters(entry.get("dataset", config.env.dataset))
-    if option in _OFFERS:
-        return _value(config, entry, option) is not None
-    if option == "env.max_steps":
-        return _turns(config, entry) > 1
-    return any(_value(config, entry, name) is not None for name in _OFFERS)
+    return _turns(config, entry) > 1 if option == "env.max_steps" else _value(config, entry, option) is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sota_grpo.errors import UserError
 
@@ -60,29 +60,9 @@ def require_tokens() -> None:
             os.environ[variable] = _checked(variable, token)
 
 
-def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The key of the server behind ``engine.url``, where there is one.
-
-    Raises:
-        UserError: it cannot be one; the sentence does not repeat it.
-    """
-    return _key_of(API_KEY, environ)
-
-
-def judge_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The key of the judge at ``reward.judge.url``, where there is one; no option has it.
-
-    Raises:
-        UserError: it cannot be one; the sentence does not repeat it.
-
-    >>> judge_key({"SOTA_GRPO_JUDGE_KEY": " sk-1\\n"})
-    'sk-1'
-    """
-    return _key_of(JUDGE_KEY, environ)
-
-
-def _key_of(variable: str, environ: Mapping[str, str]) -> str | None:
-    key = environ.get(variable, "").strip()
+def key_of(variable: str) -> str | None:
+    """The key in :data:`API_KEY` or :data:`JUDGE_KEY`; None where there is none; UserError where it cannot be one."""
+    key = os.environ.get(variable, "").strip()
     return _checked(variable, key) if key else None
 
 

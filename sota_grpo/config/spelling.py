@@ -13,11 +13,7 @@ from sota_grpo.config import Config
 
 
 def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Every leaf option as ``(dotted name, dataclass field, value)``, in the order of the schema.
-
-    Args:
-        config: or a section of one; None: the defaults.
-        prefix: of the names.
+    """Every leaf option of a config or section (None: the defaults) as ``(dotted name, dataclass field, value)``.
 
     >>> [name for name, _, _ in walk()][:3]
     ['seed', 'mode', 'device']
@@ -31,11 +27,7 @@ def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def changed_options(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Value and default of every option that is not at its default, by name.
-
-    >>> changed_options(Config(seed=3))
-    {'seed': (3, 0)}
-    """
+    """Value and default of every option that is not at its default, by name."""
     options = zip(walk(config), walk())
     return {name: (value, default) for (name, _, value), (_, _, default) in options if value != default}
 
@@ -61,8 +53,6 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
     ['train.resume=null', 'train.export_hf=false', 'reward.name=[near,brief]']
     >>> overrides_of({"env.chat_template_kwargs": {"enable_thinking": False, "date": "1 May"}})
     ["env.chat_template_kwargs={enable_thinking:false,date:'1 May'}"]
-    >>> overrides_of({"env.tasks": {"chain_sum": 2, "gcd": {"level": 1}}})
-    ['env.tasks={chain_sum:2,gcd:{level:1}}']
     >>> overrides_of({"env.mixture": {"sums": {"dataset": "arithmetic", "system_prompt": "Think, then say it."}}})
     ["env.mixture={sums:{dataset:arithmetic,system_prompt:'Think, then say it.'}}"]
     """
@@ -139,9 +129,6 @@ THEIRS = {
         "use_bias_correction_kl": "algorithm.kl_unbiased",
     },
     "use_adaptive_entropy": "algorithm.entropy_target",
-    **{"sapo_temperature_pos": "algorithm.tau_positive", "sapo_temperature_neg": "algorithm.tau_negative"},
-    **{"vespo_k_pos": "algorithm.k_positive", "vespo_lambda_pos": "algorithm.lambda_positive"},
-    **{"vespo_k_neg": "algorithm.k_negative", "vespo_lambda_neg": "algorithm.lambda_negative"},
     **{"model_name_or_path": "model.name", "output_dir": "hydra.run.dir", "report_to": "logging.wandb"},
     **{"save_steps": "train.checkpoint_frequency", "save_total_limit": "train.keep_checkpoints"},
     **{"resume_from_checkpoint": "train.resume", "eval_steps": "eval.every", "eval_strategy": "eval.mode"},
@@ -156,7 +143,7 @@ THEIRS = {
         ("deepspeed", "fsdp", "fsdp_config", "ds3_gather_for_generation"),
         "train_model.num_devices and train_model.fsdp_size (FSDP2)",
     ),
-    **{"vllm_importance_sampling_cap": "algorithm.correction_cap", "vllm_server_timeout": "inference_model.timeout_s"},
+    **{"vllm_importance_sampling_cap": "algorithm.correction_cap", "vllm_server_timeout": "ray.timeout_s"},
     **{"vllm_model_impl": "inference_model.engine_kwargs={model_impl: ..}"},
     "generation_kwargs": "inference_model.temperature, inference_model.top_p, inference_model.top_k and "
     "inference_model.min_p",
@@ -164,7 +151,6 @@ THEIRS = {
     **{"clip_ratio": _CLIP, "clip_ratio_low": "algorithm.clip_low", "clip_ratio_high": "algorithm.clip_high"},
     **{"clip_ratio_c": "algorithm.dual_clip", "adv_estimator": "algorithm=PRESET, or algorithm.baseline"},
     **{"norm_adv_by_std_in_grpo": "algorithm.scale", "loss_agg_mode": "algorithm.aggregation", "loss_mode": _LOSS},
-    **{"tau_pos": "algorithm.tau_positive", "tau_neg": "algorithm.tau_negative"},
     **{"rollout_is": "algorithm.correction", "rollout_is_threshold": "algorithm.correction_cap"},
     **{"rollout_rs": "algorithm.correction and algorithm.correction_mode=reject"},
     **{"rollout_rs_threshold": "algorithm.correction_floor and algorithm.correction_cap"},
@@ -205,6 +191,9 @@ _FIXED = "the reference stays the policy at its start, or ref_model.name"
 _OF_COMPLETIONS = ("log_completions_hub_repo", "log_multimodal", "log_unique_prompts")
 _BATCHES = "engine=transformers batches and caches by itself"
 _LOGGED = "the metrics of every step are logged"
+_ADAPTED = "algorithm.entropy_target adapts the coefficient between 0 and 1, by 0.005 a step"
+_OF_THE_PAPER = "it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own"
+_OF_SURROGATES = ("sapo_temperature_pos", "sapo_temperature_neg", "tau_pos", "tau_neg", "vespo_k_pos", "vespo_k_neg")
 #: Options of TRL's that have no counterpart, and what happens instead.
 NOT_HERE = {
     **dict.fromkeys(("logging_steps", "logging_first_step", "logging_strategy"), _LOGGED),
@@ -218,7 +207,8 @@ NOT_HERE = {
     "per_device_eval_batch_size": "the engine batches an evaluation by itself",
     "disable_dropout": "every dropout of the model is off",
     "cast_lm_head_to_fp32": "the head multiplies in the dtype of train.precision, and all that follows is float32",
-    "entropy_coef_min": "the smallest coefficient that algorithm.entropy_target adapts to is 0",
+    **dict.fromkeys((*_OF_SURROGATES, "vespo_lambda_pos", "vespo_lambda_neg"), _OF_THE_PAPER),
+    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), _ADAPTED),
     "router_aux_loss_coef": "mixtures of experts are not trained",
     "vllm_group_port": "ports are chosen by themselves",
     **dict.fromkeys(

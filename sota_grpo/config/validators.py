@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from inspect import isgeneratorfunction
+from urllib.parse import urlsplit
 
 from sota_grpo.config import (
     Config,
+    JudgeConfig,
     ModelConfig,
     algorithm_rules,
     memory_rules,
     most_kept,
     responses_per_step,
     reward_names,
-    shared,
 )
-from sota_grpo.config.judging import judge_faults
+from sota_grpo.config.memory_rules import device_count
 from sota_grpo.config.mixture import (
-    OF_TOOLS,
     READERS,
-    entry_faults,
+    a_mixture_names_tasks_and_their_options,
     has_own_group_sizes,
     longest_response,
     replies,
@@ -34,16 +34,14 @@ from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.engines import ENGINES, is_server, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED
+from sota_grpo.rewards.judge import CHAT
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
 from sota_grpo.tasks.wrappers import naming_faults
-
-
-def a_mixture_names_tasks_and_their_options(config: Config) -> Iterator[str]:
-    yield from entry_faults(config)
+from sota_grpo.text import one_line
 
 
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
@@ -59,18 +57,14 @@ def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
 _AMOUNTS = (
     *("env.num_envs", "env.repeats", "inference_model.max_tokens", "train.total_dialog_turns"),
     *("train.dialog_turns_per_batch", "train.optim_batch_size", "train.epochs", "train.micro_batch_tokens"),
-    *("train.keep_checkpoints", "eval.num_samples", "algorithm.dynamic_sampling_max_draws"),
-    *("optimizer.lr", "train_model.lora.r", "ref_model.timeout_s", "algorithm.correction_cap", "env.max_samples"),
-    *("algorithm.tau_positive", "algorithm.tau_negative", "algorithm.k_positive", "algorithm.k_negative"),
-    *("algorithm.lambda_positive", "algorithm.lambda_negative"),
+    *("train.keep_checkpoints", "eval.num_samples"),
+    *("optimizer.lr", "train_model.lora.r", "algorithm.correction_cap", "env.max_samples"),
     *("inference_model.max_num_seqs", "inference_model.max_model_len", "train_model.num_devices"),
     *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
     *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
-    *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
-    *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
-    *("env.environments_per_worker", "env.max_dialog_s", "env.max_observation_tokens"),
+    *("train.weight_update_frequency", "env.timeout_s", "env.max_steps", "ray.timeout_s"),
+    "env.environments_per_worker",
     *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
-    *("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"),
 )
 
 
@@ -94,7 +88,7 @@ _SHARES = (
     *("inference_model.gpu_memory_utilization", "inference_model.top_p", "inference_model.min_p"),
     "algorithm.top_entropy_quantile",
 )
-_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum")
+_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2")
 
 
 def every_share_lies_between_0_and_1(config: Config) -> Iterator[str]:
@@ -307,10 +301,6 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
             )
         return
     if not offers_tools(config):
-        for name, (value, default) in changed_options(config).items():
-            if name in OF_TOOLS:
-                left = "null" if default is None else default
-                yield f"{name}={value} belongs to tools; give env.tools or env.environment, or leave it at {left}."
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
@@ -386,7 +376,7 @@ def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
 def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
     engine = config.inference_model
     size = engine.tensor_parallel_size
-    count = shared.device_count(engine) or size
+    count = device_count(engine) or size
     if size > 0 and count % size:  # every_amount_is_positive says the rest
         yield (
             f"inference_model takes {count} devices and one copy of the model takes tensor_parallel_size={size}; use "
@@ -403,7 +393,7 @@ def a_url_belongs_to_a_server(config: Config) -> Iterator[str]:
 
 
 def a_url_is_one_engine(config: Config) -> Iterator[str]:
-    count = shared.device_count(config.inference_model)
+    count = device_count(config.inference_model)
     if config.engine.url is not None and count is not None:
         yield (
             f"engine.url={config.engine.url} is one running server, and inference_model asks for {count} devices to "
@@ -428,7 +418,45 @@ def judges_alone(config: Config) -> bool:
 
 
 def a_judge_is_asked_for_what_it_can_do(config: Config) -> Iterator[str]:
-    yield from judge_faults(config)
+    judge: JudgeConfig = config.reward.judge
+    if judge.kind is None:
+        for name, (value, default) in changed_options(config).items():
+            if name.startswith("reward.judge."):
+                left = "null" if default is None else default
+                yield f"{name}={value} belongs to a judge; give reward.judge.kind, or leave it at {left}."
+        return
+    for option in ("rubric", "reference") if judge.kind != CHAT else ():
+        if value := getattr(judge, option):
+            yield f"reward.judge.{option}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
+    if judge.url is None:
+        yield f"reward.judge.kind={judge.kind} needs a server; give reward.judge.url=http://HOST:PORT."
+    else:
+        yield from _url_faults(judge.url)
+    if judge.weight == 0 and config.env.mixture is None:
+        yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
+    if judge.alone and config.env.reasoning:
+        yield "reward.judge.alone=true has no rule for thinking again (env.reasoning); use one of them."
+    if judge.alone and config.reward.path is not None and config.env.mixture is None:
+        yield (
+            f"reward.judge.alone=true leaves no place for the functions {', '.join(map(str, reward_names(config)))} of "
+            "reward.path; leave one of them out."
+        )
+
+
+def _url_faults(url: str) -> Iterator[str]:
+    try:
+        address = urlsplit(url)
+        host, _ = address.hostname, address.port
+    except ValueError as error:
+        yield f"reward.judge.url={one_line(url)} is no address ({error}); write http://HOST:PORT."
+        return
+    if address.scheme not in ("http", "https") or not host:
+        yield f"reward.judge.url={one_line(url)} is no address of a server; write http://HOST:PORT."
+    if address.username is not None or address.password is not None or address.query:
+        yield (
+            "reward.judge.url has a user name, a password or a query in it, which the run would save; the key of a "
+            "judge is the environment variable SOTA_GRPO_JUDGE_KEY."
+        )
 
 
 _MAPPINGS = (
@@ -529,10 +557,13 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             )
 
 
-_MODULES = (algorithm_rules, memory_rules, shared)
+_MODULES = (algorithm_rules, memory_rules)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
-RULES = tuple(rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE)  # in their order
+RULES = (  # in their order; of entries before what is made of them
+    a_mixture_names_tasks_and_their_options,
+    *(one for one in _EVERY if isgeneratorfunction(one) and one.__module__ in _HERE and one.__name__[0] != "_"),
+)
 
 
 class ConfigError(UserError, ValueError):

@@ -77,7 +77,6 @@ class EngineOptions:
         trust_remote_code: run Python code that the model's repository brings along.
         attn_implementation: of a model that transformers loads.
         gpu_memory_utilization: share of the GPU's memory for weights and cache (vLLM and servers; unused on a CPU).
-        enforce_eager: no CUDA graphs; None: only on a CPU (vLLM and servers).
         tensor_parallel_size: GPUs that hold one copy of the model (vLLM and servers). In vLLM each is a process that
             it spawns: a script whose main module is imported again there needs ``if __name__ == "__main__":``.
         seed: of the engine's own random state; no sample depends on it (vLLM and servers).
@@ -108,7 +107,6 @@ class EngineOptions:
     trust_remote_code: bool = False
     attn_implementation: str | None = None
     gpu_memory_utilization: float = 0.5
-    enforce_eager: bool | None = None
     tensor_parallel_size: int = 1
     seed: int = 0
     url: str | None = None
@@ -122,10 +120,6 @@ class EngineOptions:
     stop: Sequence[str] = ()
     adapter_rank: int = 0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def is_eager(self, *, on_cpu: bool) -> bool:
-        """Whether nothing is captured: as ``enforce_eager`` says, else on a CPU."""
-        return on_cpu if self.enforce_eager is None else self.enforce_eager
 
     def resolved(self) -> EngineOptions:
         """With the ``device`` and ``dtype`` of this machine, and the folder of ``model_path``."""

@@ -52,7 +52,7 @@ class SGLangDialect(VLLMDialect):
             *("--max-running-requests", str(options.max_rows), "--tp-size", str(options.tensor_parallel_size)),
             *(() if options.max_model_len is None else ("--context-length", str(options.max_model_len))),
             *("--mem-fraction-static", str(options.gpu_memory_utilization)),
-            *(("--disable-cuda-graph",) if options.is_eager(on_cpu=on_cpu) else ()),
+            *(("--disable-cuda-graph",) if on_cpu else ()),
             *(("--trust-remote-code",) if options.trust_remote_code else ()),
             *(("--device", "cpu") if on_cpu else ("--enable-memory-saver",)),
         ]

@@ -369,7 +369,6 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
         "dtype": options.dtype,
         "max_num_seqs": options.max_rows,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "enforce_eager": options.is_eager(on_cpu=on_cpu),
         "tensor_parallel_size": options.tensor_parallel_size,
         "seed": options.seed,
         "trust_remote_code": options.trust_remote_code,
@@ -379,11 +378,11 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
         # do not support: the prefill of a prompt stays whole.
-        arguments |= {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
+        arguments |= {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS, "enforce_eager": True}
     else:
         arguments["enable_sleep_mode"] = True
     chosen = {name: value for name, value in options.engine_kwargs.items() if name not in arguments}
-    if options.max_rows > _CAPTURED_ROWS and not arguments["enforce_eager"]:
+    if options.max_rows > _CAPTURED_ROWS and not (arguments | chosen).get("enforce_eager"):
         wide = {"max_cudagraph_capture_size": options.max_rows - options.max_rows % _CAPTURED_STEP}
         compilation = chosen.get("compilation_config") or {}
         if isinstance(compilation, Mapping):

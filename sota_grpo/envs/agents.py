@@ -12,10 +12,9 @@ A turn without a call is the answer and ends the dialog.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,29 +25,14 @@ from sota_grpo.envs.dialogs import Talk, mapped, resolved
 from sota_grpo.envs.task_env import TaskEnv
 from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
-from sota_grpo.rl.records import CALLS, OBSERVATION, SECONDS, TURNS, Example, GroupRequest, sample_seed
+from sota_grpo.rl.records import TURNS, Example, GroupRequest, sample_seed
 from sota_grpo.rl.tool_schemas import ToolCall, call_id
 from sota_grpo.tasks.wrappers import reward_inputs
 from sota_grpo.workers.base import gathered
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
 
-#: How a dialog may end beside :data:`~sota_grpo.rl.records.USED_UP`: with an answer, cut, or without its instance.
+#: How a dialog may end beside :data:`~sota_grpo.rl.records.TURNS`: with an answer, cut, or without its instance.
 ANSWERED, TRUNCATED, LOST = "answer", "truncated", "lost"
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """What a dialog may use beside its turns; None is no bound. What goes beyond ends it, and is not carried out.
-
-    Args:
-        max_calls: calls of tools.
-        max_seconds: from its beginning to a call.
-        max_observation_tokens: tokens of one answer of a tool.
-    """
-
-    max_calls: int | None = None
-    max_seconds: float | None = None
-    max_observation_tokens: int | None = None
 
 
 class ToolPartner:
@@ -61,21 +45,17 @@ class ToolPartner:
     Args:
         env: its prompts tell of the tools.
         instances: of the tools' environment.
-        budgets: of a dialog.
         template_kwargs: further arguments of ``apply_chat_template``.
 
     Raises:
         UserError: the chat template has no tools.
     """
 
-    def __init__(
-        self, env: TaskEnv, instances: Instances, budgets: Budgets, template_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        self._env, self.instances, self.budgets, self.tokenizer = env, instances, budgets, env.tokenizer
+    def __init__(self, env: TaskEnv, instances: Instances, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        self._env, self.instances = env, instances
         self.reader = ToolCallReader(env.tokenizer, instances.schemas, template_kwargs)
         #: Whether records hold what the environment's attributes were at the end.
         self.reads_environments = getattr(env.task, "reads_environments", False)
-        self.clock = time.monotonic
 
     def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
         """Once an instance is there and was reset.
@@ -126,19 +106,15 @@ class ToolTalk:
     ) -> None:
         self.prompt_ids = prompt_ids
         self._partner, self._key, self._error = partner, key, error
-        self._since = partner.clock()
         self._messages: list[dict[str, Any]] = []
         self._num_said = self._num_calls = 0
         self._failed: list[int] = []
         self._ended = ANSWERED if error is None else LOST
 
     def answer(self, said: torch.Tensor) -> Future[Messages | None]:
-        """What the tools say that the turn calls; None where it calls none, or where a budget is used up."""
+        """What the tools say that the turn calls; None where it calls none."""
         calls = self._heard(said)
         if not calls or self._error is not None:
-            return resolved(None)
-        if (exceeded := self._exceeded(len(calls))) is not None:
-            self._ended = exceeded
             return resolved(None)
         self._num_calls += len(calls)
         sound = [(call.name, call.arguments) for call in calls if call.error is None]
@@ -176,14 +152,6 @@ class ToolTalk:
         self._messages.append(message_of(turn.content, calls))
         return calls
 
-    def _exceeded(self, num_calls: int) -> str | None:
-        budgets = self._partner.budgets
-        if budgets.max_calls is not None and self._num_calls + num_calls > budgets.max_calls:
-            return CALLS
-        if budgets.max_seconds is not None and self._partner.clock() - self._since > budgets.max_seconds:
-            return SECONDS
-        return None
-
     def _answered(self, calls: Sequence[ToolCall], done: Future[list[Answer]]) -> Messages | None:
         try:
             return self._replies(calls, done.result())
@@ -191,9 +159,9 @@ class ToolTalk:
             self._key, self._error, self._ended = None, str(error), LOST
             return None
 
-    def _replies(self, calls: Sequence[ToolCall], answers: Sequence[Answer]) -> Messages | None:
+    def _replies(self, calls: Sequence[ToolCall], answers: Sequence[Answer]) -> Messages:
         """A turn for each call, in order: what its tool said, or why it cannot be called."""
-        left, most, tokenizer = iter(answers), self._partner.budgets.max_observation_tokens, self._partner.tokenizer
+        left = iter(answers)
         replies: list[dict[str, str]] = []
         for call in calls:
             answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
@@ -202,11 +170,6 @@ class ToolTalk:
             name = call.name or "unknown"
             replies.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": answer.content})
         self._messages += replies
-        if most is not None and any(
-            len(tokenizer(reply["content"], add_special_tokens=False)["input_ids"]) > most for reply in replies
-        ):
-            self._ended = OBSERVATION
-            return None
         return replies
 
     def _rewarded(self, done: Future[list[Any]]) -> Mapping[str, Any]:

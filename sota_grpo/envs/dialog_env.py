@@ -26,7 +26,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Unbounded
 
 from sota_grpo import keys
-from sota_grpo.envs.agents import Budgets, ToolPartner
+from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.envs.task_env import DRAWN, TaskEnv
@@ -67,7 +67,6 @@ class DialogEnv(TaskEnv):
         environment: what makes an environment of TRL's protocol, or ``FILE.py:FACTORY``, or a server
             (:mod:`sota_grpo.tasks.servers`). One with ``get_reward`` rewards instead of the task.
         tool_timeout_s: longest for a reset, a call of a tool or a reward.
-        budgets: of a dialog with tools.
         max_prompt_tokens: longest prompt, also of a later turn, whose dialog is truncated else; None allows any.
         keywords: of :class:`TaskEnv`.
 
@@ -91,7 +90,6 @@ class DialogEnv(TaskEnv):
         tools: Tools | None = None,
         environment: str | Callable[[], Any] | None = None,
         tool_timeout_s: float = 30.0,
-        budgets: Budgets | None = None,
         max_prompt_tokens: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         **keywords: Any,
@@ -122,7 +120,7 @@ class DialogEnv(TaskEnv):
                 **keywords,
             )
             self._opened = ExitStack()  # what close() closes, once all of it is there
-            self._rules = self._make_rules(instances, budgets or Budgets(), max_steps) if several else None
+            self._rules = self._make_rules(instances, max_steps) if several else None
             self._opened = opened.pop_all()
         self._dialogs: list[Dialog | None] = [None] * self.batch_size[0]
         self._rows: list[TensorDictBase] = [TensorDict()] * self.batch_size[0]  # what was drawn for each
@@ -135,12 +133,12 @@ class DialogEnv(TaskEnv):
             turn = Unbounded(shape=self.batch_size, dtype=torch.int64, device=self.device)
             self.observation_spec = self._group(**dict(self.observation_spec.items()), turn=turn)
 
-    def _make_rules(self, instances: Instances | None, budgets: Budgets, max_steps: int) -> Rules:
+    def _make_rules(self, instances: Instances | None, max_steps: int) -> Rules:
         turns = TurnTokens(self.tokenizer, self.template_kwargs)
         partner: Partner = GradedTurns(self.grader, turns)
         if instances is not None:
             own = {name: value for name, value in self.template_kwargs.items() if name != "tools"}
-            partner = ToolPartner(self, instances, budgets, own)
+            partner = ToolPartner(self, instances, own)
         bound = sys.maxsize if self.max_prompt_tokens is None else self.max_prompt_tokens + 1
         return Rules(partner, turns, max_steps, bound)
 

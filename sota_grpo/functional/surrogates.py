@@ -131,7 +131,7 @@ def dppo_surrogate(
     advantage: Tensor,
     clip_low: float,
     clip_high: float,
-    ratio_cap: float | None = None,
+    ratio_cap: float | None = 20.0,
 ) -> Tensor:
     """DPPO's loss of each token: REINFORCE weighted by the ratio, masked by the change of the *probability*.
 
@@ -289,10 +289,7 @@ class Surrogate:
 #: What a surrogate may read of the tokens, each ``[N, T]`` (the advantage possibly ``[N, 1]``) ..
 TENSORS = ("log_prob", "log_ratio", "advantage", "mask", "entropy")
 #: .. and of the options, under their names in the config.
-OPTIONS = (
-    *("clip_low", "clip_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative"),
-    *("k_positive", "lambda_positive", "k_negative", "lambda_negative"),
-)
+OPTIONS = ("clip_low", "clip_high", "dual_clip")
 #: By the value of ``algorithm.objective``.
 SURROGATES = {
     "clipped": Surrogate(clipped_surrogate, clipped_tokens, {"token": "vanilla", "sequence": "gspo"}),

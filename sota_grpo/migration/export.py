@@ -189,7 +189,7 @@ _PRIVATE = (
 )
 _PATHS = (*PATH_OPTIONS, "train.resume")
 _OF_MEASURING = ("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "inference_model.max_tokens")
-_NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "reward_timeout_s")}
+_NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "timeout_s")}
 
 _TEXT = """---
 # The licence is yours to choose (license: ...); that of the base model has to be kept.

@@ -23,9 +23,8 @@ from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import AlgorithmConfig, Config, most_kept, responses_per_step
 from sota_grpo.config.algorithm_rules import has_no_ratio
-from sota_grpo.config.memory_rules import micro_batch_tokens
+from sota_grpo.config.memory_rules import SHARED, micro_batch_tokens
 from sota_grpo.config.mixture import longest_response
-from sota_grpo.config.shared import SHARED
 from sota_grpo.config.spelling import quoted, walk
 from sota_grpo.config.validators import READERS
 from sota_grpo.engines import ENGINES, is_server
@@ -188,7 +187,7 @@ def _advantage(config: Config, ours: Account) -> dict[str, Any]:
     }
     if ours["algorithm.dynamic_sampling"]:
         options |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"}
-        ours.note("algorithm.dynamic_sampling_max_draws", "verl's trainer draws on without a limit.")
+        ours.note("algorithm.dynamic_sampling", "verl's trainer draws on without a limit; ours 10 collections.")
     buffer = ours["algorithm.overlong_buffer"]
     if buffer:
         penalty = {"enable": True, "len": buffer, "penalty_factor": 1.0, "log": True}
@@ -220,7 +219,7 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
         later = "; 0.9.1 heeds it" if loss == "gspo" else ""
         text = f"verl 0.9.0's {loss} weighs by sequence whatever loss_agg_mode says{later}."
         ours.note("algorithm.aggregation", text.replace("gspo", "GSPO"))
-    bound = ours["algorithm.ratio_cap" if loss == "dppo_tv" else "algorithm.dual_clip"]
+    bound = 20.0 if loss == "dppo_tv" else ours["algorithm.dual_clip"]  # dppo_surrogate's ratio_cap
     if loss in ("gspo", "geo_mean") and algorithm.dual_clip is not None:
         ours.note("algorithm.dual_clip", f"verl's {loss} has no dual clip.")
     options = {
@@ -232,11 +231,8 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
         f"{ACTOR}.loss_agg_mode": _AGGREGATIONS[ours["algorithm.aggregation"]],
         f"{ACTOR}.entropy_coeff": ours["algorithm.entropy_coef"],
     }
-    if loss == "sapo":
-        options |= {
-            f"{ACTOR}.tau_pos": ours["algorithm.tau_positive"],
-            f"{ACTOR}.tau_neg": ours["algorithm.tau_negative"],
-        }
+    if loss == "sapo":  # sapo_surrogate's temperatures
+        options |= {f"{ACTOR}.tau_pos": 1.0, f"{ACTOR}.tau_neg": 1.05}
     if algorithm.top_entropy_quantile < 1:
         ours.note("algorithm.top_entropy_quantile", "verl has no such mask: every token takes part.")
     if algorithm.entropy_target is not None:
@@ -417,12 +413,10 @@ def _rollout(config: Config, ours: Account) -> dict[str, Any]:
         f"{_ROLLOUT}.temperature": ours["inference_model.temperature"],
         f"{_ROLLOUT}.top_p": ours["inference_model.top_p"],
         f"{_ROLLOUT}.top_k": ours["inference_model.top_k"] or -1,
-        f"{_ROLLOUT}.ignore_eos": ours["inference_model.ignore_eos"],
         f"{_ROLLOUT}.seed": config.seed,
         f"{_ROLLOUT}.dtype": "bfloat16" if dtype in ("auto", "native") else dtype,
         f"{_ROLLOUT}.tensor_model_parallel_size": ours["inference_model.tensor_parallel_size"],
         f"{_ROLLOUT}.gpu_memory_utilization": ours["inference_model.gpu_memory_utilization"],
-        f"{_ROLLOUT}.enforce_eager": bool(ours["inference_model.enforce_eager"]),
         f"{_ROLLOUT}.max_num_seqs": ours["env.num_envs"],
     }
     context = ours["inference_model.max_model_len"]

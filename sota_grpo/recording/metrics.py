@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sota_grpo.rl.records import USED_UP
-
 Reduction = Literal["mean", "max", "sum", "last"]
 
 
@@ -31,8 +29,7 @@ class Metric:
 
 _TERM = "reward/<term>"
 _INFO = "grader/<name>"
-_OF_TOOLS = {"grader/tool_calls": "tool_calls", "grader/tool_errors": "tool_errors"}
-_OF_TOOLS |= {f"grader/ended_by_{name}": f"ended_by_{name}" for name in USED_UP}
+_OF_TOOLS = {f"grader/{name}": name for name in ("tool_calls", "tool_errors", "ended_by_turns")}
 _EVAL_TERM = "eval/reward/<term>"
 _TASK, _TASK_ERROR = "eval/task/<name>", "eval/task_stderr/<name>"
 #: Of each task of a mixture, whose name stands before those of its terms, numbers and accuracies, too; and of each
@@ -64,9 +61,6 @@ _DECLARED = (
     Metric("grader/tool_calls", "mean", "Calls of tools in a dialog.", "calls"),
     Metric("grader/tool_errors", "mean", "Calls of tools in a dialog that failed, or could not be made.", "calls"),
     Metric("grader/ended_by_turns", "mean", "Share of dialogs whose last turn still called (env.max_steps).", "share"),
-    Metric("grader/ended_by_calls", "mean", "Share of dialogs ended by env.max_tool_calls.", "share"),
-    Metric("grader/ended_by_seconds", "mean", "Share of dialogs ended by env.max_dialog_s.", "share"),
-    Metric("grader/ended_by_observation", "mean", "Share of dialogs ended by env.max_observation_tokens.", "share"),
     Metric("task/<task>/reward", "mean", "Mean reward of the responses to one task of a mixture, or of reasoning-gym."),
     Metric("task/<task>/success", "mean", "Share of its responses with the right answer.", "share"),
     Metric("task/<task>/truncated", "mean", "Share of its responses that the engine stopped for length.", "share"),

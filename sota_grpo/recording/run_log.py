@@ -188,8 +188,8 @@ class _TrainingLog(logging.FileHandler):
     """Our own handler, recognisable, so that a second run in one process replaces it and nobody else's."""
 
 
-def setup_logging(run_dir: str | os.PathLike[str], level: str = "info") -> logging.Handler:
-    """Write the records of the ``sota_grpo`` loggers at ``level`` and above to ``training.log``.
+def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
+    """Write the records of the ``sota_grpo`` loggers, INFO and above, to ``training.log``.
 
     Other handlers stay as they are and get what they got, INFO and above. Called again, it replaces only its own.
     """
@@ -201,8 +201,8 @@ def setup_logging(run_dir: str | os.PathLike[str], level: str = "info") -> loggi
         logger.removeHandler(old)
         old.close()
     logger.addHandler(handler)
-    handler.setLevel(level.upper())
-    logger.setLevel(min(handler.level, logging.INFO))
+    handler.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO)
     return handler
 
 

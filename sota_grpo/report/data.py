@@ -28,7 +28,6 @@ from sota_grpo.recording.run_files import (
     read_rows,
     state_of,
 )
-from sota_grpo.rl.records import USED_UP
 from sota_grpo.text import json_line, one_line
 
 Row = Mapping[str, Any]
@@ -53,7 +52,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "turn_tokens/mean",
             "grader/tool_calls",
             "grader/tool_errors",
-            *map("grader/ended_by_{}".format, USED_UP),
+            "grader/ended_by_turns",
         ),
     ),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),

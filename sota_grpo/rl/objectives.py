@@ -20,7 +20,7 @@ from sota_grpo import keys
 from sota_grpo.functional.advantages import distilled_advantages
 from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, off_policy_tokens, raw_weights
 from sota_grpo.functional.micro_batches import loss_weights
-from sota_grpo.functional.surrogates import OPTIONS, of_terms, sequence_log_ratio
+from sota_grpo.functional.surrogates import TENSORS, of_terms, sequence_log_ratio
 from sota_grpo.rl.collate import pad_rows, unpad_rows
 from sota_grpo.rl.objective_files import ObjectiveError, surrogate
 
@@ -118,7 +118,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
     if keywords["dual_clip"] is not None and not (chosen.reads("dual_clip") or keywords.get("kl_unbiased")):
         raise ValueError(f"dual_clip is {keywords['dual_clip']} but the objective is {objective!r}; drop it.")
     for name, value in (keywords.get("surrogate_options") or {}).items():
-        if name not in OPTIONS or not chosen.reads(name):
+        if name in TENSORS or not chosen.reads(name):
             raise ValueError(f"surrogate_options has {name}={value} but the objective is {objective!r}; drop it.")
     if keywords["ratio"] == "sequence" and not (chosen.reads("log_ratio") and "sequence" in chosen.ratios):
         reason = "takes it per token" if chosen.reads("log_ratio") else "has no ratio"

@@ -215,8 +215,7 @@ class GroupOutput:
     prompt_ids: tuple[int, ...] | None = None
 
 
-#: What a dialog with tools may use up: turns of the policy, calls, seconds, tokens of one answer of a tool.
-USED_UP = TURNS, CALLS, SECONDS, OBSERVATION = "turns", "calls", "seconds", "observation"
+TURNS = "turns"  #: How a dialog with tools ends whose last turn (``env.max_steps``) still called
 
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15

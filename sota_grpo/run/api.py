@@ -51,10 +51,6 @@ class Result:
         run_dir: where the run is.
         trust: run the Python files that its model brings along, where its config says ``model.trust_remote_code``.
 
-    Attributes:
-        run_dir: the same, as a path.
-        trust: the same.
-
     Raises:
         UserError: there is no run.
 
@@ -102,35 +98,20 @@ class Result:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The trained model (an adapter is merged), as transformers loads it: on the CPU, in the dtype it was saved in.
-
-        Raises:
-            UserError: the run has written none.
-        """
+        """The trained model (an adapter is merged), on the CPU, in the dtype it was saved in; UserError without one."""
         from transformers import AutoModelForCausalLM
 
         return self._exported(AutoModelForCausalLM)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, chat template included.
-
-        Raises:
-            UserError: the run has written none.
-        """
+        """The tokenizer, chat template included; UserError where the run has written none."""
         from transformers import AutoTokenizer
 
         return self._exported(AutoTokenizer)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
-        """Write the report, one HTML file; see ``sota-grpo report``.
-
-        Args:
-            out: the file; None is ``report.html`` in the run directory.
-
-        Returns:
-            Its path.
-        """
+        """Write the report, one HTML file (None: ``report.html`` in the run directory), and return its path."""
         from sota_grpo.report import write_report
 
         return write_report([self.run_dir], Path(out) if out is not None else self.run_dir / "report.html")
@@ -228,12 +209,6 @@ def train(
     """
     objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset}
     objects |= {"tools": tools, "environment": environment, "objective": objective}
-    return _trained(config_name, overrides, run_dir, **objects)
-
-
-def _trained(
-    config_name: str, overrides: Sequence[str], run_dir: str | os.PathLike[str] | None, **objects: Any
-) -> Result:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations, reason
-from sota_grpo.recording.run_log import TRAINING_LOG, ExamineLog, RunLog, setup_logging
+from sota_grpo.recording.run_log import ExamineLog, RunLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.step_log import Progress, StepLog, StoredSteps
 from sota_grpo.recording.stored_steps import drop_steps
@@ -61,18 +60,12 @@ def as_planned(config: Config, directory: RunDir) -> Config:
 
 
 class Run:
-    """One training run in one directory.
-
-    Args:
-        config: validated.
-        directory: where everything is written, locked by the caller for the life of the run.
-        functions: reward functions that were passed as objects.
-    """
+    """One training run of a validated config, in a directory that the caller has locked."""
 
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.directory, self.run_dir = directory, directory.path
         self.began = time.perf_counter()
-        setup_logging(self.run_dir, config.logging.level)
+        setup_logging(self.run_dir)
         device = resolve_device(config)  # a GPU that is missing is told before a disk that is full
         require_disk(config, self.run_dir)
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
@@ -82,13 +75,8 @@ class Run:
         self.gc_thresholds = gc.get_threshold()
         self.parts: Parts = build(config, self.run_dir, lambda: self.stop.requested, functions)
         self.config = with_options(config, {MEMORY: self.parts.learner.settings.micro_batch_tokens})
-        self.stored = StoredSteps(
-            self.parts.learner,
-            self.run_dir,
-            self.parts.tokenizer,
-            device=device,
-            enabled=config.logging.store_steps,
-        )
+        of_run = self.parts.learner, self.run_dir, self.parts.tokenizer
+        self.stored = StoredSteps(*of_run, device=device, enabled=config.logging.store_steps)
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
@@ -295,29 +283,12 @@ class Run:
         self.parts.close()
 
 
-@contextmanager
-def _no_log_of_a_refusal(run_dir: Path) -> Iterator[None]:
-    """``training.log`` as it was, where the user's mistake ends a command before anything was tried.
-
-    Its sentence is in ``failure.json``. What a run met that could not go on, and the gate's checks, stay in the log.
-    """
-    log = run_dir / TRAINING_LOG
-    size = log.stat().st_size if log.exists() else None
-    try:
-        yield
-    except RunFailed:
-        raise
-    except UserError:
-        with suppress(OSError):
-            log.unlink(missing_ok=True) if size is None else os.truncate(log, size)
-        raise
-
-
 def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     """Validate, assemble, train, close. Returns the number of training steps done.
 
-    ``run_dir`` is where everything is written; under ``train.resume`` perhaps an older one is continued instead.
-    ``passed`` is what a Python caller has passed as objects; its ``run_dir`` says afterwards which directory it was.
+    Args:
+        run_dir: where everything is written; under ``train.resume`` perhaps an older one is continued instead.
+        passed: objects of a Python caller; its ``run_dir`` says afterwards which directory it was.
 
     Raises:
         UserError: the run cannot start, or it cannot go on (``RunFailed``).
@@ -328,16 +299,14 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     passed = passed or Passed()
     anchor_paths(config)
     signed = asdict(config) | passed.signature
-    total, private = num_steps(config), config.logging.private
-    with open_run(run_dir, signed, config.train.resume, num_steps=total, private=private) as directory:
+    total = num_steps(config)
+    with open_run(run_dir, signed, config.train.resume, num_steps=total) as directory:
         passed.write(directory.path, config)
         if directory.finished:
             say(f"The run in {directory.path} is already finished.")
             return total
         try:
-            with _no_log_of_a_refusal(directory.path):
-                job = Run(as_planned(config, directory), directory, passed.functions)
-            with closing(job):
+            with closing(Run(as_planned(config, directory), directory, passed.functions)) as job:
                 return job.train()
         except Exception as error:
             with suppress(OSError):

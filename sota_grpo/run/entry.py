@@ -175,7 +175,7 @@ def quiet_console() -> None:
     """Our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
     console = logging.StreamHandler()
-    console.setLevel(logging.INFO)  # logging.level is that of training.log
+    console.setLevel(logging.INFO)
     console.addFilter(lambda record: not getattr(record, "file_only", False))
     console.setFormatter(ReadableFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[console])
@@ -215,7 +215,7 @@ class Jobs:
         """A launcher sends the runs to other processes, and this one only waits for them."""
         if not self._waits and not self._is_job:
             composed = _sweep[0]
-            self._open_sweep(Path(composed.hydra.runtime.cwd, composed.hydra.sweep.dir), composed)
+            self._open_sweep(Path(composed.hydra.runtime.cwd, composed.hydra.sweep.dir))
             self._began = self._waits = True
             self._with_report = composed.logging.report
             say(f"The runs are jobs; sota-grpo sweep {self._sweep_dir} shows them.", sys.stderr)
@@ -288,7 +288,7 @@ class Jobs:
     def _one_of_a_sweep(
         self, composed: DictConfig, run_dir: Path, sweep_dir: Path, overrides: Sequence[str] = ()
     ) -> float | None:
-        self._open_sweep(sweep_dir, composed)
+        self._open_sweep(sweep_dir)
         try:
             self._with_report = _train(composed, run_dir, overrides).logging.report
             self._codes.append(0)
@@ -307,9 +307,9 @@ class Jobs:
                 write_summary(sweep_dir)
         return None
 
-    def _open_sweep(self, sweep_dir: Path, composed: DictConfig) -> None:
+    def _open_sweep(self, sweep_dir: Path) -> None:
         if self._sweep_dir is None:
-            _make(sweep_dir, composed)
+            sweep_dir.mkdir(parents=True, exist_ok=True)
             note_command(sweep_dir, self._arguments)
             self._sweep_dir = sweep_dir
 
@@ -369,20 +369,11 @@ def note_options(run_dir: Path, composed: DictConfig) -> None:
     if has_begun(run_dir) or hydra is None:  # nobody asked Hydra
         return
     try:
-        _make(run_dir, composed)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, node in (("config", composed), ("hydra", hydra), ("overrides", hydra.hydra.overrides.task)):
             write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(node))
     except OSError as error:
         raise unwritable(run_dir, error) from error
-
-
-def _make(folder: Path, composed: DictConfig) -> None:
-    from omegaconf import OmegaConf
-
-    folder.mkdir(parents=True, exist_ok=True)
-    if OmegaConf.select(composed, "logging.private"):
-        folder.chmod(0o700)
 
 
 def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> Config:

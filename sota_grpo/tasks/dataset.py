@@ -237,7 +237,7 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
     return list(kept.values())
 
 
-def hash_ordered(examples: Iterable[Example], data_seed: int) -> list[Example]:
+def hash_ordered(examples: Iterable[Example], data_seed: int = 0) -> list[Example]:
     """The examples by a hash of their questions: the first so many are a random sample of a file in any order."""
     return sorted(examples, key=lambda example: _hash(normalised(example.query), data_seed))
 

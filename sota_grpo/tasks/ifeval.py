@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class IFEvalTask(FileTask):
     """Prompts with instructions, each of which a response follows or not; trained on RLVR-IFeval, evaluated on IFEval.
 
-    ``reward = instructions_weight * instructions + all_weight * all``: ``instructions`` is the share of instructions
+    ``reward = instructions + all_weight * all``: ``instructions`` is the share of instructions
     that are followed strictly, ``all`` is 1 when all are, which is also the success. The share is the default, because
     a group that never follows all instructions of its prompt still has better and worse responses.
 
@@ -38,13 +38,12 @@ class IFEvalTask(FileTask):
     Args:
         train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
         system_prompt: put before the prompt; None or an empty text is no system turn, as in the benchmark.
-        instructions_weight: weight of the share.
-        all_weight: weight of all.
+        all_weight: weight of all, beside 1 of the share.
         nltk_data: folder of NLTK's data; None searches NLTK's own places. Without Punkt's data sentences are split by
             rules that come near to them.
 
     Raises:
-        ValueError: a negative weight, or two of 0.
+        ValueError: a negative weight.
         UserError: ``nltk_data`` does not hold Punkt's data.
     """
 
@@ -57,20 +56,16 @@ class IFEvalTask(FileTask):
         heldout: Sequence[Example] = (),
         *,
         system_prompt: str | None = None,
-        instructions_weight: float = 1.0,
         all_weight: float = 0.0,
         nltk_data: str | None = None,
     ):
-        if min(instructions_weight, all_weight) < 0 or instructions_weight == all_weight == 0:
-            raise ValueError(
-                f"instructions_weight={instructions_weight} and all_weight={all_weight} must not be negative, "
-                "and not both 0."
-            )
+        if all_weight < 0:
+            raise ValueError(f"all_weight={all_weight} must not be negative.")
         if nltk_data is not None:
             find_punkt(nltk_data)
         self.train, self.heldout = train, heldout
         self.system_prompt, self.nltk_data = system_prompt, nltk_data
-        self.term_weights: Mapping[str, float] = {"instructions": instructions_weight, "all": all_weight}
+        self.term_weights: Mapping[str, float] = {"instructions": 1.0, "all": all_weight}
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
         """What is trained on, and IFEval or what stands for it; of a file that is alone, rows are held out."""

@@ -42,7 +42,7 @@ from sota_grpo.rewards.functions import (
     unpickled,
 )
 from sota_grpo.rewards.grading import failed_score, guarded_score
-from sota_grpo.rl.records import USED_UP, VERDICTS, Example, SampledText, Score, total_reward
+from sota_grpo.rl.records import TURNS, VERDICTS, Example, SampledText, Score, total_reward
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of, without_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.table import TableTask, source_of
@@ -338,7 +338,7 @@ def _of_dialog(
     if ENVIRONMENT in term_weights:
         terms[ENVIRONMENT] = reward
     info = {name: record[name] for name in _COUNTED if name in record}
-    info |= {f"ended_by_{name}": int(record["ended"] == name) for name in USED_UP if record}
+    info |= {"ended_by_turns": int(record["ended"] == TURNS)} if record else {}
     own = reward is not None and reward > success_above
     return Score(terms, score.success if asks_task else own, info={**score.info, **info})
 

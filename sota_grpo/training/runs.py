@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from sota_grpo.config.judging import rubric_file
+from sota_grpo.config import rubric_file
 from sota_grpo.config.spelling import flat
 from sota_grpo.errors import UserError
 from sota_grpo.files import drop_leftovers, write_text
@@ -43,9 +43,9 @@ FREE_OPTIONS = (
     ("train", "keep_checkpoints"),
     ("train", "export_hf"),
     ("train", "grace_s"),
-    *((role, option) for role in ROLES for option in ("num_devices", "devices", "timeout_s")),
+    *((role, option) for role in ROLES for option in ("num_devices", "devices")),
     ("env", "reward_workers"),
-    ("env", "reward_timeout_s"),
+    ("env", "timeout_s"),
     ("engine", "url"),
     ("inference_model", "gpu_memory_utilization"),
     ("inference_model", "max_num_seqs"),
@@ -197,9 +197,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise unwritable(self.path, error) from error
 
 
-def open_run(
-    run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int, private: bool = False
-) -> RunDir:
+def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
     """The directory this command works in, locked.
 
     ``resume=None`` starts in ``run_dir``. ``auto`` continues ``run_dir`` when it holds a run; else, of the unfinished
@@ -209,7 +207,6 @@ def open_run(
 
     Args:
         num_steps: training steps asked for; a finished run of fewer can be continued by its path.
-        private: no other user of this machine may look into the directory.
 
     Raises:
         RunRefused: the directory already holds a run, another process works in it, the run named is not there, or its
@@ -230,8 +227,6 @@ def open_run(
     lock = _lock(path)
     if lock is None:
         raise RunRefused(_is_busy(path))
-    if private:
-        path.chmod(0o700)
     sentence = _refusal(path, config, digest, num_steps, resume)
     if sentence is not None:
         lock.close()

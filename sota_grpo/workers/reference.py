@@ -17,7 +17,7 @@ from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
-from sota_grpo.workers.base import Launcher, WorkerSpec, WorkerThread, promised, resolve, starter
+from sota_grpo.workers.base import WorkerThread, promised, resolve
 from sota_grpo.workers.fleet import Fleet
 
 _READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
@@ -145,20 +145,6 @@ class ReferenceService:
 
     def __init__(self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None) -> None:
         self.fleet, self._num_workers, self._in_reward_coeff = fleet, num_workers, in_reward_coeff
-
-    @classmethod
-    def start(cls, launcher: Launcher, options: Mapping[str, Any], *, timeout_s: float) -> ReferenceService:
-        """Start one worker and return its service; the model loads in the background.
-
-        Args:
-            launcher: of the worker; closed by whoever made it.
-            options: of :func:`sota_grpo.workers.reference.reference_worker`.
-            timeout_s: a worker that is at one forward pass for longer is replaced.
-        """
-        start = starter(launcher, "reference", WorkerSpec("sota_grpo.workers.reference:reference_worker", options))
-        # Two tasks each: the next one is there when a worker has answered the first.
-        fleet = Fleet("reference", start, 1, capacity=2, silence_s=timeout_s, max_attempts=_MAX_ATTEMPTS)
-        return cls(fleet, num_workers=1)
 
     def submit(self, rows: RowTable) -> Future[RowTable]:
         """The same rows, once what :class:`sota_grpo.rl.transforms.ReferenceKL` writes is written in them, in place.

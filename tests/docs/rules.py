@@ -79,7 +79,7 @@ def packages_of(command: Command) -> list[str]:
     for part, package in (
         ("engine=vllm", "vllm"),
         ("logging.wandb=", "wandb"),
-        ("logging.tensorboard=true", "tensorboard"),
+        ("logging.sinks=[tensorboard]", "tensorboard"),
         ("hydra/sweeper=search", "optuna"),
         ("env.dataset=reasoning_gym", "reasoning_gym"),
         ("dataset: reasoning_gym", "reasoning_gym"),

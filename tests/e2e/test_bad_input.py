@@ -132,7 +132,7 @@ def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:
     options = [option for option in QUICK if option != "check.mode=off"]
     options += [
         "env.reward_workers=1",
-        "env.reward_timeout_s=3600",
+        "env.timeout_s=3600",
         f"reward.path={tmp_path / 'reward.py'}",
         "reward.name=wait",
     ]

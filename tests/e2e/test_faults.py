@@ -93,11 +93,11 @@ def require_every_prompt_once(run_dir: Path, num_prompts: int) -> None:
 
 def test_a_hung_engine_and_nine_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
     num_prompts, run_dir = 240, tmp_path / "run"
-    with started(run_dir, *epoch_of(num_prompts), "inference_model.timeout_s=15") as run:
+    with started(run_dir, *epoch_of(num_prompts), "ray.timeout_s=20") as run:
         wait_for(lambda: steps(run_dir) >= 2, run)
         (engine,) = wait_for(lambda: one if len(one := engines(run)) == 1 else None, run)
         hit(engine, signal.SIGSTOP)
-        wait_for(lambda: engine not in below(run.pid), run, within_s=100)  # the default deadline is 120 s
+        wait_for(lambda: engine not in below(run.pid), run, within_s=100)  # the default deadline is 600 s
         for number in range(9):  # three of each role
             role = ROLES[number % 3]
             time.sleep(random.uniform(0.0, 1.5))

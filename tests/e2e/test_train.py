@@ -82,9 +82,6 @@ def test_kl_in_the_reward(tmp_path: Path) -> None:
     "overrides",
     [
         ("train_model.lora.enabled=true", "optimizer.lr=1e-2"),
-        pytest.param(
-            ("train_model.lora.enabled=true", "ref_model.process=true", "optimizer.lr=1e-2"), marks=pytest.mark.slow
-        ),
         ("train_model.gradient_checkpointing=true", "algorithm.entropy_coef=0.01"),
         ("train.epochs=2", "train.optim_batch_size=8", "algorithm.correction=token"),
         ("algorithm.drop_truncated=true", "algorithm.overlong_buffer=8"),

@@ -17,7 +17,7 @@ import torch
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.agents import Budgets, ToolPartner
+from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.dialogs import DialogEngine, Rules, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score
@@ -113,10 +113,8 @@ class World:
         lines: Callable[[int], list[str]],
         *,
         row: Mapping[str, Any] = {},
-        budgets: Budgets | None = None,
         max_steps: int = 4,
         max_model_len: int = 4096,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         task = with_tools(TableTask([Example("?", "!")]), has_reward=True, asks_task=False)
         self.env = TaskEnv(_Asking(task), tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
@@ -125,8 +123,7 @@ class World:
         self.engine = ScriptedEngine(
             self._script, eos_token_id=tokenizer.eos_token_id, log_prob=-0.5, max_model_len=max_model_len
         )
-        self.partner = ToolPartner(self.env, instances, budgets or Budgets())
-        self.partner.clock = clock or itertools.count().__next__
+        self.partner = ToolPartner(self.env, instances)
         rules = Rules(self.partner, TurnTokens(tokenizer), max_steps, max_model_len)
         self.dialogs, self._row = DialogEngine(self.engine, {None: rules}), dict(row)
 
@@ -218,28 +215,15 @@ def test_a_tool_cannot_forge_a_turn(tokenizer: Any, instances: Instances) -> Non
     assert said(tokenizer, sample)[1] == "Done.<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("budgets", "ended", "calls"),
-    [
-        (Budgets(), "turns", 3),
-        (Budgets(max_calls=2), "calls", 2),
-        (Budgets(max_seconds=1.5), "seconds", 1),
-        (Budgets(max_observation_tokens=4), "observation", 1),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_budget_ends_a_dialog_before_the_call_that_goes_beyond(
-    tokenizer: Any, instances: Instances, budgets: Budgets, ended: str, calls: int
-) -> None:
-    text = "abcdefgh" if ended == "observation" else "a"
-    lines = [call("repeat", text=text, times=1)] * 4
-    world = World(tokenizer, instances, lambda index: lines, budgets=budgets, clock=itertools.count().__next__)
+def test_the_last_turn_ends_a_dialog_before_its_call(tokenizer: Any, instances: Instances) -> None:
+    lines = [call("repeat", text="a", times=1)] * 4
+    world = World(tokenizer, instances, lambda index: lines)
     sample = world.group().samples[0]
-    assert (sample.record["ended"], sample.record["tool_calls"]) == (ended, calls)
+    assert (sample.record["ended"], sample.record["tool_calls"]) == ("turns", 3)
     assert not sample.truncated
     assert bool(sample.assistant_mask is None or sample.assistant_mask[-1])
     score = world.env.task.score(SampledText("", record=sample.record), Example("?", "!"))
-    assert {name for name, value in score.info.items() if value == 1 and "ended" in name} == {f"ended_by_{ended}"}
+    assert {name for name, value in score.info.items() if value == 1 and "ended" in name} == {"ended_by_turns"}
 
 
 def test_an_instance_that_dies_costs_its_sample_only(tokenizer: Any, instances: Instances) -> None:
@@ -418,7 +402,7 @@ def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(ins
         lambda request, sample, version: tokenizer(next(lines), add_special_tokens=False)["input_ids"],
         eos_token_id=tokenizer.convert_tokens_to_ids("</s>"),
     )
-    rules = Rules(ToolPartner(env, instances, Budgets()), TurnTokens(tokenizer), 4, engine.max_model_len)
+    rules = Rules(ToolPartner(env, instances), TurnTokens(tokenizer), 4, engine.max_model_len)
     dialogs = DialogEngine(engine, {None: rules})
     (output,) = dialogs.generate([GroupRequest(7, (1, 2), 1, SEED, Example("?", "!"))], SAMPLING)
     (sample,) = output.samples

@@ -148,25 +148,17 @@ def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypa
         (["train_model.lora.enabled=true"], False),
         (["train_model.lora.enabled=true", "ref_model.num_devices=1"], True),
         (["train_model.lora.enabled=true", "ref_model.devices=[0]"], True),
-        (["train_model.lora.enabled=true", "ref_model.process=true"], True),
         ([], True),
     ],
 )
-def test_placement_and_reference_agree_on_whose_weights_it_has(overrides, apart, monkeypatch) -> None:
-    config = config_of("policy.kl_coef=0.1", "train.precision=bf16", "ref_model.timeout_s=7", *overrides)
-    start = Mock()
-    monkeypatch.setattr(learning.ReferenceService, "start", start)
+def test_placement_and_reference_agree_on_whose_weights_it_has(overrides, apart) -> None:
+    config = config_of("policy.kl_coef=0.1", *overrides)
     base = load_model("tiny")
     policy = CausalPolicy(add_lora(base, r=2, alpha=4) if config.train_model.lora.enabled else base)
     placement = make_plan(config, "cpu").placement
     assert placement.ref == ((0,) if apart else ())
     reference = make_reference(config, policy, placement, "cpu")
-    if config.ref_model.process:
-        assert reference is start.return_value
-        assert start.call_args.args[1]["precision"] == "bf16"
-        assert start.call_args.kwargs["timeout_s"] == 7
-    else:
-        assert type(reference) is (FrozenReference if apart else AdapterOffReference)
+    assert type(reference) is (FrozenReference if apart else AdapterOffReference)
     config.policy.kl_coef = 0.0
     assert not reference_has_own_weights(config)
     assert make_reference(config, policy, placement, "cpu") is None

@@ -139,16 +139,11 @@ def test_a_run_learns_from_its_teacher_and_is_replayed(name: str, teacher: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where", [("ref_model.process=true",), ("mode=async", "env.num_envs=32")], ids=["process", "ray"]
-)
-def test_teachers_in_processes_say_what_one_in_this_process_says(
-    where: tuple[str, ...], teacher: str, tmp_path: Path
-) -> None:
-    """Synchronous, and on Ray beside the learner: with equal admission the first step is the same."""
+def test_a_teacher_in_a_process_says_what_one_in_this_process_says(teacher: str, tmp_path: Path) -> None:
+    """On Ray beside the learner: with equal admission the first step is the same."""
     here, there = (
         run(tmp_path / name, f"ref_model.name={teacher}", *ALONE, "check.mode=off", *options)
-        for name, options in (("here", ()), ("there", (*where, "train.max_policy_age=0")))
+        for name, options in (("here", ()), ("there", ("mode=async", "env.num_envs=32", "train.max_policy_age=0")))
     )
     for one, other in zip(here, there, strict=True):
         for figure in ("distill/reverse_kl", "kl", "grad_norm", "loss/objective"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig
 
 from sota_grpo import keys
 from sota_grpo.assembly import device_memory
@@ -84,11 +84,9 @@ def fits_with_its_change_only(found: Estimate) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("gib", "overrides"),
     [
-        (24.0, []),
         (16.0, ["train_model.gradient_checkpointing=false"]),
         (24.0, [*LLAMA, "train_model.lora.enabled=true"]),
         (40.0, ["inference_model.gpu_memory_utilization=0.95"]),
-        (16.0, ["inference_model.gpu_memory_utilization=0.05"]),
     ],
 )
 def test_what_is_proposed_fits_and_nothing_less_of_it_does(gib: float, overrides: list[str]) -> None:
@@ -118,7 +116,6 @@ SMALL = ["model.name=Qwen/Qwen3-0.6B", "train_model.gradient_checkpointing=false
     [
         (80.0, SMALL),
         (40.0, [*SMALL, "env.repeats=4", "inference_model.max_tokens=300"]),
-        (80.0, ["train_model.gradient_checkpointing=false"]),
         (24.0, ["train_model.lora.enabled=true", "algorithm=gspo"]),
         (80.0, [*SMALL, "model.attn_implementation=sdpa"]),
         (
@@ -142,7 +139,7 @@ def test_auto_fills_nine_tenths_of_what_is_free_while_training(gib: float, overr
     (training,) = [parts for name, parts in found.devices[-1].moments.items() if name in ("training", "at work")]
     own = sum(training[part] for part in ("weights", "gradients", "optimizer", "activations", "logits"))
     assert own <= 0.9 * (gib * GIB - (sum(training.values()) - own))
-    assert f"auto is {auto:,}, which fills at most" in found.micro_batches_sentence
+    assert f"auto is {auto:,}, which fills " in found.micro_batches_sentence
     assert found.as_dict()["micro_batch_tokens"] == auto
 
 
@@ -153,8 +150,6 @@ def test_auto_ends_at_a_step_at_65536_at_the_longest_sample_and_on_a_cpu() -> No
     assert few.micro_batch_tokens == 2 * (300 + 8 * 1024)
     least = planned(gib=20.0)
     assert least.micro_batch_tokens == 300 + 1024
-    assert "is the longest sample, and would fill" in least.micro_batches_sentence
-    assert "a group of 8 such samples (8,492 tokens) is cut" in least.micro_batches_sentence
     assert RunMemory(compose("grpo_cpu"), QWEN, 50, CPU).micro_batch_tokens == 16_384
     assert planned("train.micro_batch_tokens=777", gib=80.0).micro_batch_tokens == 777
 
@@ -169,7 +164,7 @@ def test_a_run_plans_the_micro_batches_of_its_estimate_once(
         return with_micro_batches(config, found.plan, 300).train.micro_batch_tokens
 
     with caplog.at_level("INFO", logger="sota_grpo"):
-        monkeypatch.setattr(estimating, "_find_machine", lambda *_: (replace(found.machine, count=1, is_here=True), ""))
+        monkeypatch.setattr(estimating, "_machine", lambda *_: (replace(found.machine, count=1, is_here=True), ""))
         assert tokens(config) == found.micro_batch_tokens
         assert [record.message for record in caplog.records] == [found.micro_batches_sentence]
         monkeypatch.undo()
@@ -230,16 +225,6 @@ def test_engines_on_the_learners_gpus_are_counted_by_turns() -> None:
 
 
 @NO_GPU
-def test_more_ranks_hold_less_each() -> None:
-    peaks = []
-    for count in (2, 4, 8):
-        found = planned(*LLAMA, f"train_model.num_devices={count}", "inference_model.num_devices=1", gib=80.0)
-        assert len(found.devices) >= count + 1
-        peaks.append(max(device.peak for device in found.devices if "learner" in device.roles))
-    assert peaks == sorted(peaks, reverse=True)
-
-
-@NO_GPU
 def test_proposals_stay_within_the_gpus_that_there_are() -> None:
     """All weights of 7B need more than one GPU of 80 GiB; an adapter does not."""
     for gpus in (1, 4):
@@ -278,13 +263,6 @@ def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> No
     times = 2 + ((steps - 1) // options.every if options.every else 0)
     evaluated = times * options.num_samples * (1 + options.avg_at_k)
     assert evaluated < 0.15 * (evaluated + steps * mean_responses_per_step(config))
-
-
-def test_responses_are_counted_by_what_they_are_for() -> None:
-    """Ten steps of 16: evaluated at the start, after 4 and 8, and at the end, greedily and twice at random."""
-    given = ["train.dialog_turns_per_batch=16", "train.optim_batch_size=16", "train.total_dialog_turns=160"]
-    found = estimate(compose("grpo_cpu", [*given, "eval.every=4", "eval.num_samples=10", "eval.avg_at_k=2"]))
-    assert found.responses == {"training": 160, "evaluation": 4 * 10 * 3, "checks": 8}
 
 
 def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:
@@ -329,17 +307,6 @@ def test_prompts_are_counted_with_the_tools_that_they_tell_of() -> None:
     assert prompt == max(len(tokenizer(text)["input_ids"]) for text in rendered)
 
 
-def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
-    config = Qwen2Config(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
-        vocab_size=1000, max_position_embeddings=512,
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    found = planned(f"model.name={tmp_path}", "device=cpu", "engine=transformers", name="grpo_cpu")
-    assert found.model.hidden == 64
-    assert found.model.context == 512
-
-
 def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
     """As the run itself refuses it, with the same sentence; a context of one token more is enough."""
 
@@ -360,11 +327,6 @@ def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
 def test_a_file_of_data_that_is_not_there_is_a_mistake() -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl"):
         planned("env.dataset_path=nowhere.jsonl")
-
-
-def test_a_config_that_breaks_a_rule_is_refused_as_it_is_in_a_run() -> None:
-    with pytest.raises(UserError, match="temperature"):
-        planned("inference_model.temperature=0", name="grpo_cpu")
 
 
 def test_a_cpu_run_counts_every_role_on_one_machine() -> None:
@@ -391,12 +353,6 @@ def test_a_teacher_of_another_size_is_counted_as_it_is() -> None:
     )
 
 
-def test_the_precision_of_the_products_is_that_of_the_learner() -> None:
-    for precision, expected in (("fp32", 4), ("bf16", 2)):
-        config = compose("grpo_cpu", [f"train.precision={precision}"])
-        assert RunMemory(config, QWEN, 100, CPU).how.product_bytes == expected
-
-
 @NO_GPU
 def test_the_command_refuses_with_2_and_names_the_change(capsys: pytest.CaptureFixture[str]) -> None:
     assert called("--config-name", "grpo_gsm8k", "--memory-gb", "16", "--prompt-tokens", "200", "model.size=3B") == 2
@@ -409,10 +365,9 @@ def test_the_command_refuses_with_2_and_names_the_change(capsys: pytest.CaptureF
 
 
 def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert called("-cn", "grpo_cpu", "--json", "--show-config", "--prompt-tokens", "99", "seed=7") == 0
+    assert called("-cn", "grpo_cpu", "--json", "--prompt-tokens", "99", "seed=7") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
-    assert found["config"]["seed"] == 7
     assert found["steps"] == 80
     for device in found["devices"]:
         assert device["peak"] == max(sum(parts.values()) for parts in device["moments"].values())
@@ -425,8 +380,7 @@ GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
     ("overrides", "sizes"),  # of 1,543,714,304 parameters in GiB: 17.25 a checkpoint, 5.75 the model
     [
         ([], (17.25, 4, 5.75)),
-        (["train.keep_checkpoints=1", "train.export_hf=false"], (17.25, 2, 0.0)),
-        (["train.checkpoint_frequency=0"], (17.25, 1, 5.75)),
+        (["train.checkpoint_frequency=0", "train.export_hf=false"], (17.25, 1, 0.0)),
         (["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-4"], (8.63, 4, 2.88)),
         (["train_model.lora.enabled=true"], (0.21, 4, 5.75)),
     ],
@@ -436,30 +390,6 @@ def test_what_is_written_to_the_disk_is_counted(overrides: list[str], sizes: tup
     disk = device_memory.disk_of(found.config, found.model)
     assert (round(disk.checkpoint / GIB, 2), disk.checkpoints, round(disk.export / GIB, 2)) == sizes
     assert disk.total == disk.checkpoint * disk.checkpoints + disk.export
-
-
-@pytest.mark.parametrize(
-    ("free", "fix"),
-    [
-        (80.0, None),
-        (60.0, "use train.keep_checkpoints=2 (57.5 GiB), or free space"),
-        (50.0, "use train.keep_checkpoints=1 (40.3 GiB), or free space"),
-        (35.0, "use train.keep_checkpoints=1 train.export_hf=false (34.5 GiB), or free space"),
-        (20.0, "use train_model.lora.enabled=true (6.58 GiB), or free space"),
-        (0.1, "; free space there, or choose another hydra.run.dir"),
-    ],
-)
-def test_a_disk_that_will_be_full_is_refused_with_the_smallest_change(
-    free: float, fix: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * GIB)))
-    config = compose("grpo_gsm8k", GPUS)
-    if fix is None:
-        device_memory.require_disk(config, tmp_path / "new")
-        return
-    with pytest.raises(UserError, match=r"writes 74.8 GiB: 4 checkpoints of 17.3 GiB") as refused:
-        device_memory.require_disk(config, tmp_path / "new")
-    assert fix in str(refused.value)
 
 
 def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,15 +416,6 @@ def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
 def test_an_override_that_is_none_is_told_apart() -> None:
     with pytest.raises(UserError, match="--config-name grpo_cpu"):
         called("grpo_cpu")
-
-
-def test_the_resolved_config_is_what_would_be_run(capsys: pytest.CaptureFixture[str]) -> None:
-    from omegaconf import OmegaConf
-
-    assert called("-cn", "grpo_cpu", "--show-config", "--prompt-tokens", "99", "engine=transformers") == 0
-    text = capsys.readouterr().out.partition("\nmodel: ")[0]
-    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
-    assert again == compose("grpo_cpu", ["engine=transformers"])
 
 
 @NO_GPU

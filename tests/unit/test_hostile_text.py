@@ -149,7 +149,7 @@ def grade(name: str, count: int, seed: int) -> tuple[float, str]:
     return worst
 
 
-@pytest.mark.timeout(180)  # all of them take some seconds; one alone may take 60 (env.reward_timeout_s)
+@pytest.mark.timeout(180)  # all of them take some seconds; one alone may take 60 (env.timeout_s)
 @pytest.mark.parametrize("name", TASKS)
 def test_no_response_crashes_is_executed_or_takes_long(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,11 +54,10 @@ def test_terms_success_and_info_worked_out_by_hand() -> None:
         ("startend:quotation", {}),
         ("length_constraints:number_words", {"relation": "less than", "num_words": 9}),
         ("detectable_format:title", {}),
-        instructions_weight=2.0,
         all_weight=0.5,
     )
     assert isinstance(task, Task)
-    assert task.term_weights == {"instructions": 2.0, "all": 0.5}
+    assert task.term_weights == {"instructions": 1.0, "all": 0.5}
     score = task.score('Here, you are:\n"It is it"', example)
     assert score.terms == {"instructions": 0.25, "all": 0.0}
     assert not score.success

@@ -11,7 +11,6 @@ from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, anchor_paths, com
 from sota_grpo.assembly.judging import CACHE_FILE, judged_task
 from sota_grpo.assembly.sampling import make_grader, task_of
 from sota_grpo.config import Config
-from sota_grpo.config.secrets import judge_key
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
@@ -119,10 +118,3 @@ def test_files_of_a_judge_are_written_in_full_and_count_by_their_content(
     config.reward.judge.rubric = "x" * 5000  # no name of a file
     anchor_paths(config)
     signature(asdict(config))
-
-
-def test_a_key_that_cannot_be_one_is_not_repeated() -> None:
-    assert judge_key({}) is None
-    with pytest.raises(UserError, match=r"the judge's key .SOTA_GRPO_JUDGE_KEY. has a character") as refused:
-        judge_key({"SOTA_GRPO_JUDGE_KEY": "sk secret"})
-    assert "secret" not in str(refused.value)

@@ -158,12 +158,6 @@ def test_activations_grow_with_the_tokens_and_nothing_else_does() -> None:
     assert two["activations"] == 2 * one["activations"]
 
 
-def test_the_vocabulary_costs_weights_and_no_logits_of_all_tokens() -> None:
-    wide = peak(Learning(), 100_000, model=Architecture(8, 2, 2, 1, 4, 16, vocab=50_000, tied=True, context=64))
-    assert wide["logits"] < 2 * memory.TILE_BYTES_ON_CPU + 4 * 100_000 * 8
-    assert wide["weights"] == 4 * (peak()["weights"] // 4 - 32 * 8 + 50_000 * 8)
-
-
 def test_checkpointing_keeps_a_layer_and_the_inputs_of_the_others() -> None:
     deep = Architecture(8, 50, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     plain, light = (peak(Learning(checkpointing=on), 100_000, model=deep) for on in (False, True))
@@ -184,11 +178,6 @@ def test_ranks_divide_weights_and_moments_but_not_the_gathered_layers() -> None:
     assert alone["weights"] / 8 < eight["weights"] < alone["weights"] / 4
     whole = peak(Learning(ranks=8), 100, 100, model=model)
     assert whole["gradients"] >= 4 * model.parameters
-
-
-def test_half_precision_weights_halve_weights_and_moments() -> None:
-    full, half = peak(), peak(Learning(weight_bytes=2, product_bytes=2))
-    assert (half["weights"], half["optimizer"]) == (full["weights"] // 2, full["optimizer"] // 2)
 
 
 def test_vllm_has_nothing_left_where_its_share_is_smaller_than_the_weights() -> None:

@@ -146,11 +146,11 @@ ACTOR = "actor_rollout_ref.actor"
         (("algorithm=rloo",), {"algorithm.adv_estimator": "rloo", f"{ACTOR}.policy_loss.loss_mode": "gpg"}),
         (("algorithm=reinforce_pp",), {"algorithm.adv_estimator": "reinforce_plus_plus"}),
         (
-            ("algorithm=sapo", "algorithm.tau_negative=1.2"),
-            {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 1.0, f"{ACTOR}.tau_neg": 1.2},
+            ("algorithm=sapo",),
+            {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 1.0, f"{ACTOR}.tau_neg": 1.05},
         ),
         (
-            ("algorithm=dppo", "algorithm.ratio_cap=20"),
+            ("algorithm=dppo",),
             {
                 f"{ACTOR}.policy_loss.loss_mode": "dppo_tv",
                 f"{ACTOR}.clip_ratio_c": 20.0,

@@ -255,7 +255,7 @@ def mixed_config(folder: Path, *overrides: str) -> Config:
         "once": {"dataset": "countdown", "repeats": 3},
         "tool": {
             **{"dataset": "table", "dataset_path": str(folder / "eights.jsonl"), "max_steps": 3, "repeats": 4},
-            **{"tools": f"{folder / 'tools.py'}:double", "max_tool_calls": 2},
+            "tools": f"{folder / 'tools.py'}:double",
         },
         "world": {
             **{"dataset": "table", "dataset_path": str(folder / "rows.jsonl"), "max_steps": 2, "repeats": 2},
@@ -318,7 +318,7 @@ def test_each_task_has_its_own_prompts_partner_and_reward(tmp_path: Path) -> Non
 
 def test_what_a_task_does_not_give_is_the_runs_where_it_means_something(tmp_path: Path) -> None:
     config = mixed_config(tmp_path)
-    config.env.max_steps, config.env.tools, config.env.max_tool_calls = 4, "t.py:f", 9
+    config.env.max_steps, config.env.tools = 4, "t.py:f"
     config.env.mixture |= {"plain": {"tools": None}, "both": {}}
     for name in ("ask", "once"):
         config.env.mixture[name]["tools"] = None
@@ -334,7 +334,6 @@ def test_what_a_task_does_not_give_is_the_runs_where_it_means_something(tmp_path
     }
     assert turns_of_tasks(config) == {name: one.env.max_steps for name, one in found.items()}
     assert turns_of_tasks(config) == {"ask": 2, "both": 4, "once": 4, "plain": 1, "tool": 3, "world": 2}
-    assert [found[name].env.max_tool_calls for name in ("both", "tool", "plain")] == [9, 2, None]
     assert longest_response(config) == 4 * 64
 
 

@@ -13,7 +13,7 @@ import pytest
 from sota_grpo.config import Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
-from sota_grpo.recording.sinks import make_sinks, require_sinks
+from sota_grpo.recording.sinks import SINKS, CopySink, make_sinks, require_sinks
 from sota_grpo.recording.sinks.tensorboard_sink import FOLDER, JUDGED_BY, TensorBoardSink
 from sota_grpo.recording.sinks.wandb_sink import RUN_ID_FILE, WandbSink, has_api_key
 from tests.sink_files import event_files, wandb_config, wandb_history
@@ -82,19 +82,46 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     assert not any(b"sesame" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("option", ["wandb", "tensorboard"])
-def test_a_package_that_is_missing_is_one_sentence_unless_it_may_be(option, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("package", "options", "given"),
+    [
+        ("wandb", {"wandb": "online"}, r"wandb=online"),
+        ("tensorboard", {"sinks": ["tensorboard"]}, r"sinks=\[tensorboard\]"),
+    ],
+)
+def test_a_package_that_is_missing_is_one_sentence_unless_it_may_be(
+    package, options, given, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("sota_grpo.recording.sinks.find_spec", lambda name: None)
     assert make_sinks(Config(), tmp_path) == []
-    value = {"wandb": "online", "tensorboard": True}[option]
-    config = Config(logging=LoggingConfig(**{option: value}))
-    sentence = rf"^logging\.{option}=(online|true) needs {option}, which is not installed: `pip install .*\.$"
+    sentence = rf"^logging\.{given} needs {package}, which is not installed: `pip install .*\.$"
     with pytest.raises(ConfigError, match=sentence):
-        require_sinks(config)
+        require_sinks(Config(logging=LoggingConfig(**options)))
     assert not caplog.records
     require_sinks(Config(logging=LoggingConfig(wandb="offline")))
     assert make_sinks(Config(logging=LoggingConfig(wandb="offline")), tmp_path) == []
     assert caplog.text.count("which is not installed") == 1
+
+
+def test_a_sink_is_built_of_its_class_by_its_name(tmp_path, monkeypatch):
+    class Json(CopySink):
+        @classmethod
+        def from_config(cls, config, run_dir):
+            sink = cls()
+            sink.path = run_dir / f"{config.logging.project}.txt"
+            return sink
+
+        def _write(self, step, values):
+            self.path.write_text(f"{step} {values}")
+
+        def _finish(self, exit_code):
+            pass
+
+    monkeypatch.setitem(SINKS._own, "json", Json)
+    config = Config(logging=LoggingConfig(project="mine", sinks=["json"]))
+    with RunLog(tmp_path, sinks=make_sinks(config, tmp_path)) as log:
+        log.write_step(3, {"reward": 1.0})
+    assert (tmp_path / "mine.txt").read_text() == "3 {'reward': 1.0}"
 
 
 class FailingWandb(SimpleNamespace):

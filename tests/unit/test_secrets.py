@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, VARIABLE, api_key, judge_key, require_tokens, without_tokens
+from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, VARIABLE, key_of, require_tokens, without_tokens
 from sota_grpo.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def _no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_leave_the_overrides_and_the_last_one_counts() -> None:
     for plus in ("", "+", "++"):
         assert without_tokens([f"{plus}model.hub_token=hf_a", "a=b", f"{plus}engine.api_key='sk-1'\n"]) == ["a=b"]
-        assert (os.environ[VARIABLE], api_key()) == ("hf_a", "sk-1")
+        assert (os.environ[VARIABLE], key_of(API_KEY)) == ("hf_a", "sk-1")
     assert without_tokens(["model.hub_token=hf_b", f"model.hub_token={TOKEN}", "model.hub_token=null"]) == []
     assert os.environ[VARIABLE] == TOKEN
 
@@ -52,8 +52,9 @@ def test_another_form_is_refused_without_repeating_it(override: str) -> None:
 
 @pytest.mark.parametrize("value", [f"{TOKEN}\nx", f'"{TOKEN}"', f"Bearer {TOKEN}"])
 def test_what_no_client_could_send_is_told_without_repeating_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [(VARIABLE, require_tokens), (API_KEY, require_tokens), (API_KEY, api_key), (JUDGE_KEY, judge_key)]
-    for variable, check in [*checks, (VARIABLE, lambda: without_tokens([]))]:  # by every command
+    checks = [(name, lambda name=name: key_of(name)) for name in (API_KEY, JUDGE_KEY)]
+    checks += [(VARIABLE, require_tokens), (API_KEY, require_tokens), (VARIABLE, lambda: without_tokens([]))]
+    for variable, check in checks:  # by every command
         monkeypatch.setenv(variable, value)
         with pytest.raises(UserError, match=variable) as refused:
             check()

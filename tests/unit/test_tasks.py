@@ -103,8 +103,6 @@ def test_what_is_measured_first_is_a_sample_of_a_sorted_file(tmp_path: Path) -> 
     mixed = write(tmp_path / "mixed.jsonl", random.Random(SEED).sample(rows, 1000))
     config = compose("grpo_cpu", ["env.dataset=table", f"env.eval_path={mixed}", f"seed={SEED}"])
     assert questions(heldout_task(config).heldout[:200]) == questions(first)
-    config.env.data_seed = 1
-    assert questions(heldout_task(config).heldout[:200]) != questions(first)
     config.env.eval_path, config.env.dataset_path = None, mixed
     assert len(task_of(config).heldout) == 100
     config.env.dataset_path = write(tmp_path / "many.jsonl", rows_of("table", range(6000)))
@@ -217,8 +215,7 @@ def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) ->
         *(("arithmetic", {"max_steps": steps}, f"max_steps={steps}") for steps in (0, 6)),
         *(("countdown", {"num_numbers": some}, "num_numbers=") for some in ((), (1, 3))),
         ("countdown", {"format_weight": -0.1}, r"format_weight=-0\.1"),
-        ("ifeval", {"instructions_weight": -1.0, "all_weight": 1.0}, "must not be negative"),
-        ("ifeval", {"instructions_weight": 0.0}, "not both 0"),
+        ("ifeval", {"all_weight": -1.0}, "must not be negative"),
         ("ifeval", {"nltk_data": "/nowhere"}, "there is no folder /nowhere"),
         ("table", {"path": "no.csv"}, "there is no file no.csv"),
         ("gsm", {}, "task 'gsm' is not one of gsm8k, math"),

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import pickle
-import stat
 import subprocess
 from collections.abc import Callable
 from hashlib import sha256
@@ -344,8 +343,3 @@ def test_no_control_sequence_of_a_run_reaches_the_terminal(
     assert "config.yaml" in told
     assert "\x1b" not in told
     assert "\x1b" not in ReadableFormatter().format(logging.makeLogRecord({"msg": ESCAPE}))
-
-
-def test_a_private_run_is_its_users_alone(tmp_path: Path) -> None:
-    with open_run(tmp_path / "run", {"train": {}}, None, num_steps=1, private=True):
-        assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700

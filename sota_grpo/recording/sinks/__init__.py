@@ -1,4 +1,4 @@
-"""Where metrics go besides the run directory: a class for each in a file of this folder, asked for by its option.
+"""Where metrics go besides the run directory: Weights & Biases (``logging.wandb``), and those of ``logging.sinks``.
 
 A sink is a copy, so its failure costs one warning and never the run. ``metrics.jsonl`` and ``rollouts.jsonl`` are the
 record; what a sink lost can be read there.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any, Self
 
-from sota_grpo.config import Config, LoggingConfig
+from sota_grpo.config import Config
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.plugins import Registry
 from sota_grpo.text import sentence
@@ -25,8 +23,8 @@ logger = logging.getLogger(__name__)
 class CopySink:
     """Base of the sinks: whatever is raised in a copy ends the copy with one warning.
 
-    A subclass says by which ``option`` of ``logging`` it is asked for, and writes ``from_config`` and what it can do of
-    ``_write``, ``_write_samples``, ``_rewind`` (take back what it was sent) and ``_finish``, which may raise anything.
+    A subclass writes ``from_config``, ``_write``, ``_write_samples``, ``_finish`` and, where it can take back what it
+    was sent, ``_rewind``; the last four may raise what they like.
 
     >>> class Full(CopySink):
     ...     def _write(self, step, values): raise OSError("disk full")
@@ -35,8 +33,7 @@ class CopySink:
     """
 
     label = "The copy"  # name of the place, for messages
-    option = ""  # of ``logging``; its package and its extra are called so too, and its default is off
-    may_be_missing: tuple[Any, ...] = ()  # values of the option with which a run goes on without the package
+    package: str | None = None  # that it needs; its extra is called so too
     samples_every = 10  # steps between two tables of samples, each of which is a file of its own
 
     def __init__(self) -> None:
@@ -84,44 +81,52 @@ class CopySink:
     def _finish(self, exit_code: int) -> None: ...
 
 
-for _file in iter_modules(__path__):
-    import_module(f"{__name__}.{_file.name}")
-#: By their options in ``logging``.
-SINKS: dict[str, type[CopySink]] = {sink.option: sink for sink in CopySink.__subclasses__()}
-#: Those of installed packages, by the names in ``logging.sinks``.
-INSTALLED: Registry[type[CopySink]] = Registry("sota_grpo.sinks", {})
+#: By the names in ``logging.sinks``; and ``wandb``, which ``logging.wandb`` asks for.
+SINKS: Registry[type[CopySink]] = Registry(
+    "sota_grpo.sinks",
+    {
+        "wandb": "sota_grpo.recording.sinks.wandb_sink:WandbSink",
+        "tensorboard": "sota_grpo.recording.sinks.tensorboard_sink:TensorBoardSink",
+    },
+)
 
 
 def require_sinks(config: Config) -> None:
-    """What was asked for by name must be there; else a ``ConfigError``."""
+    """What was asked for by name must be there; offline, W&B may be missing.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     for name in config.logging.sinks:
-        if name not in INSTALLED:
+        if name not in SINKS or name == "wandb":
             raise ConfigError(
-                f"logging.sinks={name}: no installed package has the entry point {name} of sota_grpo.sinks."
+                f"logging.sinks={name}: no installed package has the entry point {name} of sota_grpo.sinks; there are "
+                f"{', '.join(one for one in SINKS if one != 'wandb')}, and W&B is logging.wandb=online."
             )
-    for sink, missing in _asked(config):
-        if missing is not None and getattr(config.logging, sink.option) not in sink.may_be_missing:
+    for name, _, missing in _asked(config):
+        if missing is not None and (name, config.logging.wandb) != ("wandb", "offline"):
             raise ConfigError(missing)
 
 
 def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
     """The sinks that the config asks for; without those that are not installed, of which a warning says so."""
     sinks: list[CopySink] = []
-    for sink, missing in _asked(config):
+    for _, sink, missing in _asked(config):
         if missing is None:
             sinks.append(sink.from_config(config, run_dir))
         else:
             logger.warning("%s", missing)
-    return sinks + [INSTALLED[name].from_config(config, run_dir) for name in config.logging.sinks]
+    return sinks
 
 
-def _asked(config: Config) -> Iterator[tuple[type[CopySink], str | None]]:
-    """Each sink whose option is not at its default, with a sentence where its package is not installed."""
-    for option, sink in SINKS.items():
-        value, off = (str(getattr(section, option)).lower() for section in (config.logging, LoggingConfig()))
-        if value != off:
-            missing = (
-                f"logging.{option}={value} needs {option}, which is not installed: "
-                f"`pip install 'sota-grpo[{option}]'`, or set logging.{option}={off}."
-            )
-            yield sink, missing if find_spec(option) is None else None
+def _asked(config: Config) -> Iterator[tuple[str, type[CopySink], str | None]]:
+    """Name and class of each sink that is on, with a sentence where its package is not installed."""
+    mode = config.logging.wandb
+    asked = [("wandb", f"logging.wandb={mode}", "set logging.wandb=disabled")] if mode != "disabled" else []
+    asked += [(name, f"logging.sinks=[{name}]", "leave it out") for name in dict.fromkeys(config.logging.sinks)]
+    for name, given, fix in asked:
+        sink, missing = SINKS[name], ""
+        if sink.package is not None and find_spec(sink.package) is None:
+            package = f"`pip install 'sota-grpo[{sink.package}]'`"
+            missing = f"{given} needs {sink.package}, which is not installed: {package}, or {fix}."
+        yield name, sink, missing or None

@@ -32,7 +32,7 @@ class TensorBoardSink(CopySink):
         config: plain nested values; its leaves become hyperparameters, without keys and tokens.
     """
 
-    label, option = "TensorBoard", "tensorboard"
+    label, package = "TensorBoard", "tensorboard"
 
     def __init__(self, run_dir: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None):
         super().__init__()

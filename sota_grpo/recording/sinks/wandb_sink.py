@@ -56,7 +56,7 @@ class WandbSink(CopySink):
         config: plain nested values, shown beside the run without keys and tokens.
     """
 
-    label, option, may_be_missing = "W&B", "wandb", ("offline",)
+    label, package = "W&B", "wandb"
 
     def __init__(
         self,

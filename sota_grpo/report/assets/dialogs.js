@@ -5,9 +5,6 @@ const ENDED = {
   answer: "It ended with an answer.",
   truncated: "It ended where the engine stopped for length.",
   turns: "It ended with a call: no turn was left (env.max_steps).",
-  calls: "It ended with a call: no call was left (env.max_tool_calls).",
-  seconds: "It ended with a call: its time was up (env.max_dialog_s).",
-  observation: "It ended with an answer of a tool that was too long (env.max_observation_tokens).",
   lost: "It ended because its environment was lost.",
 };
 
