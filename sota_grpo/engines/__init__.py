@@ -156,7 +156,8 @@ class Engine(Protocol):
     ``update_weights`` returns when the next sampled token of everything in flight comes from the new weights;
     ``version`` then equals the version given. ``weight_dtype`` is the one that all its matrices have, so that pushed
     ones may be rounded to it beforehand; None where they have several, or that is not known. ``weight_sums`` has a
-    checksum of every weight as it is held, by its name in a push; None where an engine keeps them in another form.
+    checksum of every weight as it is held, by its name in a push, but for those that it keeps in another form; None
+    where it tells none.
     ``close`` is idempotent and leaves no process behind.
 
     All may be called from any thread; what changes a stepwise engine waits for its lock.

@@ -39,6 +39,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.policy.lora import MergedWeights
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 logger = logging.getLogger(__name__)
@@ -341,6 +342,14 @@ class ServerEngine(SteppingEngine):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._base = weights.base if isinstance(weights, MergedWeights) else None
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """See :class:`~sota_grpo.engines.Engine`."""
+        with self._between_steps():
+            self._require_open()
+            self._wake_now()
+            with self._failing("while it read its weights back"):
+                return self._dialect.weight_sums(self._client, self._shapes, self._deadlines)
 
     def _has_base_of(self, weights: MergedWeights) -> bool:
         """Whether the server has our last weights, over the same base, and keeps what a push leaves out."""

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
-from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters
+from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters, weight_sums
 from sota_grpo.errors import UserError
 from sota_grpo.policy.lora import AdapterPack
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
 
 logger = logging.getLogger(__name__)
@@ -198,6 +200,16 @@ class VLLMEngine(SteppingEngine):
                 self._engine.reset_prefix_cache()
             self._engine.set_weight_version(str(version))
             self.version = version
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """See :class:`~sota_grpo.engines.Engine`; None of several GPUs, and of adapters, which are not merged."""
+        if self._tensor_parallel_size > 1 or self._adapters is not None:
+            return None
+        with self._between_steps():
+            self._require_open()
+            self._wake_now()
+            (sums,) = self._engine.apply_model(partial(weight_sums, shapes=self._shapes))
+        return sums
 
     def _finish_batches(self) -> None:
         """Fetch what has been launched and not been fetched, and launch nothing more meanwhile.

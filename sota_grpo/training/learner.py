@@ -514,6 +514,19 @@ def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) ->
         totals[name] = totals.get(name, 0) + value.detach()
 
 
+@dataclass
+class Compared:
+    """Names of weights by what the engines hold; and the engines that do not tell.
+
+    ``unread``: some engine has it under no such name, or its elements in another order.
+    """
+
+    equal: set[str] = field(default_factory=set)
+    differing: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+
+
 @dataclass(eq=False)
 class Publisher:
     """Pushes the learner's weights to every engine.
@@ -547,16 +560,23 @@ class Publisher:
                 raise RuntimeError(f"Engine {engine.name} serves version {engine.version} after a push of {version}.")
         self.seconds = time.perf_counter() - began
 
-    def differing(self) -> list[str] | None:
-        """The names of weights that an engine holds otherwise than the learner does; None where none can say."""
-        odd: set[str] = set()
+    def compared(self) -> Compared:
+        """The weights that the engines hold, with the learner's."""
+        result = Compared()
         for engine in self.engines:
             if (held := engine.weight_sums()) is None:
-                return None
-            pushed = (self.whole or self.weights)()
-            known = ((name, value, held[name]) for name, value in pushed if name in held)
-            odd |= {name for name, value, own in known if Checksum.of(value, own.dtype) != own}
-        return sorted(odd)
+                result.silent.add(engine.name)
+                continue
+            for name, value in (self.whole or self.weights)():
+                own = held.get(name)
+                wanted = None if own is None else Checksum.of(value, own.dtype)
+                if own is None or wanted is None or (wanted != own and wanted.total == own.total):
+                    result.unread.add(name)
+                elif wanted == own:
+                    result.equal.add(name)
+                else:
+                    result.differing.add(name)
+        return result
 
     def sleep(self) -> None:
         """Leave shared GPUs to the learner; nothing where the engines have their own."""

@@ -20,7 +20,7 @@ from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.transformers_engine import sampled_probs
 from sota_grpo.engines.vllm_engine import PROVIDER
 from sota_grpo.policy.lora import packed_weights
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.workers.rollout import RolloutWorker
 from tests.builders import generator
@@ -139,6 +139,23 @@ def test_log_probs_equal_transformers_after_each_push(rig: Rig, seed: int):
     assert largest_gap(rig.model, requests, before, 1.0) > 0.1
     after = generate(rig.engine, requests, Sampling(max_tokens=40))
     assert largest_gap(rig.model, requests, after, 1.0) < 1e-5
+
+
+def held(weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Checksum]:
+    return {name: Checksum.of(weight, dtype) for name, weight in weights.items()}
+
+
+def test_every_weight_is_read_back_by_name(rig: Rig):
+    """Those of fused layers too, and as they are computed with: on a CPU vLLM packs its matrices."""
+    rig.push(8)
+    assert rig.engine.weight_sums() == held(rig.model.state_dict())
+    stale = {"model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"}
+    own, new = rig.model.state_dict(), changed_weights(rig.base, 9)
+    left_out = {name: own[name] if name in stale else weight for name, weight in new.items()}
+    rig.engine.update_weights(left_out.items(), rig.engine.version + 1)
+    sums, wanted = rig.engine.weight_sums(), held(new)
+    assert {name for name in wanted if sums[name] != wanted[name]} == stale
+    rig.push(8)
 
 
 def test_a_cached_prompt_of_old_weights_is_not_used_after_a_push(rig: Rig):
@@ -284,6 +301,7 @@ def test_weights_rounded_beforehand_are_what_vllm_would_have_made_of_them(tmp_pa
     for dtype in (None, engine.weight_dtype):
         engine.update_weights(packed_weights(model, dtype=dtype), len(served) + 1)
         served.append(generate(engine, requests, sampling))  # its own weights cannot be read: it packs them
+    assert engine.weight_sums() == held(model.state_dict(), torch.bfloat16)
     engine.close()
     for by_vllm, beforehand in zip(*(outputs.values() for outputs in served)):
         for one, other in zip(by_vllm.samples, beforehand.samples):
