@@ -117,7 +117,8 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
     """
     rows, faults = subject.rows, []
     ended = int((~rows.get(keys.TRUNCATED)).sum())
-    if not ended and not subject.sampling.ignore_eos:
+    unseen = not ended and subject.max_tokens < subject.sampling.max_tokens
+    if not ended and not unseen and not subject.sampling.ignore_eos:
         subject.publisher.wake()
         more = subject.sample(NUM_LOOKED_AT, salt=2)
         subject.publisher.sleep()
@@ -136,6 +137,8 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
     if failed.any() and not faults:
         first = reasons[int(failed.int().argmax())]
         counts += f"; the grader failed at {int(failed.sum())} of {len(rows)}, the first time: {first}"
+    if unseen:
+        counts += f"; not verified: that longer ones than the {subject.max_tokens} tokens that the checks sample end"
     return Check("responses end and are graded", not faults, "; ".join([counts, *faults]))
 
 
