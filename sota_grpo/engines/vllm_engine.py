@@ -117,8 +117,11 @@ class VLLMEngine(SteppingEngine):
             self._llm: Any = _start(options, on_cpu=self._on_cpu)
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
-        if not self._on_cpu:
-            tell_of_the_runner(bool(self._engine.vllm_config.use_v2_model_runner))
+        if not self._on_cpu and not self._engine.vllm_config.use_v2_model_runner:
+            logger.warning(
+                "vLLM samples with its model runner V1, which draws with each row's own seed in a Python loop; leave "
+                "VLLM_USE_V2_MODEL_RUNNER unset."
+            )
         self._engine.set_weight_version("0")
         self._adapters = Adapters() if options.adapter_rank else None
         dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
@@ -245,17 +248,6 @@ class VLLMEngine(SteppingEngine):
                 self._adapters.close()
 
 
-def tell_of_the_runner(is_second: bool) -> None:
-    """Log which of vLLM's model runners samples here."""
-    if is_second:
-        logger.info("vLLM samples with its model runner V2.")
-    else:
-        logger.warning(
-            "vLLM samples with its model runner V1, which draws with each row's own seed in a Python loop; leave "
-            "VLLM_USE_V2_MODEL_RUNNER unset."
-        )
-
-
 def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -291,7 +283,7 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
-    """Of vLLM's own model, in the process that has it."""
+    """Of vLLM's own model, in the process that has it: so no lambda, which would not be pickled."""
     return matrix_dtype(model.parameters())
 
 

@@ -131,11 +131,10 @@ def test_log_probs_equal_transformers(rig: Rig, temperature: float):
     assert largest_gap(rig.model, requests, outputs, temperature or 1.0) < 1e-5
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_log_probs_equal_transformers_after_each_push(rig: Rig, seed: int):
+def test_log_probs_equal_transformers_after_a_push(rig: Rig):
     requests = ragged_requests(6, 4)
     before = generate(rig.engine, requests, Sampling(max_tokens=40))
-    rig.push(seed)
+    rig.push(1)
     assert largest_gap(rig.model, requests, before, 1.0) > 0.1
     after = generate(rig.engine, requests, Sampling(max_tokens=40))
     assert largest_gap(rig.model, requests, after, 1.0) < 1e-5
