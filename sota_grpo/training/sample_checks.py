@@ -20,7 +20,7 @@ from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts
 from sota_grpo.tasks.dataset import normalised
-from sota_grpo.training.subject import Check, Subject
+from sota_grpo.training.subject import NUM_SAMPLES, Check, Subject
 
 NUM_LOOKED_AT = 16  # prompts whose responses must all be cut for length before that is a failure
 NUM_GRADED = 64  # examples whose gold and empty answers are graded
@@ -120,7 +120,8 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
     unseen = not ended and subject.max_tokens < subject.sampling.max_tokens
     if not ended and not unseen and not subject.sampling.ignore_eos:
         subject.publisher.wake()
-        more = subject.sample(NUM_LOOKED_AT, salt=2)
+        step = subject.learner.settings.optim_batch_size // NUM_SAMPLES  # no more than an optimizer step's responses
+        more = subject.sample(min(NUM_LOOKED_AT, step), salt=2)
         subject.publisher.sleep()
         if bool(more.get(keys.TRUNCATED).all()):
             faults.append(

@@ -22,6 +22,7 @@ from sota_grpo.engines.vllm_engine import PROVIDER
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.training.gate import graded_rows, pushed_weights_landed
 from sota_grpo.workers.rollout import RolloutWorker
 from tests.builders import generator
 from tests.engine_rigs import (
@@ -36,6 +37,7 @@ from tests.engine_rigs import (
     tiny_model,
     token_lists,
 )
+from tests.l3_parts import make_subject
 
 pytestmark = [
     pytest.mark.vllm,
@@ -306,6 +308,26 @@ def test_weights_rounded_beforehand_are_what_vllm_would_have_made_of_them(tmp_pa
         for one, other in zip(by_vllm.samples, beforehand.samples):
             assert torch.equal(one.token_ids, other.token_ids)
             assert torch.equal(one.log_probs, other.log_probs)
+
+
+def test_the_gate_names_a_tensor_whose_effect_half_precision_hides(tmp_path: Path):
+    from sota_grpo.engines.vllm_engine import VLLMEngine
+
+    subject = make_subject(tmp_path, engine_dtype=torch.bfloat16)
+    engine = VLLMEngine(EngineOptions("tiny", eos_token_ids=[2], dtype="bfloat16", max_model_len=256))
+    subject.rollouts.engine, subject.publisher.engines = engine, [engine]
+    subject.publisher.publish(0)
+    subject.rows = graded_rows(subject)
+    push, first = engine.update_weights, {name: value.clone() for name, value in subject.publisher.weights()}
+    for stale in (None, "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"):
+        engine.update_weights = lambda weights, version, stale=stale: push(
+            [(name, first[name] if name == stale else value) for name, value in weights], version
+        )
+        check = pushed_weights_landed(subject)
+        assert check.passed is (stale is None), check.sentence
+        assert ("not verified" in check.sentence, "did not land" in check.sentence) == (False, stale is not None)
+        assert stale is None or check.sentence.endswith(f"; these did not land: {stale}")
+    engine.close()
 
 
 def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: pytest.MonkeyPatch):
