@@ -431,9 +431,10 @@ def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> 
             if not shapes.keys() >= {*names}:
                 continue
             rows, (_, *row) = [shapes[name][0] for name in names], shapes[names[0]]
+            packed: Any = getattr(module, "cpu_linear", None) if kind == "weight" else None
             is_looked_up = hasattr(module, "embedding_dim") and own != "lm_head"
-            if kind == "weight" and hasattr(module, "cpu_linear") and not is_looked_up:
-                held = module.cpu_linear(torch.eye(*row, dtype=held.dtype), module.weight, None).t()
+            if packed is not None and not is_looked_up:
+                held = packed(torch.eye(*row, dtype=held.dtype), module.weight, None).t()
             if list(held.shape[1:]) == list(row) and len(held) >= sum(rows):  # a vocabulary may be padded
                 parts = held.split([*rows, len(held) - sum(rows)])
                 sums |= {name: Checksum.of(part, dtype) for name, part in zip(names, parts)}
