@@ -185,9 +185,8 @@ class VLLMDialect:
         """Start a server on a free port of the loopback interface and wait until ``/health`` answers.
 
         Args:
-            options: of the engine; ``log_path``, ``environment`` and ``deadlines.start`` are read here.
+            options: of which ``log_path``, ``environment`` and ``deadlines.start`` are read here.
             scratch: folder that is deleted with it.
-            on_cpu: whether it computes there.
 
         Returns:
             The process, its url, and the random key that it asks for.
