@@ -422,7 +422,7 @@ def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> 
         shapes: of the weights of a push, by name.
     """
     fused, dtype = getattr(model, "packed_modules_mapping", None) or {}, matrix_dtype(model.parameters())
-    sums = {}
+    sums: dict[str, Checksum] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parent, _, own = path.rpartition(".")
         for kind, held in module.named_parameters(recurse=False):
