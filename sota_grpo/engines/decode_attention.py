@@ -167,19 +167,15 @@ class SharedPrompts(GroupCache):
     The model's attention is :func:`decode_attention`, which is handed this object.
 
     Attributes:
-        prefilling: True while the model runs over prompts.
+        part: the groups over whose prompts the model runs just now; None between such passes.
         told_windows: number of calls, of the last pass over prompts, that came with a sliding window.
     """
-
-    @property
-    def prefilling(self) -> bool:
-        return self._part is not None
 
     def _prefill(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """Those of similar length together."""
         self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
         self._biases: dict[tuple[int, int | None], torch.Tensor | None] = {}
-        self._part: torch.Tensor | None = None  # the groups whose prompts the model runs over
+        self.part: torch.Tensor | None = None
         self.told_windows = 0
         self._arrange()
         order = sorted(range(len(prompts)), key=lambda group: -len(prompts[group]))
@@ -187,7 +183,7 @@ class SharedPrompts(GroupCache):
             count = max(1, _PREFILL_TOKENS // width)
             batch, order = order[:count], order[count:]
             ids = [torch.tensor(prompts[group][:-1], dtype=torch.int64) for group in batch]
-            self._part, self.told_windows = torch.tensor(batch, device=self.device), 0
+            self.part, self.told_windows = torch.tensor(batch, device=self.device), 0
             model.get_decoder()(
                 input_ids=pad_sequence(ids, batch_first=True, padding_value=pad_token_id).to(self.device),
                 position_ids=torch.arange(width, device=self.device).unsqueeze(0),
@@ -195,13 +191,13 @@ class SharedPrompts(GroupCache):
                 use_cache=True,
                 **self._attention(),
             )
-        self._part = None
+        self.part = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the prompts' keys and values, or append a token's to those of the rows, which are returned."""
-        if self._part is None:
+        if self.part is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx not in self._prompts:
             # Zeros: the padding is read with weight 0, so it must be finite.
@@ -210,7 +206,7 @@ class SharedPrompts(GroupCache):
                 states.new_zeros((*room, states.shape[3])) for states in (key_states, value_states)
             )
         for kept, states in zip(self._prompts[layer_idx], (key_states, value_states)):
-            kept[self._part, :, : states.shape[2]] = states
+            kept[self.part, :, : states.shape[2]] = states
         return key_states, value_states
 
     def prompt(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -314,10 +310,7 @@ def decode_attention(
     Args:
         query: ``[rows, heads, T, width]``; ``T > 1`` only over a prompt.
         key: ``[rows, key heads, t, width]``, and ``value`` likewise.
-        attention_mask: what is seen; not read with ``prompts``.
-        dropout: passed on; 0 in an engine.
-        scaling: of the scores; None is ``width ** -0.5``.
-        prompts: the cache that holds the prompts.
+        attention_mask: not read with ``prompts``.
         sliding_window: tokens that a token sees, itself included.
         softcap: scores become ``softcap * tanh(score / softcap)``.
 
@@ -327,7 +320,7 @@ def decode_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if prompts is not None and (unknown := [name for name in UNKNOWN if kwargs.get(name) is not None]):
         raise NotImplementedError(f"prompts cannot be shared by attention with {', '.join(unknown)}")
-    if prompts is not None and not prompts.prefilling:
+    if prompts is not None and prompts.part is None:
         return _over_both(query, key, value, prompts, module.layer_idx, scale, sliding_window, softcap), None  # type: ignore[arg-type]
     if prompts is not None:
         prompts.told_windows += sliding_window is not None

@@ -38,10 +38,8 @@ class ServerProcess:
     The launcher ends the server when this process ends, however that happens, and deletes ``scratch`` then.
 
     Args:
-        command: what runs the server.
         environment: of the server, on top of this process's.
         log_path: what the server prints is appended to this file.
-        scratch: folder that is deleted with the server.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path, scratch: Path):

@@ -28,10 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.inference_server import (
-    SOCKET_BYTES,
-    ServerProcess,
-)
+from sota_grpo.engines.inference_server import SOCKET_BYTES, ServerProcess
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
 from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect
@@ -39,6 +36,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.policy.lora import MergedWeights
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 logger = logging.getLogger(__name__)
@@ -72,29 +70,24 @@ class WeightFolder:
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None, base: Path | None = None):
         self.dtype = dtype
-        if base is None:
-            self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=self._folder_of_this_machine(shapes)))
-        else:
+        if base is not None:
             self.path = base.absolute() / f".weights.{secrets.token_hex(6)}.tmp"  # a leftover, were this process killed
             self.path.mkdir(mode=0o700)
+        else:
+            num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
+            free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+            folder: Path | str = _SHARED_MEMORY
+            if free is None or free <= num_bytes:
+                folder = folder_for_sockets(room=SOCKET_BYTES)
+            if free is not None and free <= num_bytes:
+                logger.warning(
+                    "%s has %.2f GiB free and a push of weights takes %.2f GiB, so it goes through %s: start the "
+                    "container with a larger --shm-size (or --ipc=host).",
+                    *(_SHARED_MEMORY, free / 2**30, num_bytes / 2**30, folder),
+                )
+            self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=folder))
         # also when the process ends while the thread that owns this is busy
         self._delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-
-    def _folder_of_this_machine(self, shapes: Mapping[str, torch.Size]) -> Path | str:
-        dtype = self.dtype
-        num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
-        free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
-        roomy = free is not None and free > num_bytes
-        if free is not None and not roomy:
-            logger.warning(
-                "%s has %.2f GiB free and a push of weights takes %.2f GiB, so it goes through %s: start the container "
-                "with a larger --shm-size (or --ipc=host).",
-                _SHARED_MEMORY,
-                free / 2**30,
-                num_bytes / 2**30,
-                folder_for_sockets(room=SOCKET_BYTES),
-            )
-        return _SHARED_MEMORY if roomy else folder_for_sockets(room=SOCKET_BYTES)
 
     def write(self, weights: Mapping[str, torch.Tensor]) -> Path:
         """A new folder with all weights in ``model.safetensors``, as a model's folder has them; yours to delete.
@@ -130,9 +123,7 @@ class ServerEngine(SteppingEngine):
     from the weights before; it is then like a group that was in flight.
 
     Args:
-        client: of the server.
-        dialect: what the server speaks.
-        options: of the engine; ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most
+        options: of which ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most
             requests at the same time) and ``deadlines`` are read here.
         shapes: of every weight of the model.
         tied: for each tied weight, the one it shares its values with.
@@ -178,25 +169,23 @@ class ServerEngine(SteppingEngine):
         self._num_senders = 0
         self._last_answer_at = time.monotonic()
         self._aborter: threading.Thread | None = None
+        asked = options.max_model_len
         try:
-            self.max_model_len = self._connect(options.max_model_len)
+            try:
+                allowed = dialect.connect(client, self._deadlines, self._versions.label(0))
+            except ServerError as error:
+                raise self._explained(error, "before it was used") from error
+            if asked is not None and asked > allowed:
+                raise UserError(
+                    f"The server at {client.url} has a context of {allowed} tokens, max_model_len={asked}; start it "
+                    "with more, or ask for less."
+                )
+            self.max_model_len = asked or allowed
         except BaseException:
             self.close()
             raise
         self._aborter = threading.Thread(target=self._abort_dropped, name=f"{self.name}-abort", daemon=True)
         self._aborter.start()
-
-    def _connect(self, max_model_len: int | None) -> int:
-        try:
-            allowed = self._dialect.connect(self._client, self._deadlines, self._versions.label(0))
-        except ServerError as error:
-            raise self._explained(error, "before it was used") from error
-        if max_model_len is not None and max_model_len > allowed:
-            raise UserError(
-                f"The server at {self._client.url} has a context of {allowed} tokens, max_model_len={max_model_len}; "
-                "start it with more, or ask for less."
-            )
-        return max_model_len or allowed
 
     def _require_open(self) -> None:
         super()._require_open()
@@ -238,12 +227,12 @@ class ServerEngine(SteppingEngine):
                 cache_salt=f"{self._versions.token}-{self._num_pushes}",
                 version=self.version,
             )
+            answer: tuple[Sample, ...] | Exception
             try:
-                samples = self._dialect.generate(self._client, order, self._versions, self._deadlines.generate)
+                answer = self._dialect.generate(self._client, order, self._versions, self._deadlines.generate)
             except Exception as error:  # it belongs to whoever steps
-                self._answers.put((ticket, error))
-            else:
-                self._answers.put((ticket, samples))
+                answer = error
+            self._answers.put((ticket, answer))
 
     def _name(self, ticket: int) -> str:
         return f"{self._versions.token}-{ticket}"
@@ -305,10 +294,8 @@ class ServerEngine(SteppingEngine):
     def _abort_dropped(self) -> None:
         while (dropped := self._dropped.get()) is not None:
             ticket, num_samples = dropped
-            try:
+            with contextlib.suppress(ServerError):  # a server that is gone samples nothing; the next step says so
                 self._dialect.abort(self._client, self._name(ticket), num_samples, self._deadlines.control)
-            except ServerError:
-                continue  # a server that is gone samples nothing; the next step says so
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; the next token of every group in flight comes from them.
@@ -341,6 +328,14 @@ class ServerEngine(SteppingEngine):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._base = weights.base if isinstance(weights, MergedWeights) else None
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """See :class:`~sota_grpo.engines.Engine`."""
+        with self._between_steps():
+            self._require_open()
+            self._wake_now()
+            with self._failing("while it read its weights back"):
+                return self._dialect.weight_sums(self._client, self._shapes, self._deadlines)
 
     def _has_base_of(self, weights: MergedWeights) -> bool:
         """Whether the server has our last weights, over the same base, and keeps what a push leaves out."""
@@ -408,7 +403,14 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     reach = partial(HttpClient, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
     if options.url is not None:
         client = reach(options.url, api_key=options.api_key)
-        _require_answer(client, options.deadlines.control)
+        try:
+            client.get("/health", timeout_s=options.deadlines.control)
+        except ServerSilent as error:
+            raise UserError(
+                f"No server answers at engine.url={client.url}; start it first, or mend the url."
+            ) from error
+        except ServerError:
+            pass  # it is there, and says what it lacks when it is asked for more
     elif find_spec(dialect.package) is None:
         raise UserError(
             f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
@@ -451,12 +453,3 @@ def is_own_address(host: str) -> bool:
             probe.bind(address)  # nobody can listen on somebody else's
             return True
     return False
-
-
-def _require_answer(client: HttpClient, timeout_s: float) -> None:
-    try:
-        client.get("/health", timeout_s=timeout_s)
-    except ServerSilent as error:
-        raise UserError(f"No server answers at engine.url={client.url}; start it first, or mend the url.") from error
-    except ServerError:
-        pass  # it is there, and says what it lacks when it is asked for more

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect, finite_sample
 from sota_grpo.http import HttpClient, ServerError
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32
@@ -111,6 +112,11 @@ class SGLangDialect(VLLMDialect):
 
     def label_to_build_on(self, client: HttpClient, deadlines: Deadlines) -> str | None:
         return None  # whether weights stay that a push leaves out is not documented
+
+    def weight_sums(
+        self, client: HttpClient, shapes: Mapping[str, Sequence[int]], deadlines: Deadlines
+    ) -> dict[str, Checksum] | None:
+        return None  # /get_weights_by_name is each model's own, and most have none
 
     def _load(self, client: HttpClient, folder: str, label: str, deadlines: Deadlines, *, idle: bool) -> None:
         """The cache can be flushed when nothing runs, else the salt keeps it apart."""

@@ -177,15 +177,11 @@ class GroupDecoder:
     A step runs the model first and samples then, so every token comes from the weights that the model has at its step.
 
     Args:
-        model: the causal language model.
-        requests: the groups.
-        sampling: how tokens are drawn.
         rooms: most response tokens of each group.
         eos_token_ids: int64 ``[E]``, the tokens that end a response.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
         shared: keep each prompt's keys and values once for its rows; the model's attention is then
             :data:`~sota_grpo.engines.decode_attention.DECODE_ATTENTION`.
-        stops: what ends a response beside these tokens.
     """
 
     def __init__(
@@ -248,7 +244,7 @@ class GroupDecoder:
 
     @property
     def num_rows(self) -> int:
-        """Rows that the batch holds now: those still sampled, and those that ended since it was last compacted."""
+        """Rows of the batch: those still sampled, and those that ended since it was last compacted."""
         return len(self._rows)
 
     def drop(self, group: int) -> None:
@@ -275,17 +271,13 @@ class GroupDecoder:
             tokens = logits.argmax(-1)
         self._tokens[self._rows, t] = tokens
         self._log_probs[self._rows, t] = probs.gather(1, tokens[:, None]).squeeze(1).log()
-        if self._sampling.is_truncated:
-            self._keep_sets(probs > 0)
+        if self._sampling.is_truncated:  # note down the tokens that each was drawn from
+            ids = (kept := probs > 0).nonzero()[:, 1].to(torch.int32).cpu()
+            for row, own in zip(self._rows.tolist(), ids.split(kept.sum(1).tolist())):
+                self._kept[row].append(own)
         self._versions.append(version)
         self._last_tokens = tokens
         return self._end_rows(tokens, t + 1)
-
-    def _keep_sets(self, kept: torch.Tensor) -> None:
-        """Note down the tokens that each row's next one was drawn from, ``[N, V]``."""
-        ids = kept.nonzero()[:, 1].to(torch.int32).cpu()
-        for row, own in zip(self._rows.tolist(), ids.split(kept.sum(1).tolist())):
-            self._kept[row].append(own)
 
     def _sets(self, row: int, length: int) -> KeptTokens | None:
         """Those of a row that has ended."""

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
-from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters
+from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters, weight_sums
 from sota_grpo.errors import UserError
 from sota_grpo.policy.lora import AdapterPack
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
 
 logger = logging.getLogger(__name__)
@@ -115,8 +117,11 @@ class VLLMEngine(SteppingEngine):
             self._llm: Any = _start(options, on_cpu=self._on_cpu)
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
-        if not self._on_cpu:
-            tell_of_the_runner(bool(self._engine.vllm_config.use_v2_model_runner))
+        if not self._on_cpu and not self._engine.vllm_config.use_v2_model_runner:
+            logger.warning(
+                "vLLM samples with its model runner V1, which draws with each row's own seed in a Python loop; leave "
+                "VLLM_USE_V2_MODEL_RUNNER unset."
+            )
         self._engine.set_weight_version("0")
         self._adapters = Adapters() if options.adapter_rank else None
         dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
@@ -199,6 +204,16 @@ class VLLMEngine(SteppingEngine):
             self._engine.set_weight_version(str(version))
             self.version = version
 
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """See :class:`~sota_grpo.engines.Engine`; None of several GPUs, and of adapters, which are not merged."""
+        if self._tensor_parallel_size > 1 or self._adapters is not None:
+            return None
+        with self._between_steps():
+            self._require_open()
+            self._wake_now()
+            (sums,) = self._engine.apply_model(partial(weight_sums, shapes=self._shapes))
+        return sums
+
     def _finish_batches(self) -> None:
         """Fetch what has been launched and not been fetched, and launch nothing more meanwhile.
 
@@ -231,17 +246,6 @@ class VLLMEngine(SteppingEngine):
             self._engine = self._llm = None
             if self._adapters is not None:
                 self._adapters.close()
-
-
-def tell_of_the_runner(is_second: bool) -> None:
-    """Log which of vLLM's model runners samples here."""
-    if is_second:
-        logger.info("vLLM samples with its model runner V2.")
-    else:
-        logger.warning(
-            "vLLM samples with its model runner V1, which draws with each row's own seed in a Python loop; leave "
-            "VLLM_USE_V2_MODEL_RUNNER unset."
-        )
 
 
 def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
@@ -279,7 +283,7 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
-    """Of vLLM's own model, in the process that has it."""
+    """Of vLLM's own model, in the process that has it: so no lambda, which would not be pickled."""
     return matrix_dtype(model.parameters())
 
 

@@ -2,10 +2,12 @@
 
 Generation goes through vLLM's token-in token-out endpoint ``/inference/v1/generate``, which returns the ids, their
 log-probs and the spans of the weights' labels. Weights go through ``/pause?mode=keep``, ``reload_weights`` of the
-workers by ``/collective_rpc`` and ``/resume``: no code of ours runs in the workers, so any vLLM server that was started
-with the options of :data:`NEEDED_OPTIONS` will do, as long as it can read the folder of the pushed weights. On CPU it
-needs ``--no-enable-chunked-prefill`` too (seeds). Its ``--api-key`` alone leaves the control of the weights open to all
-who reach it; ``VLLM_API_KEY`` with ``--middleware sota_grpo.engines.vllm_server.RequireKey`` closes that.
+workers by ``/collective_rpc`` and ``/resume``. No code of ours is needed in the workers, so any vLLM server that was
+started with the options of :data:`NEEDED_OPTIONS` will do, as long as it can read the folder of pushed weights; with
+``--worker-extension-cls sota_grpo.engines.vllm_server.WeightSums`` it also tells which weights it holds, for the checks
+before training. On CPU it needs ``--no-enable-chunked-prefill`` too (seeds). Its ``--api-key`` alone leaves the control
+of the weights open to all who reach it; ``VLLM_API_KEY`` with
+``--middleware sota_grpo.engines.vllm_server.RequireKey`` closes that.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess
+from sota_grpo.engines.stepping import matrix_dtype
 from sota_grpo.errors import UserError
-from sota_grpo.http import HttpClient, ServerError
+from sota_grpo.http import HttpClient, ServerError, ServerSilent
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import MOST_KEPT, GroupRequest, Sample, Sampling, sample_seed
 
 logger = logging.getLogger(__name__)
@@ -158,6 +162,7 @@ class VLLMDialect:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
             *("--served-model-name", "policy", "--tokens-only", "--middleware", f"{__name__}.{RequireKey.__name__}"),
             *("--disable-uvicorn-access-log", "--model", options.model_path),
+            *("--worker-extension-cls", f"{__name__}.{WeightSums.__name__}"),
             *chain.from_iterable(starmap(flag, engine_arguments(options, on_cpu=on_cpu).items())),
         ]
 
@@ -180,9 +185,8 @@ class VLLMDialect:
         """Start a server on a free port of the loopback interface and wait until ``/health`` answers.
 
         Args:
-            options: of the engine; ``log_path``, ``environment`` and ``deadlines.start`` are read here.
+            options: of which ``log_path``, ``environment`` and ``deadlines.start`` are read here.
             scratch: folder that is deleted with it.
-            on_cpu: whether it computes there.
 
         Returns:
             The process, its url, and the random key that it asks for.
@@ -292,6 +296,21 @@ class VLLMDialect:
         """The label of the server's weights, where those that a push leaves out stay; None: a push has to be whole."""
         return str(client.get("/weight_info", timeout_s=deadlines.control)["weight_version"])
 
+    def weight_sums(
+        self, client: HttpClient, shapes: Mapping[str, Sequence[int]], deadlines: Deadlines
+    ) -> dict[str, Checksum] | None:
+        """Checksums of the weights as they are held, by name; None without :class:`WeightSums`, and of several GPUs."""
+        ask = {"method": "weight_sums", "kwargs": {"shapes": {name: list(shape) for name, shape in shapes.items()}}}
+        try:
+            results = client.post("/collective_rpc", ask, timeout_s=deadlines.push)["results"]
+        except ServerSilent:
+            raise
+        except ServerError:
+            return None
+        if len(results) > 1:  # each has a part of most weights
+            return None
+        return {name: Checksum(getattr(torch, dtype), *sums) for name, (dtype, *sums) in results[0].items()}
+
     def push(self, client: HttpClient, folder: str, label: str, deadlines: Deadlines, *, idle: bool) -> None:
         """Load the safetensors in ``folder``; what is in flight goes on, its next token from the new weights."""
         client.post(*self.pause, timeout_s=deadlines.control)
@@ -388,6 +407,45 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
         if isinstance(compilation, Mapping):
             chosen["compilation_config"] = wide | dict(compilation)
     return arguments | chosen
+
+
+@torch.no_grad()
+def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, Checksum]:
+    """A checksum of every weight that vLLM's own ``model`` computes with, by its name in a push.
+
+    A fused layer (``qkv_proj``) is cut into the rows of those that it is made of. On a CPU vLLM packs its matrices,
+    the output layer's beside the one that is kept: these are read by what they make of the identity, bit for bit. What
+    has another name or shape, as each part on one of several GPUs, is left out.
+
+    Args:
+        shapes: of the weights of a push, by name.
+    """
+    fused, dtype = getattr(model, "packed_modules_mapping", None) or {}, matrix_dtype(model.parameters())
+    sums: dict[str, Checksum] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, own = path.rpartition(".")
+        for kind, held in module.named_parameters(recurse=False):
+            names = [f"{parent}.{part}.{kind}".lstrip(".") for part in fused.get(own, (own,))]
+            if not shapes.keys() >= {*names}:
+                continue
+            rows, (_, *row) = [shapes[name][0] for name in names], shapes[names[0]]
+            packed: Any = getattr(module, "cpu_linear", None) if kind == "weight" else None
+            is_looked_up = hasattr(module, "embedding_dim") and own != "lm_head"
+            if packed is not None and not is_looked_up:
+                held = packed(torch.eye(*row, dtype=held.dtype), module.weight, None).t()
+            if list(held.shape[1:]) == list(row) and len(held) >= sum(rows):  # a vocabulary may be padded
+                parts = held.split([*rows, len(held) - sum(rows)])
+                sums |= {name: Checksum.of(part, dtype) for name, part in zip(names, parts)}
+    return sums
+
+
+class WeightSums:
+    """Worker extension of a vLLM server: :func:`weight_sums` for ``/collective_rpc``."""
+
+    def weight_sums(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
+        """As JSON has it."""
+        sums = weight_sums(self.get_model(), shapes)  # type: ignore[attr-defined]  # the worker's
+        return {name: [str(own.dtype).removeprefix("torch."), own.total, own.by_row] for name, own in sums.items()}
 
 
 _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "tokens_only", "runner", "convert")

@@ -110,23 +110,28 @@ def padded(num_bytes: int) -> int:
 
 
 class Checksum(NamedTuple):
-    """Whether two tensors have the same bits: a dtype, and a sum of the bits that depends on their rows.
+    """What tells whether a tensor has these very values: its dtype, and two sums of its bits.
+
+    ``total`` is that of all elements, ``by_row`` depends on their order. -0.0 is 0.0.
 
     >>> one, other = (Checksum.of(torch.tensor(each)) for each in ([[1.0], [2.0]], [[2.0], [1.0]]))
-    >>> one == other, one == Checksum.of(torch.tensor([[1.0], [2.0]]))
-    (False, True)
+    >>> one == other, one.total == other.total, one == Checksum.of(torch.tensor([[1.0], [2.0]]))
+    (False, True, True)
     """
 
     dtype: torch.dtype
-    bits: int
+    total: int
+    by_row: int
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> Checksum:
         """Of the tensor, rounded to ``dtype`` where that is given."""
         values = tensor.detach().to(dtype or tensor.dtype).contiguous()
+        values = values + 0 if values.is_floating_point() else values
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
         rows = values.view(whole).reshape(len(values) if values.ndim else 1, -1).sum(1, dtype=torch.int64)
-        return cls(values.dtype, int((rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()))
+        places = torch.arange(1, len(rows) + 1, device=rows.device)
+        return cls(values.dtype, int(rows.sum()), int((rows * places).sum()))
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -264,8 +264,9 @@ class Run:
         if self.config.check.mode != "off":
             starting("Checking before training")
         checks: list[Check] = []
+        subject = subject_of(self.config, self.parts)
         try:
-            run_gate(subject_of(self.config, self.parts), self.config.check.mode, on_check=checks.append)
+            run_gate(subject, self.config.check.mode, on_check=checks.append)
         finally:
             write_gate(self.run_dir, self.config.check.mode, checks)
         if checks:
@@ -273,7 +274,7 @@ class Run:
             slowest = max(checks, key=lambda check: check.seconds)
             say(
                 f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s "
-                f"(longest: {slowest.name}, {slowest.seconds:.1f} s)"
+                f"(longest: {slowest.name}, {slowest.seconds:.1f} s), on responses of up to {subject.max_tokens} tokens"
             )
 
     def close(self) -> None:

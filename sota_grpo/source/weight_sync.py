@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,19 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
     if isinstance(weights, TensorDictBase):
         weights = weights.flatten_keys(".")
     return weights.items() if hasattr(weights, "items") else weights
+
+
+@dataclass
+class Compared:
+    """Names of weights by what the engine holds.
+
+    ``unread``: it has them under no such name, or their elements in another order. ``told``: it tells any at all.
+    """
+
+    told: bool = True
+    equal: set[str] = field(default_factory=set)
+    differing: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
 
 
 class EngineWeightSync(WeightSyncScheme):
@@ -77,12 +91,21 @@ class EngineWeightSync(WeightSyncScheme):
             )
         self.seconds = time.perf_counter() - began
 
-    def differing(self) -> list[str] | None:
-        """The names of weights that the engine holds otherwise than the learner does; None where it cannot say."""
+    def compared(self) -> Compared:
+        """The weights that the engine holds, with the learner's."""
         if (held := self.engine.weight_sums()) is None:
-            return None
-        known = ((name, value, held[name]) for name, value in (self.whole or self.policy_weights)() if name in held)
-        return sorted(name for name, value, own in known if Checksum.of(value, own.dtype) != own)
+            return Compared(told=False)
+        result = Compared()
+        for name, value in (self.whole or self.policy_weights)():
+            own = held.get(name)
+            wanted = None if own is None else Checksum.of(value, own.dtype)
+            if own is None or wanted is None or (wanted != own and wanted.total == own.total):
+                result.unread.add(name)
+            elif wanted == own:
+                result.equal.add(name)
+            else:
+                result.differing.add(name)
+        return result
 
     def sleep(self) -> None:
         """Leave shared GPUs to the learner; nothing where the engine has its own."""

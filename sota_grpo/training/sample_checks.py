@@ -20,7 +20,7 @@ from sota_grpo.rl.records import Example, SampledText, Score, task_of_example, t
 from sota_grpo.rl.table import Row
 from sota_grpo.rl.transforms import graded_texts
 from sota_grpo.tasks.dataset import normalised
-from sota_grpo.training.subject import Check, Subject
+from sota_grpo.training.subject import NUM_SAMPLES, Check, Subject
 
 NUM_LOOKED_AT = 16  # prompts whose responses must all be cut for length before that is a failure
 NUM_GRADED = 64  # examples whose gold and empty answers are graded
@@ -112,9 +112,11 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
     """
     rows, faults = subject.rows, []
     ended = int((~rows.get(keys.TRUNCATED)).sum())
-    if not ended and not subject.sampling.ignore_eos:
+    unseen = not ended and subject.max_tokens < subject.sampling.max_tokens
+    if not ended and not unseen and not subject.sampling.ignore_eos:
         subject.weight_sync.wake()
-        more = subject.sample(NUM_LOOKED_AT, salt=2)
+        step = subject.learner.settings.optim_batch_size // NUM_SAMPLES  # no more than an optimizer step's responses
+        more = subject.sample(min(NUM_LOOKED_AT, step), salt=2)
         subject.weight_sync.sleep()
         if bool(more.get(keys.TRUNCATED).all()):
             faults.append(
@@ -132,6 +134,8 @@ def responses_end_and_are_graded(subject: Subject) -> Check:
     if failed.any() and not faults:
         first = reasons[int(failed.int().argmax())]
         counts += f"; the grader failed at {int(failed.sum())} of {len(rows)}, the first time: {first}"
+    if unseen:
+        counts += f"; not verified: that longer ones than the {subject.max_tokens} tokens that the checks sample end"
     return Check("responses end and are graded", not faults, "; ".join([counts, *faults]))
 
 

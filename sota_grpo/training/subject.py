@@ -19,6 +19,8 @@ from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import RemoteLearner
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on; of a mixture at least one prompt of each task
+ROWS_TRAINED = 3  # training on so many costs as much as all checks of one: each passes forward nine times at most
+FEWEST_TOKENS = 64  # of a response, however small a step is
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,18 @@ class Subject:
         """Trainer's minus engine's log-prob of every sampled token of the rows, flat, in nats."""
         return self.said[0] - self.rows.flat(keys.LOG_PROBS)[sampled_tokens(self.rows)]
 
+    @property
+    def num_prompts(self) -> int:
+        """That the checks are made on."""
+        return max(NUM_PROMPTS, len(getattr(self.task, "tasks", ())))
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a response that the checks sample: as in training, where they cost no more than an optimizer step then."""
+        step = self.sampling.max_tokens * self.learner.settings.optim_batch_size
+        affordable = step // (ROWS_TRAINED * self.num_prompts * NUM_SAMPLES)
+        return min(self.sampling.max_tokens, max(affordable, FEWEST_TOKENS))
+
     def sample(
         self,
         num_prompts: int = NUM_PROMPTS,
@@ -125,10 +139,14 @@ class Subject:
         salt: int = 0,
         max_tokens: int | None = None,
     ) -> RowTable:
-        """Fresh graded rows of the first training prompts, outside the run's own stream; others under another salt."""
-        num_prompts = max(num_prompts, len(getattr(self.task, "tasks", ())))
-        limit = self.sampling.max_tokens if max_tokens is None else min(max_tokens, self.sampling.max_tokens)
-        sampling = replace(self.sampling, max_tokens=limit)
+        """Fresh graded rows of the first training prompts, outside the run's own stream of prompts.
+
+        Args:
+            salt: another one draws other samples.
+            max_tokens: of a response at most; None: :attr:`max_tokens`.
+        """
+        num_prompts = max(num_prompts, self.num_prompts)
+        sampling = replace(self.sampling, max_tokens=min(max_tokens or self.max_tokens, self.max_tokens))
         prompts = [
             Prompt(index, example, num_samples, sample_seed(self.seed, index, 2 + salt))
             for index, example in enumerate(self.task.train[:num_prompts])

@@ -294,7 +294,7 @@ class FleetEngine(Streams):
             return None
         first, *others = answers
         odd = {name for other in others for name, held in other.items() if held != first.get(name)}
-        return {**first, **{name: first[name]._replace(bits=-1) for name in odd}}
+        return {**first, **{name: first[name]._replace(total=-1) for name in odd}}
 
     def _send_base(self) -> None:
         """What the adapter is merged into, once; a worker that starts later gets it before its first adapter."""

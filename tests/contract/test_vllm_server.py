@@ -23,6 +23,7 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import MergedWeights, add_lora, engine_weights
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
 from sota_grpo.rl.task import Task
@@ -98,6 +99,8 @@ def test_log_probs_equal_transformers_after_each_push(rig: Rig):
         assert largest_gap(rig.model, requests, after, 1.0) < 1e-4
         versions = {int(v) for output in after.values() for sample in output.samples for v in sample.versions}
         assert versions == {rig.engine.version}
+        held = {name: Checksum.of(weight) for name, weight in rig.model.state_dict().items()}
+        assert rig.engine.weight_sums() == held
 
 
 def test_a_cached_prompt_of_old_weights_is_not_used_after_a_push(rig: Rig):

@@ -81,6 +81,7 @@ class FakeVLLM(FakeServer):
     def __init__(self, key: str | None = None):
         super().__init__(key)
         self.trial_log_prob = 0.0
+        self.sums: dict[str, list[Any]] | None = None  # of a server that has the extension for them
         self.answers |= {
             "/v1/models": lambda _: (200, {"data": [{"max_model_len": CONTEXT}]}),
             "/weight_info": lambda _: (200, {"weight_version": self.label}),
@@ -101,6 +102,8 @@ class FakeVLLM(FakeServer):
         return 200, {"success": True}
 
     def _collective_rpc(self, body: Any) -> Answer:
+        if body["method"] == "weight_sums":
+            return (200, {"results": [self.sums]}) if self.sums else (500, {"error": "no such method"})
         assert body["method"] == "reload_weights"
         assert self.paused
         self.load(body["kwargs"]["weights_path"])

@@ -225,6 +225,46 @@ def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> 
     assert "raise inference_model.max_tokens (now 2)" in check.sentence
 
 
+def test_the_checks_pass_no_more_tokens_forward_than_an_optimizer_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass counts as two. Of 12 rows of at most 256 tokens a step passes 9,216 of responses forward."""
+    subject = make_subject(tmp_path, max_tokens=256, optim_batch_size=12, precision="bf16")
+    subject.sampling = replace(subject.sampling, ignore_eos=True)
+    assert subject.max_tokens == 128
+    passed, padded = [], subject.learner.padded
+
+    def counted(rows, weights=None):
+        passed.append(sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows) * (3 if learns else 1))
+        return padded(rows, weights)
+
+    learns, accumulate = False, subject.learner._accumulate
+
+    def accumulated(*args, **options):
+        nonlocal learns
+        learns = options.get("learn", True)
+        try:
+            return accumulate(*args, **options)
+        finally:
+            learns = False
+
+    monkeypatch.setattr(subject.learner, "padded", counted)
+    monkeypatch.setattr(subject.learner, "_accumulate", accumulated)
+    assert failed(subject) == []
+    assert [int(row[keys.ASSISTANT_MASK].sum()) for row in subject.rows] == [128] * 8
+    assert 0.7 * 9216 < sum(passed) - 5 * 8 * gate.PROBE_TOKENS <= 9216
+
+
+def test_that_responses_end_is_not_said_of_longer_ones_than_were_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = make_subject(tmp_path, max_tokens=256, optim_batch_size=8)
+    subject.rows = graded_rows(subject)
+    subject.rows.set(keys.TRUNCATED, torch.ones(len(subject.rows), 1, dtype=torch.bool))
+    monkeypatch.setattr(subject, "sample", None)
+    assert "; not verified: that longer ones than the 85 tokens" in gate.responses_end_and_are_graded(subject).sentence
+
+
 def test_responses_that_are_cut_by_chance_are_not_the_rule(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     subject.rows = graded_rows(subject)
     subject.rows.set(keys.TRUNCATED, torch.ones(len(subject.rows), 1, dtype=torch.bool))
@@ -550,6 +590,28 @@ def test_a_single_tensor_that_did_not_land_is_named_by_its_checksum(stale: str, 
     check = pushed_weights_landed(without(make_subject(tmp_path, **HALF.get(half, {})), *STALE[stale]))
     assert check.passed is False
     assert check.sentence.endswith(f"; these did not land: {STALE[stale][0]}")
+
+
+def test_what_half_precision_hides_and_no_engine_tells_is_said(tmp_path: Path) -> None:
+    """Of a tensor that the engine holds in another order, as of an engine that tells nothing."""
+    subject = make_subject(tmp_path, **HALF["bf16 both"])
+    subject.rows = graded_rows(subject)
+    engine, own = subject.rollouts.engine, subject.rollouts.engine.weight_sums
+    turned, unknown = STALE["a projection"][0], "model.norm.weight"
+
+    def told():
+        sums = own()
+        del sums[unknown]
+        return sums | {turned: sums[turned]._replace(by_row=0)}
+
+    for said, sentence in (
+        (told, f"not verified: {turned}, {unknown}, which the engine holds in another form"),
+        (lambda: None, f"not verified: single tensors, which {engine.name} does not read back"),
+    ):
+        engine.weight_sums = said
+        check = pushed_weights_landed(subject)
+        assert check.passed
+        assert check.sentence.endswith(sentence)
 
 
 @pytest.mark.parametrize("stale", STALE)

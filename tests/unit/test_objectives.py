@@ -369,6 +369,22 @@ def test_correction_above_the_cap_is_counted() -> None:
         assert out.correction_fraction.item() == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_of_a_batch_that_is_used_once_a_correction_changes_the_gradient_of_clipped_tokens_alone(advantage) -> None:
+    """Ratios to the engine of 0.7, 0.9, 1.1 and 1.5, clip 0.2, cap 2: the clip cuts the last, or the first."""
+    ratios = torch.tensor([0.7, 0.9, 1.1, 1.5])
+    batch = hand_batch(behaviour=[0.0, *(-ratios.log()).tolist()], advantage=advantage)
+    gradients = []
+    for correction in (None, "token"):
+        actor = Constant([0.0] * 5)
+        batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 5)) if correction else None
+        GRPOLoss(actor, correction=correction, entropy_bonus=False, clip_epsilon=0.2)(batch).loss_objective.backward()
+        gradients.append(actor.log_probs.grad[0, 1:] * 4)
+    clipped = ratios > 1.2 if advantage > 0 else ratios < 0.8
+    torch.testing.assert_close(gradients[0], torch.where(clipped, 0.0, -advantage * ratios))
+    torch.testing.assert_close(gradients[1], -advantage * ratios)
+
+
 def test_a_correction_below_its_floor_is_counted_and_rejected_by_row() -> None:
     """Log-weights 0.5 and -0.1: their geometric mean is exp(0.2), so a floor of 1 takes the row whole and 1.3 not."""
     batch = hand_batch(behaviour=[0.0, -0.5, 0.1], advantage=1.0)

@@ -17,7 +17,6 @@ from sota_grpo.assembly.learning import make_model, reference_options
 from sota_grpo.assembly.sampling import engine_options, make_env, task_of
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.vllm_engine import tell_of_the_runner
 from sota_grpo.engines.vllm_server import engine_arguments, refuse_arguments
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
@@ -212,10 +211,3 @@ def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
     own = {"engine_kwargs": {"compilation_config": {"max_cudagraph_capture_size": 64, "mode": 3}}}
     assert compilation(1024, **own) == {"max_cudagraph_capture_size": 64, "mode": 3}
     refuse_arguments(EngineOptions(str(TINY), eos_token_ids=(), max_rows=1024, **own).resolved(), on_cpu=False)
-
-
-def test_the_old_model_runner_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="sota_grpo"):
-        tell_of_the_runner(True)
-        tell_of_the_runner(False)
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]

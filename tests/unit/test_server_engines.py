@@ -24,6 +24,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import _LEFTOVER as LEFTOVER
 from sota_grpo.http import HttpClient, ServerError
 from sota_grpo.policy.lora import MergedWeights
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling, sample_seed
 from tests.engine_rigs import add, step
 from tests.process_rigs import wait_for
@@ -268,6 +269,16 @@ def test_vllm_is_frozen_while_it_loads_and_its_file_is_gone_afterwards(rigs: Rig
     folder = fake.bodies("/collective_rpc")[0]["kwargs"]["weights_path"]
     with pytest.raises(FileNotFoundError):
         fake.load(folder)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_weights_are_read_back_from_a_server_that_can_say(rigs: Rigs, kind: str):
+    engine = rigs.engine(fake := fake_of(kind))
+    assert engine.weight_sums() is None
+    if kind == "vllm":
+        fake.sums = {"norm": ["bfloat16", 5, 1 << 60]}
+        assert engine.weight_sums() == {"norm": Checksum(torch.bfloat16, 5, 1 << 60)}
+        assert fake.bodies("/collective_rpc")[0]["kwargs"]["shapes"] == {"embed": [5, 2], "head": [5, 2], "norm": [2]}
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

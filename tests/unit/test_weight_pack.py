@@ -97,7 +97,7 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.data.neg_().add_(1.0)
     weight_sync.send(version=1)
-    assert weight_sync.differing() == []
+    assert weight_sync.compared().equal == engine._model.state_dict().keys()
     name, held = list(engine._model.named_parameters())[3]
     held.data[0] *= 1.1
-    assert weight_sync.differing() == [name]
+    assert weight_sync.compared().differing == {name}
