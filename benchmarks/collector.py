@@ -21,7 +21,7 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 
 

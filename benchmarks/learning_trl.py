@@ -43,7 +43,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.run.app import num_steps
 from sota_grpo.run.entry import CONFIG_DIR
-from sota_grpo.source.source import Prompt
+from sota_grpo.source.rollouts import Prompt
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.forward_passes import learning_rate_factor
 

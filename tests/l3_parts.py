@@ -23,7 +23,7 @@ from sota_grpo.rl.records import Example, GroupRequest, Sampling, Score
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
-from sota_grpo.source.source import Rollouts
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.forward_passes import LearnerSettings

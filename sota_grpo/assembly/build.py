@@ -69,7 +69,7 @@ from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
-from sota_grpo.source.source import Rollouts
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner

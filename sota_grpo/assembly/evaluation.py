@@ -30,7 +30,7 @@ from sota_grpo.policy.tensor_files import in_memory
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, EXPORTED, RUN_FILE, read_record
 from sota_grpo.rewards.grading import GradingPool, own_grader
-from sota_grpo.source.source import Rollouts
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
     Accuracy,

@@ -26,7 +26,7 @@ from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
-from sota_grpo.source.source import GRADE, REFERENCE, SAMPLE, Prompt, Rollouts, StageClock
+from sota_grpo.source.rollouts import GRADE, REFERENCE, SAMPLE, Prompt, Rollouts, StageClock
 from sota_grpo.source.weight_sync import EngineWeightSync, named_weights
 from sota_grpo.stopping import Interrupted
 from sota_grpo.workers.base import WorkerLate

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from sota_grpo import keys
 from sota_grpo.rl.records import VERDICTS, Example, Sample, Sampling, Score, sample_seed, total_reward
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.source.rollouts import Prompt, Rollouts
 
 logger = logging.getLogger(__name__)
 

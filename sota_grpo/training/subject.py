@@ -13,7 +13,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import Task
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import RemoteLearner

@@ -26,7 +26,7 @@ from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling, sample_seed
 from sota_grpo.rl.table import row_list
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.workers.instances import InstanceLost

@@ -21,7 +21,7 @@ from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.dialogs import DialogEngine, Rules, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import FunctionScorer, with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec

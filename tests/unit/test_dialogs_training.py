@@ -32,7 +32,7 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.source import Rollouts
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again

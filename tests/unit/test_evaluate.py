@@ -17,7 +17,7 @@ from sota_grpo.assembly.evaluation import evaluate
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
-from sota_grpo.source.source import Rollouts
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.training.evaluate import Accuracy, Evaluator, Response, pass_at_k
 from tests.l3_parts import make_env, make_saying

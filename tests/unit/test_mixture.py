@@ -31,7 +31,7 @@ from sota_grpo.rewards.grading import LocalGrader, guarded_scores
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score, total_reward
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import scorer_of
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.mixture import MixedExamples, MixtureTask, place_in_rounds, task_of_draw

@@ -29,7 +29,7 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import TASK, GroupRequest, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixtureTask
 from tests.l3_parts import collector_of

@@ -24,7 +24,7 @@ from sota_grpo.rewards.grading import GradingPool, LocalGrader, grading_pool
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.source import Rollouts
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks import make_scorer
 from sota_grpo.tasks.table import TableTask

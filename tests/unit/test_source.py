@@ -27,7 +27,7 @@ from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
 from sota_grpo.source.admission import Group, Refill, zero_advantage_rows
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.source import Prompt, Rollouts
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.l3_parts import collector_of, make_env
