@@ -34,7 +34,7 @@ from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.engines import ENGINES, is_server, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED
-from sota_grpo.rewards.judge import CHAT
+from sota_grpo.rewards.judge.questions import CHAT
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS, parameters, task_class
