@@ -367,16 +367,10 @@ def engine_options(
         seed=config.seed,
         stop=tuple(inference.stop),
         adapter_rank=config.train_model.lora.r if inference.serve_adapter else 0,
-        environment={"VLLM_BATCH_INVARIANT": "1"} if inference.batch_invariant else {},
         engine_kwargs=inference.engine_kwargs or {},
     )
     if engine != "vllm" and inference.serve_adapter:  # what engine=auto is
         raise UserError(f"inference_model.serve_adapter=true has no effect on engine={engine}; leave it out.")
-    if inference.batch_invariant and not (ENGINES[engine].takes_kwargs and device_type == "cuda"):
-        raise UserError(
-            f"inference_model.batch_invariant=true is for vLLM on a GPU, and this is engine={engine} on {device_type}; "
-            "leave it out."
-        )
     if options.engine_kwargs:
         from sota_grpo.engines.vllm_server import refuse_arguments
 

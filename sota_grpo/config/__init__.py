@@ -358,9 +358,6 @@ class InferenceModelConfig:
     serve_adapter: bool = opt(
         False, "vLLM in this process: it is sent the adapter alone, and computes with it beside the base, unmerged"
     )
-    batch_invariant: bool = opt(
-        False, "vLLM on NVIDIA GPUs from compute capability 9.0: no sample depends on what is computed beside it"
-    )
 
 
 @dataclass

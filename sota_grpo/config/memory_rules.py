@@ -152,18 +152,6 @@ def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
         )
 
 
-def batches_are_invariant_where_vllm_offers_it(config: Config) -> Iterator[str]:
-    if not config.inference_model.batch_invariant:
-        return
-    option, name = "inference_model.batch_invariant=true", config.engine.name
-    if name in ENGINES and not ENGINES[name].takes_kwargs:
-        yield f"{option} has no effect on engine={name}; leave it out or use engine=vllm."
-    if config.engine.url is not None:
-        yield f"{option} has no effect on a server that runs already; start that with VLLM_BATCH_INVARIANT=1."
-    if config.device == "cpu":
-        yield f"{option} needs an NVIDIA GPU of compute capability 9.0 or above, and this is device=cpu; leave it out."
-
-
 def engines_have_a_number_of_devices_or_the_learners(config: Config) -> Iterator[str]:
     option, value = "inference_model.num_devices", config.inference_model.num_devices
     if isinstance(value, str) and value != SHARED:

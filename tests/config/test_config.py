@@ -438,14 +438,6 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and what is said of them
         (SERVED + "train_model.num_devices=2", "they merge the adapter"),
         (SERVED + "model.quantization=nf4", "as it is stored, and model.quantization=nf4 trains on another"),
     ],
-    "batches_are_invariant_where_vllm_offers_it": [
-        ("inference_model.batch_invariant=true engine=transformers", "has no effect on engine=transformers"),
-        (
-            "inference_model.batch_invariant=true engine=vllm_server engine.url=http://127.0.0.1:1",
-            "start that with VLLM_BATCH_INVARIANT=1",
-        ),
-        ("inference_model.batch_invariant=true engine=vllm", "compute capability 9.0 or above, and this is device=cpu"),
-    ],
 }
 
 
