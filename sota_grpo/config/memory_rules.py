@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from sota_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig, has_reference
-from sota_grpo.engines import ENGINES
 from sota_grpo.policy.optimizers import OPTIMIZERS
 
 SHARED = "shared"  # the learner's devices
