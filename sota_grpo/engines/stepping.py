@@ -96,7 +96,7 @@ class Inbox:
 class Task(Future[Result]):
     """The future of a coroutine that waits for futures of other threads; it goes on where ``post`` has actions done.
 
-    Cancelled, it cancels what it waits for.
+    :meth:`cancel`, for the thread that has the actions done, cancels what it waits for.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result], post: Callable[[Callable[[], object]], None]):

@@ -21,7 +21,6 @@ from sota_grpo.engines.stepping import Inbox, result
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
-from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
@@ -96,10 +95,11 @@ class PromptGroupCollector(BaseCollector):
         dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``; where tasks have group sizes of
             their own, the number of prompts that have so many with ``env.repeats`` each.
         total_dialog_turns: batches end when so many responses were collected; -1 never ends.
-        max_policy_age: oldest policy, in published versions, whose tokens may be in a batch; 0 in turns.
+        max_policy_age: oldest policy, in pushes, whose tokens may be in a batch; 0 in turns.
         replay_buffer: is filled. A :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` keeps the age bound up to
-            its batches; any other of TorchRL is extended batch by batch, and iterating then gives None.
-        postproc: of each batch that is given out; where there is a buffer its transforms have this part.
+            its batches. Any other of TorchRL is extended batch by batch, iterating then gives None, and the age of its
+            rows is up to its sampler.
+        postproc: changes each batch that is given out; a replay buffer has transforms instead.
         weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` is given weights.
         group_transforms: change each group that is graded and kept in place, before ``reference``.
         reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
@@ -159,6 +159,11 @@ class PromptGroupCollector(BaseCollector):
         self.weight_sync = weight_sync
         self._seed, self._reference = seed, reference
         slots = max_groups_admitted(max_policy_age, self.num_groups)
+        if max_policy_age and not isinstance(replay_buffer, GroupReplayBuffer):
+            raise ValueError(
+                f"max_policy_age={max_policy_age} is for a replay buffer that is filled beside the learner: give "
+                f"replay_buffer=GroupReplayBuffer({slots}, {self.num_groups}), and call start()."
+            )
         if isinstance(replay_buffer, GroupReplayBuffer):
             self._buffer = replay_buffer
             if (replay_buffer.storage.max_size, replay_buffer.batch_size) != (slots, self.num_groups):
@@ -169,7 +174,8 @@ class PromptGroupCollector(BaseCollector):
                 )
         else:
             self._buffer = GroupReplayBuffer(slots, self.num_groups, as_table=as_table)
-        self._buffer.around_sample = self._give_out
+        self._buffer.around_sample, self._buffer.is_over = self._give_out, self._is_over
+        self._postproc: Callable[[Any], Any] | None = None
         if postproc is not None:
             self.set_postproc(postproc)
         self._slots = Slots(
@@ -182,6 +188,7 @@ class PromptGroupCollector(BaseCollector):
         )
         self._frames, self._iter = 0, -1
         self._beside = self._begun = self._waiting = False
+        self._saved_version = 0  # of the state that was loaded
         self._unasked: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
@@ -199,8 +206,10 @@ class PromptGroupCollector(BaseCollector):
 
     def iterator(self) -> Iterator[Any]:
         """Batches until ``total_dialog_turns`` were collected; None each time where a buffer is filled."""
-        while not self._closed and (self.total_frames < 0 or self._frames < self.total_frames):
+        while not self._is_over():
             if self.replay_buffer is self._buffer:
+                if self._slots.given_out:
+                    self.release()
                 self._wait_for_batch()
                 yield None
                 continue
@@ -208,6 +217,9 @@ class PromptGroupCollector(BaseCollector):
             if self.replay_buffer is not None:
                 self.replay_buffer.extend(batch)
             yield batch if self.replay_buffer is None else None
+
+    def _is_over(self) -> bool:
+        return self._closed or 0 <= self.total_frames <= self._frames
 
     def next_batch(self) -> Any:
         """The next batch; the first call admits the first groups.
@@ -221,14 +233,19 @@ class PromptGroupCollector(BaseCollector):
         return self._buffer.sample()
 
     def start(self, *, dispatch: bool = True) -> None:
-        """Collect beside the caller, into ``replay_buffer``; a failure is raised where a batch is waited for.
+        """Collect beside the caller from now on, into ``replay_buffer``.
+
+        A failure is raised where a batch is waited for; with a buffer of another kind at the next push of weights, or
+        by :meth:`shutdown`.
 
         Args:
-            dispatch: False leaves the work to :meth:`handle_events` and to whoever waits.
+            dispatch: False leaves the work to :meth:`handle_events` and to the caller that waits.
 
         Raises:
-            RuntimeError: there is no buffer.
+            RuntimeError: there is no buffer, or it was called before.
         """
+        if self._beside or self._thread is not None:
+            raise RuntimeError(f"{type(self).__name__}.start() was called before.")
         if self.replay_buffer is None:
             raise RuntimeError(f"{type(self).__name__}.start() fills a replay buffer; give replay_buffer=.")
         if self.replay_buffer is not self._buffer:
@@ -238,6 +255,7 @@ class PromptGroupCollector(BaseCollector):
         self._beside = True
         if dispatch:
             self._thread = threading.Thread(target=self._dispatch, name="dispatcher", daemon=True)
+            self._begin()
 
     def update_policy_weights_(  # type: ignore[override]
         self,
@@ -257,7 +275,17 @@ class PromptGroupCollector(BaseCollector):
             worker_ids: must be None: every engine gets every version.
             model_id: must be None or ``"policy"``.
             version: what the weights are called; default is the next one.
+
+        Raises:
+            RuntimeError: it is the second push for one batch of a replay buffer, whose age counts pushes.
         """
+        if self._failure is not None:
+            raise self._failure
+        if self._beside and self._begun and not self._slots.given_out:
+            raise RuntimeError(
+                f"Weights were pushed without a batch between: max_policy_age={self.max_policy_age} counts pushes, so "
+                "push once per batch, and the first weights before start()."
+            )
         if worker_ids is not None or model_id not in (None, "policy"):
             raise ValueError("Every engine serves the same policy; leave worker_ids and model_id out.")
         given = next((one for one in (policy_or_weights, weights, policy) if one is not None), None)
@@ -268,16 +296,20 @@ class PromptGroupCollector(BaseCollector):
             raise ValueError("Which weights? Pass the model, or make the collector with weight_sync=.")
         else:
             self.policy.update_weights(named_weights(given), version)
-        self.release()
+        if self._thread is None or self._beside:  # else the thread that fills another buffer goes on by itself
+            self.release()
 
     def release(self) -> None:
         """The batch given out is trained: its slots are free for new groups, of the weights that the engines hold."""
         with self._changed:
-            fresh = self._slots.release()
+            fresh = self._slots.release() if self._slots.given_out else []
         self._submit(fresh)
 
     def set_postproc(self, postproc: Callable[[Any], Any]) -> None:
         """Change each batch before it is given out: a transform, or a function of the batch."""
+        if self._postproc is not None or self.replay_buffer is self._buffer:
+            raise RuntimeError("Postproc already set, or a replay buffer is filled: append_transform() has its part.")
+        self._postproc = postproc
         self._buffer.append_transform(postproc)
 
     def increment_version(self) -> None:
@@ -310,8 +342,11 @@ class PromptGroupCollector(BaseCollector):
         return dict(self._metrics)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Of the samples to come, before the first batch; returns the next seed, unless ``static_seed``."""
+        if self._begun:
+            raise RuntimeError("set_seed() was called after the first batch; call it before.")
         self._seed = seed
-        return seed
+        return seed if static_seed else seed + 1
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Stop collecting, close engine and environment; what is in flight is forgotten. Idempotent."""
@@ -327,16 +362,22 @@ class PromptGroupCollector(BaseCollector):
         """Stop collecting; engine and environment stay open."""
         self._closed = True
         self._inbox.post(lambda: None)
+        with self._changed:
+            self._changed.notify_all()
         if self.is_running() and self._thread is not threading.current_thread():
             self._thread.join(timeout)  # type: ignore[union-attr]
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Position in the prompts, groups in flight by id, finished groups with their rows; at any moment."""
         with self._changed:
-            return OrderedDict(self._slots.state_dict(), frames=self._frames, iter=self._iter)
+            counts = {"frames": self._frames, "iter": self._iter, "policy_version": self.policy_version}
+            return OrderedDict(self._slots.state_dict(), **counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; nothing is asked for before the next batch is.
+        """Go on where the state was taken, in a collector that was not started yet.
+
+        Nothing is asked for before the next batch is, and the engine has to serve the weights of that moment by then:
+        ``update_policy_weights_(model, version=state_dict["policy_version"])``.
 
         Raises:
             RuntimeError: groups are in flight already.
@@ -351,6 +392,7 @@ class PromptGroupCollector(BaseCollector):
             )
         self._slots.load_state_dict(state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        self._saved_version = state_dict["policy_version"]
 
     # ------------------------------------------------------------------ a batch
 
@@ -374,7 +416,7 @@ class PromptGroupCollector(BaseCollector):
         seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
         try:
             batch = draw()
-        except UnusableValues:  # what is saved now asks for these groups again
+        except Exception:  # of a transform: what is saved now asks for these groups again
             with self._changed:
                 groups = self._slots.take_back()
             self._submit(groups)
@@ -382,7 +424,8 @@ class PromptGroupCollector(BaseCollector):
         for phase, value in self._buffer.seconds().items():
             seconds[phase] = seconds.get(phase, 0.0) + value
         rows = RowTable.of(batch[0] if isinstance(batch, tuple) else batch)
-        require_age(rows, self.policy_version, self.max_policy_age)
+        if self._thread is None or self._beside:
+            require_age(rows, self.policy_version, self.max_policy_age)
         self._frames, self._iter = self._frames + len(rows), self._iter + 1
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
         self._metrics |= {"groups/zero_advantage": num_zero_advantage_groups(rows), "groups/refilled": refilled}
@@ -405,8 +448,12 @@ class PromptGroupCollector(BaseCollector):
             return
         if self.max_policy_age and not self._beside:
             raise ValueError(
-                f"max_policy_age={self.max_policy_age} needs a collector beside the learner: give it a "
-                "GroupReplayBuffer and call start()."
+                f"max_policy_age={self.max_policy_age} is for a collector beside the learner: call start()."
+            )
+        if self.policy_version < self._saved_version:
+            raise RuntimeError(
+                f"The state was saved at policy version {self._saved_version}, and the engine serves "
+                f"{self.policy_version}: push the weights of that version first."
             )
         self._begun = True
         pending = list(self._slots.in_flight.values())
@@ -444,6 +491,8 @@ class PromptGroupCollector(BaseCollector):
         while True:
             if self.rollouts.attend is not None:
                 self.rollouts.attend()
+            if self._closed:
+                raise RuntimeError("The collector was closed; make another.")
             with self._changed:
                 self._waiting = True
                 try:
@@ -488,6 +537,7 @@ class PromptGroupCollector(BaseCollector):
         )
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """The first failure of a group is raised where a batch is waited for; the other groups go on."""
         self._inbox.start(coroutine).add_done_callback(lambda task: self._fail(task.exception()))
 
     async def _live(self, group: Group) -> None:
@@ -526,7 +576,6 @@ class PromptGroupCollector(BaseCollector):
                 return
 
     def _fail(self, failure: BaseException | None) -> None:
-        """The first failure is raised where a batch is waited for; the other groups go on."""
         if failure is not None:
             self._failure = self._failure or failure
             with self._changed:

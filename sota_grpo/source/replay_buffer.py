@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,14 @@ class GroupStorage(ListStorage):
 
     def get(self, index: int | Sequence[int] | slice) -> Any:
         groups = super().get(index.tolist() if isinstance(index, torch.Tensor) else index)
-        rows = groups if isinstance(groups, RowTable) else RowTable.cat([one for one in groups if one is not None])
+        if groups is None:
+            raise IndexError(f"The group at {index} was taken.")
+        rows = groups if isinstance(groups, RowTable) else RowTable.cat(groups)
         return rows if self.as_table else rows.stack()
+
+    def __len__(self) -> int:
+        """Groups that wait."""
+        return sum(one is not None for one in self._storage)
 
     def free(self, index: Sequence[int]) -> None:
         """Forget the groups at ``index``."""
@@ -79,7 +85,7 @@ class OldestGroups(Sampler):
         self.versions[version] += 1
 
     def pick(self, num_groups: int) -> None:
-        """Choose what the next :meth:`sample` gives: whoever waits for groups does it under the lock of their arrival.
+        """Choose what the next :meth:`sample` gives; a collector does it under the lock of their arrival.
 
         Raises:
             RuntimeError: fewer groups wait.
@@ -97,6 +103,10 @@ class OldestGroups(Sampler):
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         if not self._picked:
             self.pick(batch_size)
+        if len(self._picked) != batch_size:
+            raise ValueError(
+                f"{batch_size} groups were asked for, and the collector's batches have {len(self._picked)}."
+            )
         self.sampled, self._picked = self._picked, []
         return torch.tensor(self.sampled), {}
 
@@ -129,13 +139,13 @@ class GroupWriter(Writer):
 
     def __init__(self, sampler: OldestGroups, admitted: Callable[[int], int | None]):
         super().__init__()
-        self._sampler, self._admitted = sampler, admitted
+        self._sampler, self._admitted, self._write_count = sampler, admitted, 0
 
     def add(self, data: Any) -> int:
         """One group."""
         rows = data if isinstance(data, RowTable) else RowTable.of(data)
         held: ListStorage = self._storage
-        index = next((i for i, one in enumerate(held._storage) if one is None), len(held))
+        index = next((i for i, one in enumerate(held._storage) if one is None), len(held._storage))
         if index >= held.max_size:
             raise RuntimeError(
                 f"All {held.max_size} places of the buffer hold a group that was not taken; take some, or give it more "
@@ -147,6 +157,7 @@ class GroupWriter(Writer):
             version = int(rows.get(keys.POLICY_VERSION).min())
         held.set(index, rows)
         self._sampler.put(index, version, group_id)
+        self._write_count += 1
         return index
 
     def extend(self, data: Any) -> torch.Tensor:
@@ -157,6 +168,7 @@ class GroupWriter(Writer):
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """The storage is emptied with the buffer."""
+        self._write_count = 0 if empty_write_count else self._write_count
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -218,8 +230,15 @@ class GroupReplayBuffer(ReplayBuffer):
         )
         #: The version under which a group was admitted; None: that of its oldest token.
         self.admitted: Callable[[int], int | None] = lambda group_id: None
-        #: What stands around the draw of a batch: the collector waits and keeps count.
+        #: Called with the draw of a batch: a collector waits before it, and counts.
         self.around_sample: Callable[[Callable[[], Any]], Any] = lambda draw: draw()
+        #: Whether iterating ends.
+        self.is_over: Callable[[], bool] = lambda: False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, until the collector that fills it has given as many as it was made for."""
+        while not self.is_over():
+            yield self.sample()
 
     @property
     def num_waiting(self) -> int:
@@ -235,7 +254,11 @@ class GroupReplayBuffer(ReplayBuffer):
         return seconds
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """The next ``num_groups`` groups, ordered by group id; with a collector, once all of them are finished."""
+        """The next ``num_groups`` groups, ordered by group id; with a collector, once all of them are finished.
+
+        Raises:
+            RuntimeError: without a collector, fewer groups wait.
+        """
 
         def draw() -> Any:
             try:

@@ -66,7 +66,7 @@ def test_a_step_is_the_same_prompts_and_as_many_tokens(folder) -> None:
 
     theirs, ours = Trl(folder), Ours(folder, "transformers")
     theirs.step()
-    batch = ours.parts.source.next_batch(ours.parts.learner.version)
+    batch = ours.parts.collector.next_batch()
     lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in batch]
     metrics = theirs.trainer._metrics["train"]
     assert lengths == [TINY.response] * TINY.rows

@@ -315,7 +315,7 @@ def test_the_gate_names_a_tensor_whose_effect_half_precision_hides(tmp_path: Pat
 
     subject = make_subject(tmp_path, engine_dtype=torch.bfloat16)
     engine = VLLMEngine(EngineOptions("tiny", eos_token_ids=[2], dtype="bfloat16", max_model_len=256))
-    subject.rollouts.engine, subject.weight_sync.engines = engine, [engine]
+    subject.rollouts.engine, subject.weight_sync.engine = engine, engine
     subject.weight_sync.send(version=0)
     subject.rows = graded_rows(subject)
     push, first = engine.update_weights, {name: value.clone() for name, value in subject.weight_sync.policy_weights()}

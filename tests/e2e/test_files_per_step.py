@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.conftest import ROOT
 from tests.forked import ForkServer
 
-MOST = 40  # synchronous and with workers
+MOST = 41  # of all processes, synchronous and with workers
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["--workers"], marks=pytest.mark.slow)], ids=["here", "workers"])

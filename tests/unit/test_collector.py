@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -181,6 +182,115 @@ def test_a_group_buffer_gives_batches_beside_the_collector() -> None:
 def test_a_buffer_of_another_size_is_refused_with_the_right_one() -> None:
     with pytest.raises(ValueError, match=r"use GroupReplayBuffer\(8, 4\)"):
         make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(4, 4))
+
+
+MODEL = torch.nn.Linear(2, 2)
+
+
+def started(**options) -> PromptGroupCollector:
+    collector = make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(8, 4), **options)
+    collector.start()
+    return collector
+
+
+def test_weights_may_be_pushed_before_the_first_batch() -> None:
+    for beside in (False, True):
+        collector = make_collector(replay_buffer=GroupReplayBuffer(4, 4) if beside else None)
+        collector.update_policy_weights_(MODEL)
+        if beside:
+            collector.start()
+        rows = collector.next_batch()
+        assert column(rows, keys.GROUP_ID) == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+        assert set(column(rows, keys.POLICY_VERSION)) == {1}
+        collector.shutdown()
+
+
+def test_a_loop_that_pushes_nothing_has_fresh_groups_in_each_batch() -> None:
+    buffer = GroupReplayBuffer(4, 4)
+    collector, seen = make_collector(total_dialog_turns=48, replay_buffer=buffer), []
+    for _ in collector:
+        assert len(buffer) == buffer.num_waiting == 4
+        seen += column(buffer.sample(), keys.GROUP_ID)
+        assert len(buffer) == 0
+    assert seen == [group for group in range(12) for _ in range(4)]
+    assert buffer.write_count == 12
+
+
+def test_iterating_over_the_buffer_ends_where_the_collector_does() -> None:
+    collector, steps = started(total_dialog_turns=48), 0
+    for _ in collector.replay_buffer:
+        collector.update_policy_weights_(MODEL)
+        steps += 1
+    assert steps == 3
+    collector.shutdown()
+
+
+def test_the_age_counts_pushes_so_there_is_one_for_each_batch() -> None:
+    collector = started()
+    with pytest.raises(RuntimeError, match="push once per batch"):
+        collector.update_policy_weights_(MODEL)
+    collector.replay_buffer.sample()
+    collector.update_policy_weights_(MODEL)
+    with pytest.raises(RuntimeError, match="push once per batch"):
+        collector.update_policy_weights_(MODEL)
+    with pytest.raises(RuntimeError, match="called before"):
+        collector.start()
+    with pytest.raises(ValueError, match="batches have 4"):
+        collector.replay_buffer.sample(1)
+    collector.shutdown()
+
+
+@pytest.mark.timeout(60)
+def test_a_collector_that_is_closed_ends_the_wait_for_a_batch() -> None:
+    collector = started()
+    collector.policy._duration_s = lambda request: 30.0
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(collector.next_batch)
+        collector.close()
+        with pytest.raises(RuntimeError, match="was closed"):
+            waiting.result(30)
+
+
+def test_a_batch_at_which_a_transform_fails_is_asked_for_again() -> None:
+    fails = iter([True, False])
+
+    def postproc(rows):
+        if next(fails):
+            raise ValueError("a mistake")
+        return rows
+
+    collector = make_collector(postproc=postproc)
+    with pytest.raises(ValueError, match="a mistake"):
+        collector.next_batch()
+    assert column(collector.next_batch(), keys.GROUP_ID)[::4] == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="already set"):
+        collector.set_postproc(postproc)
+
+
+def test_a_state_needs_the_weights_of_its_moment() -> None:
+    first, second = make_collector(), make_collector()
+    for _, _ in zip(range(2), first):
+        first.update_policy_weights_(MODEL)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="saved at policy version 2, and the engine serves 0"):
+        second.next_batch()
+    second.update_policy_weights_(MODEL, version=state["policy_version"])
+    assert column(second.next_batch(), keys.GROUP_ID)[::4] == [8, 9, 10, 11]
+    with pytest.raises(RuntimeError, match="after the first batch"):
+        second.set_seed(1)
+
+
+@pytest.mark.timeout(60)
+def test_a_buffer_of_torchrl_is_filled_while_weights_are_pushed() -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=8)
+    collector = make_collector(total_dialog_turns=160, replay_buffer=buffer)
+    collector.start()
+    while collector.is_running():
+        collector.update_policy_weights_(MODEL)
+        time.sleep(0.01)
+    collector.shutdown()
+    assert sorted(column(buffer[:], keys.GROUP_ID)) == [group for group in range(40) for _ in range(4)]
 
 
 def test_an_age_above_0_needs_a_start() -> None:

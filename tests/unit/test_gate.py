@@ -238,18 +238,18 @@ def test_the_checks_pass_no_more_tokens_forward_than_an_optimizer_step(
         passed.append(sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows) * (3 if learns else 1))
         return padded(rows, weights)
 
-    learns, accumulate = False, subject.learner._accumulate
+    learns, run = False, subject.learner._run
 
-    def accumulated(*args, **options):
+    def with_gradient(*args):
         nonlocal learns
-        learns = options.get("learn", True)
+        learns = True
         try:
-            return accumulate(*args, **options)
+            return run(*args)
         finally:
             learns = False
 
     monkeypatch.setattr(subject.learner, "padded", counted)
-    monkeypatch.setattr(subject.learner, "_accumulate", accumulated)
+    monkeypatch.setattr(subject.learner, "_run", with_gradient)
     assert failed(subject) == []
     assert [int(row[keys.ASSISTANT_MASK].sum()) for row in subject.rows] == [128] * 8
     assert 0.7 * 9216 < sum(passed) - 5 * 8 * gate.PROBE_TOKENS <= 9216

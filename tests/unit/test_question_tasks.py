@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task, task_class

@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import pytest
 
-from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError, normalised
