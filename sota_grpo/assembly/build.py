@@ -161,6 +161,8 @@ def build(
             roles = _roles_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
             roles = _roles_here(own, plan, env, tokenizer, run_dir, opened)
+        sampled_in, trained_in = config.inference_model.torch_dtype, config.train_model.torch_dtype
+        in_float32 = engine_dtype(sampled_in, plan.device_type) == "float32" and trained_in in ("auto", "float32")
         sampling, engine = make_sampling(config), with_dialogs(config, env, roles.engine, instances)
         collector = PromptGroupCollector(
             env,
@@ -188,7 +190,7 @@ def build(
             collector=collector,
             evaluator=make_evaluator(config, task, collector.rollouts),
             sampling=sampling,
-            exact=_computes_in_float32(config, plan.device_type),
+            exact=in_float32 and trainer_precision(config, plan.device_type) == "fp32",
             opened=opened.pop_all(),
         )
 
@@ -255,12 +257,6 @@ def make_weight_sync(
 def _state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """What a rollout engine loads of a whole model without an adapter; a tied head comes under its own name too."""
     return model.state_dict().items()
-
-
-def _computes_in_float32(config: Config, device_type: str) -> bool:
-    engine = engine_dtype(config.inference_model.torch_dtype, device_type)
-    trainer = config.train_model.torch_dtype
-    return engine == "float32" and trainer_precision(config, device_type) == "fp32" and trainer in ("auto", "float32")
 
 
 def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Roles:
@@ -332,15 +328,10 @@ def _roles_in_workers(
     of_rows = tokenizer.pad_token_id, env.task.term_weights
     transforms = make_transforms(config, reference, *of_rows, plan.device_type)
     in_turn = {"sleep_engine": True, "postproc": timed(transforms)}
-    whole: Callable[[], Any] | None = None
-    if config.train_model.lora.enabled:
-        whole = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
     return Roles(
         engine=engine,
         learner=learner,
-        weight_sync=EngineWeightSync(
-            _weights_for_workers(config, engine, learner), engine, learner.give_back if plan.shared else None, whole
-        ),
+        weight_sync=_weight_sync(config, plan, engine, learner),
         collector_options={
             **(in_turn if plan.shared else _beside(config, env, reference)),
             "should_stop": should_stop,
@@ -423,23 +414,40 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
 
 
-def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner | RemoteLearner) -> Callable[[], Any]:
-    """What a push hands over: an adapter alone, or all weights."""
-    if config.train_model.lora.enabled:
-        if isinstance(learner, RemoteLearner):
-            engine.base = partial(learner.weights, merged=False)
-            return learner.adapter
-        engine.base = partial(packed_weights, learner.policy.model, merged=False)
-        return partial(AdapterPack.of, learner.policy.model)
+def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learner | RemoteLearner) -> EngineWeightSync:
+    """A push hands over an adapter alone (and all weights, merged, where it is asked for them), or all weights."""
+    make_room = learner.give_back if plan.shared else None
     if isinstance(learner, RemoteLearner):
-        return partial(learner.weights, dtype=engine.weight_dtype)
-    return lambda: WeightPack.of(_state(learner.policy.model), dtype=engine.weight_dtype)
+        if not config.train_model.lora.enabled:
+            return EngineWeightSync(partial(learner.weights, dtype=engine.weight_dtype), engine, make_room)
+        engine.base = partial(learner.weights, merged=False)
+        return EngineWeightSync(learner.adapter, engine, make_room, learner.weights)
+    model = learner.policy.model
+    if not config.train_model.lora.enabled:
+        return EngineWeightSync(lambda: WeightPack.of(_state(model), dtype=engine.weight_dtype), engine, make_room)
+    engine.base = partial(packed_weights, model, merged=False)
+    return EngineWeightSync(partial(AdapterPack.of, model), engine, make_room, partial(packed_weights, model))
 
 
 def subject_of(config: Config, parts: Parts) -> Subject:
     """What the gate checks of a run that is put together."""
-    trusts = config.model.trust_remote_code
-    loaded = from_pretrained(AutoConfig.from_pretrained, model_name(config), trust_remote_code=trusts).get_text_config()
+    name, trusts = config.ref_model.name, config.model.trust_remote_code
+
+    def described(name: str) -> Any:
+        return from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trusts).get_text_config()
+
+    loaded, reference, reference_exact = described(model_name(config)), None, None
+    if name is not None:
+        reference = NamedReference(
+            name=name,
+            policy=model_name(config),
+            vocabulary=load_tokenizer(name, trust_remote_code=trusts).get_vocab(),
+            context=getattr(described(name), "max_position_embeddings", None),
+            longest=max_model_len(config),
+        )
+    elif has_reference(config) and parts.learner.version == 0:  # it is the policy at its start
+        learners = config.train_model.torch_dtype
+        reference_exact = reference_dtype(config) == ("float32" if learners == "auto" else learners)
     return Subject(
         task=parts.task,
         rollouts=parts.rollouts,
@@ -451,30 +459,7 @@ def subject_of(config: Config, parts: Parts) -> Subject:
         transforms=[transform for _, transform in parts.transforms],
         packs=config.model.attn_implementation is None and loaded.model_type in KNOWN_TO_PACK,
         num_layers=loaded.num_hidden_layers,
-        reference=_named_reference(config),
-        reference_exact=_own_reference_is_exact(config) if parts.learner.version == 0 else None,
+        reference=reference,
+        reference_exact=reference_exact,
         stop=tuple(config.inference_model.stop),
-    )
-
-
-def _own_reference_is_exact(config: Config) -> bool | None:
-    """Whether a reference that is the policy at its start has weights of the same dtype; None: there is none."""
-    if config.ref_model.name is not None or not has_reference(config):
-        return None
-    learners = config.train_model.torch_dtype
-    return reference_dtype(config) == ("float32" if learners == "auto" else learners)
-
-
-def _named_reference(config: Config) -> NamedReference | None:
-    """What the gate compares with the policy, where the reference is not the policy at its start."""
-    name, trusts = config.ref_model.name, config.model.trust_remote_code
-    if name is None:
-        return None
-    loaded = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trusts).get_text_config()
-    return NamedReference(
-        name=name,
-        policy=model_name(config),
-        vocabulary=load_tokenizer(name, trust_remote_code=trusts).get_vocab(),
-        context=getattr(loaded, "max_position_embeddings", None),
-        longest=max_model_len(config),
     )

@@ -1,40 +1,324 @@
-"""A dry run: where the parts of a run would be, and what they would hold. Nothing is loaded or trained."""
+"""What every device and the disk would hold of a run, and a dry run of it: nothing is loaded or trained.
+
+Bytes of single parts, from the shape of a model, are in :mod:`.memory`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import shutil
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
 
-from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory, disk_of
-from sota_grpo.assembly.devices import Plan, describe
-from sota_grpo.assembly.learning import make_settings
-from sota_grpo.assembly.sampling import kwargs_of_tasks, start_instances, task_of
-from sota_grpo.config import Config, model_name, num_steps
+from sota_grpo.assembly.devices import Plan, describe, make_plan, num_engines, reference_has_own_weights, wants_workers
+from sota_grpo.assembly.learning import (
+    MOST_TOKENS,
+    forward_tokens,
+    make_settings,
+    reference_dtype,
+    trainer_precision,
+    wants_fused_layers,
+)
+from sota_grpo.assembly.memory import (
+    Learning,
+    MicroBatch,
+    Parts,
+    forward_bytes,
+    kv_bytes_per_token,
+    learner_memory,
+    vllm_pool_bytes,
+)
+from sota_grpo.assembly.sampling import engine_dtype, engine_rows, kwargs_of_tasks, start_instances, task_of
+from sota_grpo.config import Config, has_reference, model_name, most_kept, num_steps, responses_per_step
 from sota_grpo.config.memory_rules import micro_batch_tokens
-from sota_grpo.config.mixture import has_dialogs, longest_response, mean_responses_per_step, task_configs
+from sota_grpo.config.mixture import group_sizes, has_dialogs, longest_response, mean_responses_per_step, task_configs
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate
+from sota_grpo.engines import ENGINES
+from sota_grpo.engines.decode_attention import PREFILL_TOKENS
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
+from sota_grpo.functional.log_probs import KEPT_SHARE
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS
-from sota_grpo.rl.task import Task
+from sota_grpo.recording.run_files import CHECKPOINTS
 from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.training.checkpoint import CheckpointStore
 
 logger = logging.getLogger(__name__)
 
+GIB = 2**30
+MOST_GPUS = 128
+VLLM_CPU_POOL = GIB  # keys and values of vLLM on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
+CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces of the matrix library
+SAMPLE, SCORE, TRAIN, AT_WORK = "sampling", "reference", "training", "at work"
+FILLED = 0.9  # of what is free while training, by micro-batches of train.micro_batch_tokens=auto
+_OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "reference: pass")
 ASSUMED_GIB = 80  # of a GPU that is not here
 ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
 _MOST_CHANGES = 3  # options that a proposal may touch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the run is to fit."""
+
+    device_type: str  # cuda or cpu
+    memory: int  # bytes of each GPU, or of the whole machine
+    process_bytes: int = CUDA_CONTEXT  # what a process holds on the device before any tensor
+    count: int | None = None  # GPUs; None: as many as the config asks for
+    is_here: bool = True
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Parts in bytes that a device holds at each moment of the run."""
+
+    name: str  # cuda:0, or CPU for the whole machine
+    roles: tuple[str, ...]  # who computes there
+    moments: Mapping[str, Parts]
+    capacity: int
+    problem: str | None = None  # what keeps an engine from starting there whatever the sum, as one sentence
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the worst moment."""
+        return max(sum(parts.values()) for parts in self.moments.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None and self.peak <= self.capacity
+
+    @property
+    def learning(self) -> tuple[int, int]:
+        """Bytes of learner and reference when they fill most of what others leave them, and what these leave."""
+        moments = [parts for moment, parts in self.moments.items() if moment != SAMPLE]
+        sizes = [(sum(parts.get(part, 0) for part in _OF_LEARNER), sum(parts.values())) for parts in moments]
+        left = [(own, self.capacity - (whole - own)) for own, whole in sizes if own]
+        return max(left, key=lambda pair: pair[0] - FILLED * pair[1], default=(0, self.capacity))
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """A run that is planned: its parts, and the devices that hold them."""
+
+    config: Config
+    model: Architecture  # of the policy
+    prompt_tokens: int  # of the longest prompt
+    machine: Machine
+    teacher: Architecture | None = field(default=None, kw_only=True)  # the reference; None: as the policy
+
+    def with_options(self, options: dict[str, Any]) -> Self:
+        """The same with other values in its config, by dotted name; no placement depends on its micro-batches."""
+        other = replace(self, config=with_options(self.config, options))
+        if options.keys() == {"train.micro_batch_tokens"}:
+            vars(other)["plan"] = self.plan
+        return other
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Of the devices; without their number, on the fewest GPUs that the run takes. vLLM is installed elsewhere."""
+        config, machine = self.config, self.machine
+        if machine.is_here:
+            return make_plan(config, machine.device_type, machine.count or 0)
+        engine = "vllm" if config.engine.name == "auto" else config.engine.name
+        for count in range(2 if wants_workers(config) else 1, MOST_GPUS) if machine.count is None else ():
+            with suppress(UserError):
+                return make_plan(config, "cuda", count, engine)
+        return make_plan(config, "cuda", machine.count or MOST_GPUS, engine)
+
+    @cached_property
+    def devices(self) -> list[DeviceMemory]:
+        """Every device with what it holds at each moment; on a CPU all processes share the memory of the machine."""
+        roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
+        if self.plan.device_type == "cpu":
+            return [self._device("CPU", *map(len, roles))]
+        indices = sorted({index for role in roles for index in role})
+        return [self._device(f"cuda:{index}", *(int(index in role) for role in roles)) for index in indices]
+
+    @property
+    def fits(self) -> bool:
+        return all(device.fits for device in self.devices)
+
+    def _device(self, name: str, ranks: int, engines: int, references: int) -> DeviceMemory:
+        """A GPU, or a machine without one, on which there are so many of each role."""
+        # in one process, and on GPUs that they share, where an engine sleeps while the learner trains
+        take_turns = not self.plan.workers or (self.plan.shared and self.plan.device_type != "cpu")
+        plan, on_cpu, kind = self.plan, self.plan.device_type == "cpu", ENGINES[self.plan.engine].memory
+        own, passing = self.reference
+        engine, problem = self.engine if engines else ({}, None)
+        learner = self.learner if ranks else {}
+        # vLLM's share of a GPU has its own context, which does not sleep
+        own_context = 0 if kind == "vllm" and not (plan.shared or on_cpu) else engines
+        processes = ranks + references + own_context if plan.workers else 1
+        base = {"libraries" if on_cpu else "context": processes * self.machine.process_bytes}
+        base |= {"reference: weights": own * references} if references else {}
+        if plan.workers and references:  # a process of its own keeps what a pass took
+            base |= {"reference: pass": passing * references}
+        if not take_turns:
+            base |= {part: engines * size for part, size in engine.items()}
+            moments = {AT_WORK: base | {part: ranks * size for part, size in learner.items()}}
+        else:
+            asleep = {} if plan.placement.colocated else engine
+            if on_cpu:  # nothing sleeps, and the embedded engine keeps its weights alone
+                asleep = {part: size for part, size in engine.items() if kind == "vllm" or part == "engine: weights"}
+            resting = {part: learner[part] for part in ("weights", "optimizer") if learner}
+            moments = {SAMPLE: base | resting | engine} if engines else {}
+            if passing and (references or (ranks and not own)):
+                moments[SCORE] = base | resting | asleep | {"reference: pass": passing}
+            moments |= {TRAIN: base | learner | asleep} if learner else {}
+        present = {"learner": ranks, "engine": engines, "reference": references or (on_cpu and passing)}
+        roles = tuple(role for role, count in present.items() if count)
+        return DeviceMemory(name, roles, moments, self.machine.memory, problem)
+
+    @cached_property
+    def how(self) -> Learning:
+        model, device_type = self.config.train_model, self.plan.device_type
+        weight_bytes, on_cpu = dtype_bytes(model.torch_dtype), device_type == "cpu"
+        product_bytes = weight_bytes if trainer_precision(self.config, device_type) == "fp32" else 2
+        return Learning(
+            weight_bytes=weight_bytes,
+            product_bytes=product_bytes,
+            rank=model.lora.r if model.lora.enabled else 0,
+            dropout=model.lora.dropout > 0,
+            checkpointing=model.gradient_checkpointing,
+            ranks=(model.fsdp_size or 0) * model.tensor_parallel_size or len(self.plan.placement.train),
+            parallel=model.tensor_parallel_size,
+            shard_gradients=model.shard_gradients,
+            quantized=self.config.model.quantization is not None,
+            compiled=not on_cpu and wants_fused_layers(self.config, device_type),
+            optimizer=self.config.optimizer.name,
+            on_cpu=on_cpu,
+            repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
+            kept=min(most_kept(self.config), self.model.vocab),
+            kept_tiles=0 if on_cpu else self.machine.memory // KEPT_SHARE,
+        )
+
+    @property
+    def row_shares(self) -> int:
+        """Shares of a step's rows, one for each rank, or for those that divide matrices among them."""
+        return max(1, len(self.plan.placement.train) // self.config.train_model.tensor_parallel_size)
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and response together: what the config says, at most what the model allows."""
+        return min(self.config.inference_model.max_model_len or self.model.context, self.model.context)
+
+    @property
+    def largest_sample(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and of the longest response that fits behind it."""
+        prompt = min(self.prompt_tokens, self.context - 1)
+        return prompt, min(longest_response(self.config), self.context - prompt)
+
+    def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
+        """Those of an optimizer step in one of so many shares, if every sample is the largest; the heaviest first.
+
+        Rows of a group that fit into one are together. Ragged samples fill micro-batches better, so they are taken to
+        be full.
+        """
+        (prompt, response), largest = self.largest_sample, max(group_sizes(self.config).values())
+        rows = max(1, self.config.train.optim_batch_size * largest // self.config.env.repeats // shares)
+        shared, longest = self.config.model.attn_implementation is None, prompt + response
+        budget = max(longest, self.micro_batch_tokens if budget is None else budget)
+        together = min(rows, largest, max(1, (budget - prompt) // response)) if shared else 1
+        piece = prompt + together * response
+        each, left = budget // piece * piece, -(-rows // together) * piece
+        batches: list[MicroBatch] = []
+        while left > 0:
+            tokens = min(budget, left)
+            left -= each
+            of_piece = (together * response, together * longest)
+            batches.append(MicroBatch(tokens, *(tokens * number // piece for number in of_piece)))
+        return batches
+
+    @cached_property
+    def micro_batch_tokens(self) -> int:
+        """``train.micro_batch_tokens``; of ``auto`` on a GPU the most with which learner and reference fill at most
+        :data:`FILLED` of what is free while they compute, on every device: at most ``MOST_TOKENS``, or one share of a
+        step, and at least the longest sample, which is computed whole in any case.
+        """
+        if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
+            return micro_batch_tokens(self.config)
+
+        def leaves_room(tokens: int) -> bool:
+            devices = self.with_options({"train.micro_batch_tokens": tokens}).devices
+            return all(own <= FILLED * left for own, left in (device.learning for device in devices))
+
+        least = sum(self.largest_sample)
+        most = max(least, min(MOST_TOKENS, sum(one.tokens for one in self.micro_batches(self.row_shares, 2**62))))
+        if leaves_room(most) or not leaves_room(least):
+            return most if leaves_room(most) else least
+        sizes = range(least, most, max(1, min(least, (most - least) // 256)))
+        return sizes[bisect_left(sizes, True, key=lambda tokens: not leaves_room(tokens)) - 1]
+
+    @cached_property
+    def learner(self) -> Parts:
+        """Peak of one rank in a step."""
+        step = learner_memory(self.model, self.how, self.micro_batches(self.row_shares))
+        if make_settings(self.config, self.plan.device_type).recompute or self.how.dropout:
+            scored = self._forward_bytes(self.model, self.how, self.row_shares)
+            scoring = {part: step[part] for part in ("weights", "optimizer")} | {"activations": scored}
+            step = max(step, scoring, key=lambda parts: sum(parts.values()))
+        return step
+
+    @cached_property
+    def reference(self) -> tuple[int, int]:
+        """Bytes of the reference's own weights (0 where it has none), and of a pass through it (0 without one)."""
+        if not has_reference(self.config):
+            return 0, 0
+        model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
+        how = replace(self.how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, self.how.product_bytes))
+        own = model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
+        return own, self._forward_bytes(model, how, 1)
+
+    def _forward_bytes(self, model: Architecture, how: Learning, shares: int) -> int:
+        tokens = forward_tokens(self.micro_batch_tokens, self.plan.device_type)
+        return forward_bytes(model, how, self.micro_batches(shares, tokens)[0])
+
+    @cached_property
+    def engine(self) -> tuple[Parts, str | None]:
+        """What one engine holds on each of its devices, and what keeps it from starting there."""
+        options, model, device_type = self.config.inference_model, self.model, self.plan.device_type
+        rows = engine_rows(self.config, self.plan.engine, device_type, num_engines(self.config, self.plan))
+        kind, parallel = ENGINES[self.plan.engine].memory, options.tensor_parallel_size
+        if kind == "none" or self.config.engine.url is not None:
+            return {}, None
+        number_bytes = dtype_bytes(engine_dtype(options.torch_dtype, device_type))
+        weights, pool = "engine: weights", "engine: keys and values"
+        parts = {weights: model.parameters * number_bytes // parallel}
+        if kind == "transformers":
+            # each prompt is there once, a row's own keys and values grow by half, at least by 64
+            (prompt, response), groups = self.largest_sample, -(-rows // min(group_sizes(self.config).values()))
+            tokens = groups * prompt + rows * (response + max(64, response // 2))
+            token = rows * (model.vocab * (number_bytes + 8) + 16 * response)  # logits, twice in float32, too
+            passing = max(token, PREFILL_TOKENS * 3 * number_bytes * (model.intermediate + model.hidden))
+            return parts | {pool: kv_bytes_per_token(model, number_bytes) * tokens, "engine: pass": passing}, None
+        if device_type == "cpu":
+            return parts | {pool: VLLM_CPU_POOL}, None
+        share = int(options.gpu_memory_utilization * self.machine.memory)
+        left = vllm_pool_bytes(model, share, number_bytes=number_bytes, rows=rows, parallel=parallel)
+        parts[pool] = max(0, left)
+        parts["engine: rest"] = max(0, share - parts[weights] - parts[pool])
+        # heads are not split
+        needed = kv_bytes_per_token(model, number_bytes) * self.context // min(parallel, model.kv_heads)
+        if model.heads % parallel:
+            return parts, f"vLLM cannot share {model.heads} attention heads among tensor_parallel_size={parallel}"
+        if left < needed:
+            return parts, (
+                f"vLLM's share of {share / GIB:.1f} GiB leaves {parts[pool] / GIB:.1f} GiB for keys and values, and "
+                f"one sequence of {self.context} tokens needs {needed / GIB:.1f} GiB"
+            )
+        return parts, None
 
 
 @dataclass(frozen=True)
@@ -49,17 +333,15 @@ class Estimate(RunMemory):
     @property
     def refusal(self) -> str | None:
         """Why the run is not to be started, and what to change; None where it fits."""
-        if self.fits:
-            return None
-        worst = self.worst
+        worst = max(self.devices, key=lambda device: (device.problem is not None, device.peak))
         reason = worst.problem or f"it needs {worst.peak / GIB:.1f} GiB and has {worst.capacity / GIB:.1f} GiB"
         fix = "no change of memory options that is known here is enough; take a smaller model or larger devices"
         if self.change is not None:
-            peak = self.with_options(self.change).worst.peak
+            peak = max(device.peak for device in self.with_options(self.change).devices)
             fix = f"use {' '.join(overrides_of(self.change))} ({peak / GIB:.1f} GiB)"
         if self.other_change is not None:
             fix += f", or, to train all weights, {' '.join(overrides_of(self.other_change))}"
-        return f"The run does not fit on {worst.name}: {reason}; {fix}."
+        return None if self.fits else f"The run does not fit on {worst.name}: {reason}; {fix}."
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: plain values, sizes in bytes."""
@@ -89,11 +371,6 @@ def estimate(
 ) -> Estimate:
     """Plan the run of a valid ``config`` and add up its memory; what is None is measured, or assumed.
 
-    Args:
-        memory_gib: of each GPU, or of the machine on a CPU.
-        gpus: that there are, for the run and for what is proposed.
-        prompt_tokens: of the longest prompt.
-
     Raises:
         UserError: its devices cannot be shared out, its model or data cannot be read, or a prompt is too long.
     """
@@ -117,10 +394,9 @@ def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architectu
 
 def _machine(config: Config, memory_gib: float | None = None, gpus: int | None = None) -> tuple[Machine, str]:
     """Where the run would be, and how that is known; a model that is not here is for GPUs, perhaps elsewhere."""
-    memory = None if memory_gib is None else int(memory_gib * GIB)
-    elsewhere = config.ray.address is not None
-    has_gpu = torch.cuda.is_available() and not elsewhere
-    is_local = Path(resolve_model_path(model_name(config))).is_dir() and not elsewhere
+    memory, nearby = None if memory_gib is None else int(memory_gib * GIB), config.ray.address is None
+    has_gpu = nearby and torch.cuda.is_available()
+    is_local = nearby and Path(resolve_model_path(model_name(config))).is_dir()
     if config.device == "cpu" or (config.device == "auto" and is_local and not has_gpu):
         libraries = psutil.Process().memory_info().rss  # this process has those of a run loaded and nothing else
         return Machine("cpu", memory or machine_bytes(), libraries), "the CPU of this machine"
@@ -144,7 +420,11 @@ def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config
             (model, _), teacher = _architectures(config)
             run = RunMemory(config, model, prompt_tokens, machine, teacher=teacher)
             vars(run)["plan"] = plan
-            tokens, sentence = run.micro_batch_tokens, run.micro_batches_sentence
+            tokens = run.micro_batch_tokens
+            of_devices = (device.learning for device in run.devices)
+            own, left = max(of_devices, key=lambda pair: pair[0] - FILLED * pair[1])
+            fills = f"which fills {own / GIB:.1f} of the {left / GIB:.1f} GiB that are free while training"
+            sentence = f"train.micro_batch_tokens=auto is {tokens:,}, {fills}."
         logger.info(sentence)
     return with_options(config, {"train.micro_batch_tokens": tokens})
 
@@ -160,8 +440,7 @@ def machine_bytes() -> int:
 
 def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
     """Tokens of the longest prompt, how they are known, and how many problems are trained on; a hub may be away."""
-    task: Task | None = None
-    tokenizer: Any = None
+    task, tokenizer = None, None
     try:
         task = task_of(config)
     except DatasetError:
@@ -170,8 +449,8 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     count = None if task is None else len(task.train)
     if prompt_tokens is not None:
         if prompt_tokens >= context:
-            leaves = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response"
-            raise UserError(f"{leaves} in a context of {context:,}.")
+            said = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response in a context of {context:,}."
+            raise UserError(said)
         return prompt_tokens, "as --prompt-tokens says", count
     try:
         tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
@@ -182,12 +461,12 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         guess = min(ASSUMED_PROMPT, max(context - longest_response(config), context // 2))
         missing = "data" if task is None else "tokenizer"
         return guess, f"assumed, the {missing} is not here; --prompt-tokens says otherwise", count
-    lacks = ""
+    instances, lacks = {}, ""
     with ExitStack() as opened:  # the prompts say which tools there are, and what they are for
         try:
             instances = start_instances(config, opened)
         except UserError as error:  # a server that is not up yet, or runs where training will
-            instances, lacks = {}, f", without their tools: {error}"
+            lacks = f", without their tools: {error}"
         kwargs = kwargs_of_tasks(config, instances)
     env = TaskEnv(task, tokenizer, multi_turn=has_dialogs(config), max_prompt_tokens=context - 1, **kwargs)
     longest = env.check_prompts(skip=config.env.skip_unreadable)
@@ -195,11 +474,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
 
 
 def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
-    """Options of the change that asks least among those with which every device has room; None where none does.
-
-    Each candidate is judged by the same arithmetic as the run itself, and must keep the rules of a config. What
-    changes nothing but memory and time comes before what trains other weights, and that before more devices.
-    """
+    """Options of the change that asks least among those with which every device has room; None where none does."""
     levers = [lever for lever in _levers(run, with_lora) if lever[1]]
     sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
     for chosen in sorted(sets, key=lambda chosen: sum(price for price, _ in chosen)):
@@ -214,7 +489,10 @@ def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any
 
 
 def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """What can be changed: how much each asks of the user, and its settings, the mildest first."""
+    """What can be changed: how much each asks of the user, and its settings, the mildest first.
+
+    What changes nothing but memory and time asks less than what trains other weights, and that less than more devices.
+    """
     train, inference = run.config.train_model, run.config.inference_model
     kind = OPTIMIZERS[run.config.optimizer.name]
     longest, sizes = sum(run.largest_sample), [run.micro_batch_tokens]
@@ -241,3 +519,55 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
     elif with_lora and kind.trains_adapters:
         adapter = {"train_model.lora.enabled": True}
         yield 8, [adapter, *(adapter | half for half in halves)]
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Of a number in a dtype as options name it; ``auto`` stands for float32."""
+    return 4 if dtype in ("auto", "float32") else 2
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What a run writes, in bytes: checkpoints of the trained weights and the optimizer's state, and the model."""
+
+    checkpoint: int
+    checkpoints: int  # that are there at once: those that are kept and the one that is being written
+    export: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint * self.checkpoints + self.export
+
+    @property
+    def sentence(self) -> str:
+        several = f"{self.checkpoints} checkpoint{'s' * (self.checkpoints > 1)} of {self.checkpoint / GIB:.3g} GiB"
+        return f"{self.total / GIB:.3g} GiB: {several}, and {self.export / GIB:.3g} GiB of the trained model"
+
+
+def disk_of(config: Config, model: Architecture) -> Disk:
+    """What the run of ``config`` writes, but for its logs and its stored steps.
+
+    >>> model = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    >>> model.parameters, disk_of(Config(), model)
+    (1448, Disk(checkpoint=17376, checkpoints=4, export=5792))
+    """
+    options, train = config.train_model, config.train
+    weight_bytes, rank = dtype_bytes(options.torch_dtype), options.lora.r if options.lora.enabled else 0
+    how = Learning(weight_bytes=weight_bytes, rank=rank, optimizer=config.optimizer.name)
+    trained = how.trained_bytes(model) + how.optimizer_bytes(model)
+    steps = train.total_dialog_turns // responses_per_step(config)
+    saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
+    return Disk(trained, min(train.keep_checkpoints + 1, saves), weight_bytes * model.parameters * train.export_hf)
+
+
+def require_disk(config: Config, run_dir: Path) -> None:
+    """Raise UserError where too little is free: the disk would end the run hours after it began."""
+    model, _ = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
+    saved = CheckpointStore(run_dir / CHECKPOINTS).num_bytes  # they make room
+    free, needed = shutil.disk_usage(there).free + saved, disk_of(config, model)
+    if needed.total > free:
+        raise UserError(
+            f"The run writes {needed.sentence}; {run_dir} has {free / GIB:.3g} GiB for it; free space there, choose "
+            "another hydra.run.dir, or use train.keep_checkpoints=1 or train.export_hf=false."
+        )

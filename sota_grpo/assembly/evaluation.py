@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ def evaluate(
         Plain values, as they are written to JSON; accuracies are shares with the standard error over problems.
         ``counts`` has hits and trials of the greedy accuracies problem by problem, for :func:`gains`.
     """
-    problems = evaluator.responses(1, temperature=0.0, on_graded=lambda *graded: on_graded(True, *graded))
+    problems = evaluator.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
     own = evaluator.benchmark(problems)
     counts = {"accuracy": [(float(num_right(responses)), 1.0) for responses in problems], **own}
     weights = evaluator.rollouts.env.task.term_weights
@@ -237,9 +238,7 @@ def evaluate(
     result["greedy"] |= {name: _share(Accuracy.of_counts(own[name])) for name in own}
     failed, count = num_failed(problems), evaluator.avg_at_k
     if count:
-        problems = evaluator.responses(
-            count, temperature=temperature, on_graded=lambda *graded: on_graded(False, *graded)
-        )
+        problems = evaluator.responses(count, temperature=temperature, on_graded=partial(on_graded, False))
         failed += num_failed(problems)
         powers_of_two = (1 << power for power in range(count.bit_length()))
         passes = {str(k): _share(pass_accuracy(problems, k)) for k in sorted({*powers_of_two, count})}

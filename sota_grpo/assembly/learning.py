@@ -13,13 +13,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
-from sota_grpo.config import (
-    Config,
-    has_reference,
-    model_name,
-    reference_name,
-    responses_per_step,
-)
+from sota_grpo.config import Config, has_reference, model_name, reference_name, responses_per_step
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
@@ -358,7 +352,9 @@ def use_expandable_segments(config: Config | None = None) -> None:
     os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
-LONGEST_START_S = 3600.0  # of rank 0, which loads the model; who waits for the ranks ends them much sooner if they idle
+_LONGEST_START_S = (
+    3600.0  # of rank 0, which loads the model; who waits for the ranks ends them much sooner if they idle
+)
 
 
 def learner_worker(
@@ -373,12 +369,8 @@ def learner_worker(
 ) -> LearnerWorker:
     """Rank ``rank`` of ``size``: the factory of a :class:`~sota_grpo.workers.base.WorkerSpec`.
 
-    Args:
-        config: of the run; every rank has the same.
-        init_method: where the ranks meet (:func:`sota_grpo.policy.sharding.join_ranks`).
-        device_type: ``cpu``, or ``cuda`` for the one GPU that this process sees.
-        num_threads: CPU threads of this process.
-        run_dir: where a batch is written whose step was not finite.
+    On ``cuda`` it is for the one GPU that this process sees. A batch whose step was not finite is written to
+    ``run_dir``.
     """
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
@@ -397,7 +389,7 @@ def learner_worker(
             init_method=init_method,
             device=device,
             timeout_s=max(60.0, config.ray.timeout_s),
-            start_timeout_s=LONGEST_START_S,
+            start_timeout_s=_LONGEST_START_S,
             reduce_once=not config.train_model.shard_gradients,
             tensor_parallel=config.train_model.tensor_parallel_size,
             fsdp_size=config.train_model.fsdp_size,

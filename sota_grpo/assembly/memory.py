@@ -3,20 +3,8 @@
 Counted is what this project's code keeps: rows packed with each prompt once, attention that saves its inputs and
 output and one number per token and head, logits in tiles, an update in place.
 
-**A decoder layer** saves for its backward pass, per token, with ``H`` hidden, ``Q`` and ``K`` the widths of queries and
-of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the matrix products (2 under autocast, else
-``c = w``)::
-
-    two norms         2 (4 H + 4) + 2 w H     their inputs in float32, the inverse roots, and what they normed
-    their outputs     2 c H                   inputs of q, k, v and of gate, up; under autocast five casts: 5 c H
-    attention         2 c Q + 2 c K + 4 heads queries and output, keys and values, log-sum of each head
-    MLP               4 c I                   gate, silu(gate), up, and their product
-
-With frozen weights (LoRA) the norms keep no ``w H``; each linear layer keeps ``rank`` numbers more, and under dropout
-its own noise and dropped input. Under checkpointing a layer keeps its input ``w H`` alone, and one is there in full.
-
-**The moments of an optimizer step** that can be its peak, for the first micro-batch, which finds no gradients, and the
-next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``)::
+The moments of an optimizer step that can be its peak, for the first micro-batch, which finds no gradients, and the
+next, which finds them all (``G``); ``E`` is the gradient of the head (bytes per weight times vocabulary times hidden)::
 
     head        activations of all layers, tiles of logits, E, the gradient of the hidden states
     decoder     activations of all layers, E where it waits for a tied embedding or is new, one MLP's gradients
@@ -32,15 +20,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU
 from sota_grpo.policy.attention_tables import MOST_PIECES
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
 
-TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 2**30  # of sota_grpo.functional.log_probs
 KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
 COMPILED = 0.6  # of what eager layers save in float32 under autocast: five peaks of an H100 within 6 %
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
-PREFILL_TOKENS = 2048  # of a pass of engine=transformers over prompts, see sota_grpo.engines.decode_attention
 VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
 Parts = dict[str, int]  # bytes by what they are
 
@@ -71,7 +58,7 @@ class Learning:
 
     @property
     def tile_bytes(self) -> int:
-        return TILE_BYTES_ON_CPU if self.on_cpu else TILE_BYTES
+        return LOGITS_BYTES_ON_CPU if self.on_cpu else LOGITS_BYTES
 
     def base_bytes(self, model: Architecture) -> int:
         """Of the weights without an adapter; in 4 bits with scales as in arXiv:2305.14314, section 3."""
@@ -99,12 +86,14 @@ class MicroBatch:
 
 
 def _layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """What one decoder layer saves for its backward pass; see the module."""
+    """What one decoder layer saves for its backward pass; ``c`` bytes per number of the matrix products."""
     hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
     of_norm = 0 if how.rank else how.weight_bytes * hidden
-    per_token = 2 * (4 * hidden + 4 + of_norm) + 2 * c * width + 4 * model.heads + 4 * c * inner
+    per_token = 2 * (4 * hidden + 4 + of_norm)  # of two norms: inputs in float32, inverse roots, what they normed
+    per_token += 2 * c * width + 4 * model.heads  # of attention queries, output and the log-sum of each head
+    per_token += 4 * c * inner  # of the MLP gate, silu(gate), up, and their product
     if not how.rank:
-        per_token += (5 if how.casts else 2) * c * hidden
+        per_token += (5 if how.casts else 2) * c * hidden  # inputs of q, k, v and of gate, up; five where they are cast
     else:
         per_token += len(model.linear_layers) * c * how.rank
         if how.dropout:  # each layer drops for itself: noise (a bit in a byte on CUDA) and input; no product is kept
@@ -113,8 +102,7 @@ def _layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
             per_token += c * (5 * hidden + width) if how.casts or c != 4 else 2 * c * hidden
     if model.qk_norm:
         per_token += (4 + (0 if how.rank else c)) * (width + model.kv_width) + 4 * (model.heads + model.kv_heads)
-    per_key = 2 * c * (width if how.repeats_keys else model.kv_width)
-    return rows.tokens * (per_token + per_key)
+    return rows.tokens * (per_token + 2 * c * (width if how.repeats_keys else model.kv_width))
 
 
 def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
@@ -167,12 +155,32 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     >>> parts | {"logits": parts["logits"] - 8 * 2**20}  # the tiles decide: the head's moment, 12200 + 20 * 150 + 360
     {'weights': 5792, 'gradients': 1024, 'optimizer': 11584, 'activations': 15560, 'logits': 1216}
     """
-    weights, whole, optimizer = _standing_bytes(model, how)
-    moments = []
+    whole, optimizer = how.trained_bytes(model), how.optimizer_bytes(model)
+    weights = how.base_bytes(model) + (whole if how.rank else 0)
+    if how.ranks > 1:  # each gathers embedding, head and two layers
+        gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes // how.parallel
+        passing = 0 if how.rank else gathered - model.layer_parameters * how.weight_bytes // how.parallel
+        weights, optimizer = -(-weights // how.ranks) + gathered, -(-optimizer // how.ranks)
+        whole = -(-whole // how.ranks) + passing if how.shard_gradients else -(-whole // how.parallel)
+    c, w, moments = how.product_bytes, how.weight_bytes, []
+    head = 0 if how.rank else w * model.head_weights
     for carried, rows in zip((0, whole), micro_batches):
-        of_rows = _moments(model, how, rows, is_first=not carried)
-        moments += [(carried + gradients, activations, logits) for gradients, activations, logits in of_rows]
-    head = 0 if how.rank else how.weight_bytes * model.head_weights
+        saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
+        of_head = head_bytes(model, how, rows)
+        one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
+        if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
+            one_layer += model.hidden * max(model.intermediate, model.query_width) * (w + (c if how.casts else 0))
+        if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.attention_tables
+            one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
+        cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
+        if how.checkpointing:
+            one_layer += _layer_bytes(model, how, rows) + cast
+        moments.append((carried + head, saved + of_head, _head_working_bytes(model, how, rows)))
+        waiting = head if model.tied or not carried else 0
+        moments.append((carried + waiting, saved - _last_norm_bytes(model, how, rows) + one_layer, 0))
+        if cast and not how.rank and how.ranks == 1:
+            # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
+            moments.append((carried, saved + of_head + model.layers * cast, how.tile_bytes))
     made_anew = head * (int(model.tied) + int(len(micro_batches) > 1))
     moments.append((whole + made_anew, 0, 0))
     trained = Trained.of(model, rank=how.rank, weight_bytes=how.weight_bytes)
@@ -180,46 +188,6 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     gradients, activations, logits = max(moments, key=sum)
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     return parts | {"activations": activations, "logits": logits}
-
-
-def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: bool) -> list[tuple[int, int, int]]:
-    """New gradients, activations and logits at the moments of one micro-batch; see the module."""
-    c, w = how.product_bytes, how.weight_bytes
-    head = 0 if how.rank else w * model.head_weights
-    saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
-    of_head = head_bytes(model, how, rows)
-    one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
-    if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
-        one_layer += model.hidden * max(model.intermediate, model.query_width) * (w + (c if how.casts else 0))
-    if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.attention_tables
-        one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
-    cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
-    if how.checkpointing:
-        one_layer += _layer_bytes(model, how, rows) + cast
-    moments = [
-        (head, saved + of_head, _head_working_bytes(model, how, rows)),
-        (head if model.tied or is_first else 0, saved - _last_norm_bytes(model, how, rows) + one_layer, 0),
-    ]
-    if cast and not how.rank and how.ranks == 1:
-        # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
-        moments.append((0, saved + of_head + model.layers * cast, how.tile_bytes))
-    return moments
-
-
-def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
-    """Weights, gradient and optimizer state of one rank; of several each gathers embedding, head and two layers."""
-    trained, state = how.trained_bytes(model), how.optimizer_bytes(model)
-    weights = how.base_bytes(model) + (trained if how.rank else 0)
-    if how.ranks == 1:
-        return weights, trained, state
-    gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes // how.parallel
-    passing = 0 if how.rank else gathered - model.layer_parameters * how.weight_bytes // how.parallel
-    part = -(-trained // how.ranks)
-    return (
-        -(-weights // how.ranks) + gathered,
-        (part + passing if how.shard_gradients else -(-trained // how.parallel)),
-        -(-state // how.ranks),
-    )
 
 
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:

@@ -15,14 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.assembly.judging import judged_task
 from sota_grpo.config import Config, model_name, most_kept, reward_names
-from sota_grpo.config.mixture import (
-    READERS,
-    group_sizes,
-    has_dialogs,
-    mean_responses_per_step,
-    task_configs,
-    weights,
-)
+from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
 from sota_grpo.config.secrets import API_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
@@ -149,23 +142,22 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
     Raises:
         UserError: what the config names cannot be loaded, or offers no tools.
     """
-    offered = {name: _offered(each) for name, each in task_configs(config).items()}
-    if any(offered.values()):
+    offered = {}
+    for name, each in task_configs(config).items():
+        env = each.env
+        kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
+        if value is not None:
+            offered[name] = kind, value, env.timeout_s, env.environments_per_worker
+    if offered:
         starting("Starting the tools")
     started = {}
-    for kind, value, timeout_s, count in dict.fromkeys(filter(None, offered.values())):
+    for one in dict.fromkeys(offered.values()):
+        kind, value, timeout_s, count = one
         instances = Instances(instance_spec(value, kind), timeout_s=timeout_s, per_worker=count)
-        started[kind, value, timeout_s, count] = opened.enter_context(closing(instances))
+        started[one] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()
-    return {name: started[one] for name, one in offered.items() if one is not None}
-
-
-def _offered(config: Config) -> tuple[str, str, float, int] | None:
-    """The kind of a task's tools, where they are, the deadline of their calls, and how many share a process."""
-    env = config.env
-    kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
-    return None if value is None else (kind, value, env.timeout_s, env.environments_per_worker)
+    return {name: started[one] for name, one in offered.items()}
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
@@ -198,19 +190,16 @@ def dialog_rules(
     Raises:
         UserError: the chat template has no tools.
     """
-    return {
-        name if config.env.mixture else None: _rules(each, env, instances.get(name), max_model_len)
-        for name, each in task_configs(config).items()
-        if each.env.max_steps > 1
-    }
-
-
-def _rules(config: Config, env: TaskEnv, instances: Instances | None, max_model_len: int) -> Rules:
-    options, turns = config.env, TurnTokens(env.tokenizer, template_kwargs(config, instances))
-    partner: Partner = GradedTurns(own_grader(env.grader), turns)
-    if instances is not None:
-        partner = ToolPartner(env, instances, options.chat_template_kwargs)
-    return Rules(partner, turns, options.max_steps, max_model_len)
+    rules: dict[str | None, Rules] = {}
+    for name, each in task_configs(config).items():
+        if each.env.max_steps > 1:
+            own, options = instances.get(name), each.env
+            turns = TurnTokens(env.tokenizer, template_kwargs(each, own))
+            partner: Partner = GradedTurns(own_grader(env.grader), turns)
+            if own is not None:
+                partner = ToolPartner(env, own, options.chat_template_kwargs)
+            rules[name if config.env.mixture else None] = Rules(partner, turns, options.max_steps, max_model_len)
+    return rules
 
 
 def template_kwargs(config: Config, instances: Instances | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import json
 import os
 import socket
 import sys
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from itertools import groupby
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -28,8 +28,6 @@ from sota_grpo.cli import above_zero, add_config, add_parser, config_of, whole
 
 if TYPE_CHECKING:
     from sota_grpo.assembly.estimate import Estimate
-
-TIGHT = 0.9  # of a device: beyond it the estimate's own error may decide
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -50,8 +48,12 @@ def run(options: argparse.Namespace) -> int:
 
     config = config_of(options)
     validate(config)
-    if "HF_HUB_OFFLINE" not in os.environ and not _hub_is_near():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # else its client waits half a minute for it
+    if "HF_HUB_OFFLINE" not in os.environ and not getproxies():  # a proxy has to know the hub's name itself
+        endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+        try:
+            socket.getaddrinfo(endpoint.hostname, endpoint.port or 443)
+        except OSError:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # else its client waits half a minute for it
     with redirect_stdout(sys.stderr):  # libraries may print
         from sota_grpo.assembly.estimate import estimate
         from sota_grpo.run.entry import quiet_console
@@ -71,10 +73,24 @@ def _show(estimated: Estimate) -> None:
     """Facts, and a table for each kind of device; plain where the output is no terminal."""
     from rich.console import Console
 
+    from sota_grpo.assembly.estimate import disk_of
     from sota_grpo.recording.progress import figures
 
+    facts, places = estimated.as_dict(), estimated.places
+    prompt, response = estimated.largest_sample
+    problems = "the data is not here" if facts["problems"] is None else f"{facts['problems']:,} problems"
+    texts = {
+        "model": f"{facts['model']['name']}, {estimated.model.parameters:,} parameters ({places['model']})",
+        "devices": f"{facts['placement']} ({places['machine']})",
+        "engine": facts["engine"],
+        "largest sample": f"{prompt:,} prompt tokens ({places['prompt']}) + {response:,} of the response",
+        "the run": f"{facts['steps']:,} steps of {facts['responses_per_step']:,} responses ({problems}), "
+        f"{facts['optimizer_steps']:,} optimizer steps; micro-batches of up to {facts['micro_batch_tokens']:,} tokens "
+        f"({facts['micro_batches_per_step']:,} a step at full length)",
+        "disk": disk_of(estimated.config, estimated.model).sentence,
+    }
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    for name, text in _facts(estimated).items():
+    for name, text in texts.items():
         console.print(f"{name}: {text}", markup=False, emoji=False)
     for _, alike in groupby(estimated.devices, key=lambda device: (device.roles, device.moments)):
         device, *others = alike
@@ -89,36 +105,10 @@ def _show(estimated: Estimate) -> None:
         table.add_row(f"of {device.capacity / 2**30:.1f} GiB", *(f"{size / device.capacity:.0%}" for size in sums))
         console.print(table)
     full = max(device.peak / device.capacity for device in estimated.devices)
-    tight = " tightly (the estimate is good to about 15 %)" if full > TIGHT else ""
+    tight = " tightly (the estimate is good to about 15 %)" if full > 0.9 else ""
     console.print(f"It fits{tight}: {full:.0%} of a device." if estimated.fits else "It does not fit.")
 
 
 def _cell(size: int | None) -> str:
     gib = (size or 0) / 2**30
     return f"{gib:.2f}" if gib >= 0.01 else "<0.01" if size else "-"
-
-
-def _facts(estimated: Estimate) -> dict[str, str]:
-    from sota_grpo.assembly.device_memory import disk_of
-
-    facts, places = estimated.as_dict(), estimated.places
-    prompt, response = estimated.largest_sample
-    problems = "the data is not here" if facts["problems"] is None else f"{facts['problems']:,} problems"
-    return {
-        "model": f"{facts['model']['name']}, {estimated.model.parameters:,} parameters ({places['model']})",
-        "devices": f"{facts['placement']} ({places['machine']})",
-        "engine": facts["engine"],
-        "largest sample": f"{prompt:,} prompt tokens ({places['prompt']}) + {response:,} of the response",
-        "the run": f"{facts['steps']:,} steps of {facts['responses_per_step']:,} responses ({problems}), "
-        f"{facts['optimizer_steps']:,} optimizer steps; micro-batches of up to {facts['micro_batch_tokens']:,} tokens "
-        f"({facts['micro_batches_per_step']:,} a step at full length)",
-        "disk": disk_of(estimated.config, estimated.model).sentence,
-    }
-
-
-def _hub_is_near() -> bool:
-    """Whether the hub's name is known here; behind a proxy that is for the proxy to say."""
-    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    with suppress(OSError):
-        return bool(getproxies() or socket.getaddrinfo(endpoint.hostname, endpoint.port or 443))
-    return False

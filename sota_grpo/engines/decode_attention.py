@@ -22,7 +22,7 @@ from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, UNKNOWN
 
 logger = logging.getLogger(__name__)
 DECODE_ATTENTION = "sota_grpo_decode"
-_PREFILL_TOKENS = 2048  # padded tokens of one pass over prompts: bounds its memory, and the padding of ragged ones
+PREFILL_TOKENS = 2048  # padded tokens of one pass over prompts: bounds its memory, and the padding of ragged ones
 
 
 class GrowingLayer(DynamicLayer):
@@ -167,20 +167,21 @@ class SharedPrompts(GroupCache):
     The model's attention is :func:`decode_attention`, which is handed this object.
 
     Attributes:
+        held: keys and values ``[groups, heads, P, width]`` by layer; empty where every prompt is a single token.
         part: the groups over whose prompts the model runs just now; None between such passes.
         told_windows: number of calls, of the last pass over prompts, that came with a sliding window.
     """
 
     def _prefill(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """Those of similar length together."""
-        self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
+        self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._biases: dict[tuple[int, int | None], torch.Tensor | None] = {}
         self.part: torch.Tensor | None = None
         self.told_windows = 0
         self._arrange()
         order = sorted(range(len(prompts)), key=lambda group: -len(prompts[group]))
         while order and (width := len(prompts[order[0]]) - 1):
-            count = max(1, _PREFILL_TOKENS // width)
+            count = max(1, PREFILL_TOKENS // width)
             batch, order = order[:count], order[count:]
             ids = [torch.tensor(prompts[group][:-1], dtype=torch.int64) for group in batch]
             self.part, self.told_windows = torch.tensor(batch, device=self.device), 0
@@ -199,19 +200,15 @@ class SharedPrompts(GroupCache):
         """Keep the prompts' keys and values, or append a token's to those of the rows, which are returned."""
         if self.part is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx not in self._prompts:
+        if layer_idx not in self.held:
             # Zeros: the padding is read with weight 0, so it must be finite.
             room = (len(self.lengths), key_states.shape[1], self._longest)
-            self._prompts[layer_idx] = tuple(  # type: ignore[assignment]
+            self.held[layer_idx] = tuple(  # type: ignore[assignment]
                 states.new_zeros((*room, states.shape[3])) for states in (key_states, value_states)
             )
-        for kept, states in zip(self._prompts[layer_idx], (key_states, value_states)):
+        for kept, states in zip(self.held[layer_idx], (key_states, value_states)):
             kept[self.part, :, : states.shape[2]] = states
         return key_states, value_states
-
-    def prompt(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values ``[groups, heads, P, width]``; None where every prompt is a single token."""
-        return self._prompts.get(layer_idx)
 
     def bias(self, keys: torch.Tensor, window: int | None) -> torch.Tensor | None:
         """What is added to the scores of the prompts' ``keys``: ``[groups * heads, 1, P]``; None where that is 0.
@@ -257,9 +254,9 @@ class SharedPrompts(GroupCache):
             self.lengths = self.lengths[groups]
             longest = int(self.lengths.max())
             if not longest:  # prompts of one token, which is the first that is decoded: nothing to read
-                self._prompts.clear()
-            for layer, both in self._prompts.items():
-                self._prompts[layer] = tuple(states[groups, :, :longest] for states in both)  # type: ignore[assignment]
+                self.held.clear()
+            for layer, both in self.held.items():
+                self.held[layer] = tuple(states[groups, :, :longest] for states in both)  # type: ignore[assignment]
         self._arrange()
 
     def _arrange(self) -> None:
@@ -367,8 +364,7 @@ def _over_both(
     own_keys, own_values = ((each if window is None else each[:, :, -window:]).flatten(0, 1) for each in (key, value))
     out, own_lse = attend(folded.flatten(0, 1), own_keys, own_values, None, scale, softcap)
     out = out.view(rows, heads, n, -1)
-    held = prompts.prompt(layer)
-    if held is not None:
+    if (held := prompts.held.get(layer)) is not None:
         bias = prompts.bias(held[0], window)
         spread = prompts.spread(folded)
         of_prompt, lse = attend(spread, held[0].flatten(0, 1), held[1].flatten(0, 1), bias, scale, softcap)

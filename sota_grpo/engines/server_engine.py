@@ -75,11 +75,10 @@ class WeightFolder:
             self.path.mkdir(mode=0o700)
         else:
             num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
-            free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
-            folder: Path | str = _SHARED_MEMORY
-            if free is None or free <= num_bytes:
-                folder = folder_for_sockets(room=SOCKET_BYTES)
-            if free is not None and free <= num_bytes:
+            is_there = _SHARED_MEMORY.is_dir()
+            free = shutil.disk_usage(_SHARED_MEMORY).free if is_there else 0
+            folder: Path | str = _SHARED_MEMORY if free > num_bytes else folder_for_sockets(room=SOCKET_BYTES)
+            if is_there and free <= num_bytes:
                 logger.warning(
                     "%s has %.2f GiB free and a push of weights takes %.2f GiB, so it goes through %s: start the "
                     "container with a larger --shm-size (or --ipc=host).",
@@ -257,18 +256,15 @@ class ServerEngine(SteppingEngine):
                 self._fail(ServerError(f"The server answered {request.num_samples} samples with {len(answer)}."), "")
             else:
                 ended.append((ticket, GroupOutput(group_id=request.group_id, samples=answer)))
-        if not ended:
-            self._check_alive()
-        return ended
-
-    def _check_alive(self) -> None:
+        if ended:
+            return ended
         if self._process is not None and self._process.has_ended():
             self._fail(self._process.died("while it sampled"), "")
-        if time.monotonic() - self._last_answer_at < _PROBE_EVERY_S:
-            return
-        with self._failing("while it sampled"):
-            self._client.get(self._dialect.probe_path, timeout_s=self._deadlines.control)
-        self._last_answer_at = time.monotonic()
+        if time.monotonic() - self._last_answer_at >= _PROBE_EVERY_S:
+            with self._failing("while it sampled"):
+                self._client.get(self._dialect.probe_path, timeout_s=self._deadlines.control)
+            self._last_answer_at = time.monotonic()
+        return []
 
     def _fail(self, error: Exception, doing: str) -> NoReturn:
         self._failure = self._explained(error, doing)
@@ -310,8 +306,11 @@ class ServerEngine(SteppingEngine):
         """
         self._require_open()
         checked = checked_weights(weights, self._shapes, self._tied, tied_required=True)
-        if isinstance(weights, MergedWeights) and self._has_base_of(weights):
-            checked = {name: checked[name] for name in weights.adapted}
+        if isinstance(weights, MergedWeights) and weights.base is self._base:
+            with self._failing("before it took new weights"):
+                label = self._dialect.label_to_build_on(self._client, self._deadlines)
+            if label == self._versions.label(self.version):  # the server has our last weights, over the same base
+                checked = {name: checked[name] for name in weights.adapted}
         try:
             folder = self._weights.write(checked)
         except (OSError, SafetensorError):
@@ -336,14 +335,6 @@ class ServerEngine(SteppingEngine):
             self._wake_now()
             with self._failing("while it read its weights back"):
                 return self._dialect.weight_sums(self._client, self._shapes, self._deadlines)
-
-    def _has_base_of(self, weights: MergedWeights) -> bool:
-        """Whether the server has our last weights, over the same base, and keeps what a push leaves out."""
-        if weights.base is not self._base:
-            return False
-        with self._failing("before it took new weights"):
-            label = self._dialect.label_to_build_on(self._client, self._deadlines)
-        return label == self._versions.label(self.version)
 
     def _push(self, folder: str, version: int) -> None:
         self._may_send.clear()

@@ -260,9 +260,12 @@ class GroupDecoder:
             dropped = [row for row, group in enumerate(self._group_of_row) if group in self._dropped]
             self._living = self._living & ~torch.isin(self._rows, torch.tensor(dropped, device=self._rows.device))
             self._num_living, self._dropped = int(self._living.sum()), []
-        self._leave_ended_rows()
         if self._cache is None:
             self._cache = self._make_cache(self._model)
+        elif self._num_living < _SHRINK_BELOW * len(self._rows):
+            keep = self._living.nonzero().squeeze(1)
+            self._cache.keep(keep)
+            self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
         logits = self._cache.next_logits(self._model, self._last_tokens)
         probs = sampled_probs(logits, self._sampling)
         if self._sampling.temperature > 0:
@@ -278,11 +281,6 @@ class GroupDecoder:
         self._versions.append(version)
         self._last_tokens = tokens
         return self._end_rows(tokens, t + 1)
-
-    def _sets(self, row: int, length: int) -> KeptTokens | None:
-        """Those of a row that has ended."""
-        own = self._kept[row][:length]
-        return KeptTokens(torch.cat(own), torch.tensor([*map(len, own)], dtype=torch.int32)) if own else None
 
     def _end_rows(self, tokens: torch.Tensor, length: int) -> list[int]:
         at_eos = torch.isin(tokens, self._eos_token_ids)
@@ -307,14 +305,6 @@ class GroupDecoder:
                 ended_groups.append(group)
         return ended_groups
 
-    def _leave_ended_rows(self) -> None:
-        """Take the rows that have ended out of the batch, once those are many."""
-        if self._cache is None or self._num_living >= _SHRINK_BELOW * len(self._rows):
-            return
-        keep = self._living.nonzero().squeeze(1)
-        self._cache.keep(keep)
-        self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
-
     def output(self, group: int) -> GroupOutput:
         """A group that has ended, its samples on CPU."""
         first = self._first_row[group]
@@ -326,17 +316,18 @@ class GroupDecoder:
         log_probs = self._log_probs[first:last, :longest].cpu()
         versions = torch.tensor(self._versions[:longest])
         # Clones: a sample must neither pin the whole batch nor be an inference tensor, which autograd refuses.
-        samples = tuple(
-            Sample(
+        samples = []
+        for i, length in enumerate(lengths):
+            own = self._kept[first + i][:length]
+            sample = Sample(
                 token_ids=tokens[i, :length].clone(),
                 log_probs=log_probs[i, :length].clone(),
                 versions=versions[:length].clone(),
                 truncated=truncated[i],
-                kept=self._sets(first + i, length),
+                kept=KeptTokens(torch.cat(own), torch.tensor([*map(len, own)], dtype=torch.int32)) if own else None,
             )
-            for i, length in enumerate(lengths)
-        )
-        return GroupOutput(self._requests[group].group_id, samples)
+            samples.append(sample)
+        return GroupOutput(self._requests[group].group_id, tuple(samples))
 
 
 def _runs(prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -353,10 +344,6 @@ def _runs(prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], li
 
 def _num_rows(batch: Mapping[int, Flight]) -> int:
     return sum(flight.request.num_samples for flight in batch.values())
-
-
-def _sampling(batch: Mapping[int, Flight]) -> Sampling:
-    return next(iter(batch.values())).sampling
 
 
 class TransformersEngine(SteppingEngine):
@@ -457,8 +444,8 @@ class TransformersEngine(SteppingEngine):
             if self._running and num_rows + _num_rows(batch) > self._max_rows:
                 return
             self._waiting.popleft()
-            sampling = _sampling(batch)
-            while self._waiting and are_drawn_alike(_sampling(self._waiting[0]), sampling):
+            sampling, *_ = (flight.sampling for flight in batch.values())
+            while self._waiting and are_drawn_alike(next(iter(self._waiting[0].values())).sampling, sampling):
                 if num_rows + _num_rows(batch) + _num_rows(self._waiting[0]) > self._max_rows:
                     break
                 batch |= self._waiting.popleft()

@@ -361,32 +361,27 @@ class Adapters:
         self.request: Any = None  # the adapter of a request; None before the first
 
     def loading(self, adapter: AdapterPack) -> Any:
-        """The request that makes vLLM read ``adapter`` in place of the one before."""
+        """The request that makes vLLM read ``adapter``, written as PEFT saves one, in place of the one before."""
         from vllm.lora.request import LoRARequest
 
-        write_adapter(adapter, self._folder)
+        tensors, ranks = {}, set()
+        for name, tensor in adapter.pack.tensors():
+            weight, _, factor = name.rpartition(":")
+            tensors[f"base_model.model.{weight.removesuffix('weight')}lora_{factor}.weight"] = tensor.contiguous()
+            ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])
+        (rank,), (scale,) = ranks, set(adapter.scales.values())
+        save_file(tensors, self._folder / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": scale * rank,
+            "target_modules": sorted({weight.split(".")[-2] for weight in adapter.scales}),
+            "bias": "none",
+        }
+        (self._folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
         self.request = LoRARequest("policy", 1, str(self._folder))
         return LoRARequest("policy", 1, str(self._folder), load_inplace=True)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def write_adapter(adapter: AdapterPack, folder: Path) -> None:
-    """``adapter`` as PEFT saves one, with the names and the config that PEFT's loader and vLLM's ask for."""
-    tensors, ranks = {}, set()
-    for name, tensor in adapter.pack.tensors():
-        weight, _, factor = name.rpartition(":")
-        tensors[f"base_model.model.{weight.removesuffix('weight')}lora_{factor}.weight"] = tensor.contiguous()
-        ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])
-    (rank,), (scale,) = ranks, set(adapter.scales.values())
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": scale * rank,
-        "target_modules": sorted({weight.split(".")[-2] for weight in adapter.scales}),
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -200,7 +200,9 @@ class VLLMDialect:
         # A killed server leaves sockets and rendezvous files. On a GPU the temporary folder keeps compiled code too.
         leavings = {"TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH": str(scratch)}
         for attempt in range(1, _PORT_TRIES + 1):
-            port, key = _free_port(), secrets.token_urlsafe(32)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port, key = int(probe.getsockname()[1]), secrets.token_urlsafe(32)
             environment = {**leavings, **self.environment(options, key, on_cpu=on_cpu), **options.environment}
             command = self.command(options, port, key, scratch, on_cpu=on_cpu)
             process = ServerProcess(command, environment, log_path, scratch)
@@ -362,12 +364,6 @@ def _wait_until_healthy(process: ServerProcess, client: HttpClient, start_s: flo
             client.close()
             return
     raise process.died("before it was ready")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 _CAPTURED_ROWS, _CAPTURED_STEP = 512, 16  # of vLLM 0.32's CUDA graphs before Blackwell: wider batches are eager

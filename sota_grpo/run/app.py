@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from sota_grpo.assembly.build import Parts, build, subject_of
 from sota_grpo.assembly.compose import anchor_paths
-from sota_grpo.assembly.device_memory import require_disk
 from sota_grpo.assembly.devices import resolve_device
+from sota_grpo.assembly.estimate import require_disk
 from sota_grpo.assembly.learning import model_digests
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.config import Config, num_steps

@@ -224,7 +224,7 @@ def test_the_loop_trains_on_dialogs_of_a_scripted_engine(tmp_path: Path) -> None
     env = make_env()
     inner = scripted_thinker(env)
     log = train(WithExamples(inner, env, max_steps=2), env, tmp_path, num_steps=2)
-    assert inner.checksum is not None
+    assert inner.version > 0
     for step, (batch, update) in enumerate(zip(log.batches, log.updates)):
         for row in batch:
             sample, mask = int(row.get(keys.SAMPLE_ID)), row.get(keys.ASSISTANT_MASK)

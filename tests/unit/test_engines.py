@@ -463,12 +463,6 @@ def test_make_engine_loads_the_model_where_none_is_given(tmp_path: Path):
         assert given.max_model_len == loaded.max_model_len == 160
 
 
-def test_the_scripted_engine_remembers_what_was_pushed():
-    engine = ScriptedEngine()
-    engine.update_weights([("a", torch.ones(3)), ("b", torch.full((2,), 0.5))], 7)
-    assert (engine.version, engine.checksum) == (7, 4.0)
-
-
 @pytest.mark.parametrize(("installed", "expected"), [(True, "vllm"), (False, "transformers")])
 def test_auto_is_vllm_where_it_is_installed(installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: object() if installed else None)

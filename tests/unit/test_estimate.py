@@ -16,11 +16,9 @@ from tensordict import TensorDict
 from transformers import AutoConfig
 
 from sota_grpo import keys
-from sota_grpo.assembly import device_memory
 from sota_grpo.assembly import estimate as estimating
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory
-from sota_grpo.assembly.estimate import Estimate, estimate, with_micro_batches
+from sota_grpo.assembly.estimate import GIB, Estimate, Machine, RunMemory, estimate, with_micro_batches
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.cli import estimate as command
 from sota_grpo.config import Config, num_steps
@@ -104,7 +102,7 @@ def test_smaller_micro_batches_are_proposed_before_anything_else_and_no_smaller_
 
 def of_the_limit(found: RunMemory) -> float:
     """What learner and reference fill of what is free while they compute, over the share that they may."""
-    return max(own / (device_memory.FILLED * left) for own, left in (device.learning for device in found.devices))
+    return max(own / (estimating.FILLED * left) for own, left in (device.learning for device in found.devices))
 
 
 SMALL = ["model.name=Qwen/Qwen3-0.6B", "train_model.gradient_checkpointing=false"]
@@ -135,11 +133,11 @@ def test_auto_fills_nine_tenths_of_what_is_free_while_training(gib: float, overr
     prompt, response = found.largest_sample
     auto, group = found.micro_batch_tokens, prompt + found.config.env.repeats * response
     assert prompt + response < auto < 65_536
-    assert of_the_limit(found.with_micro_batches(auto)) <= 1 < of_the_limit(found.with_micro_batches(auto + group))
+    filled, more = (found.with_options({"train.micro_batch_tokens": size}) for size in (auto, auto + group))
+    assert of_the_limit(filled) <= 1 < of_the_limit(more)
     (training,) = [parts for name, parts in found.devices[-1].moments.items() if name in ("training", "at work")]
     own = sum(training[part] for part in ("weights", "gradients", "optimizer", "activations", "logits"))
     assert own <= 0.9 * (gib * GIB - (sum(training.values()) - own))
-    assert f"auto is {auto:,}, which fills " in found.micro_batches_sentence
     assert found.as_dict()["micro_batch_tokens"] == auto
 
 
@@ -166,7 +164,8 @@ def test_a_run_plans_the_micro_batches_of_its_estimate_once(
     with caplog.at_level("INFO", logger="sota_grpo"):
         monkeypatch.setattr(estimating, "_machine", lambda *_: (replace(found.machine, count=1, is_here=True), ""))
         assert tokens(config) == found.micro_batch_tokens
-        assert [record.message for record in caplog.records] == [found.micro_batches_sentence]
+        (record,) = caplog.records
+        assert record.message.startswith(f"train.micro_batch_tokens=auto is {found.micro_batch_tokens:,}, which fills ")
         monkeypatch.undo()
         assert tokens(config) == 16_384  # elsewhere: its memory is not known
         assert "not on this machine" in caplog.text
@@ -238,13 +237,11 @@ def test_proposals_stay_within_the_gpus_that_there_are() -> None:
 
 
 @NO_GPU
-@pytest.mark.parametrize("name", GPU_PRESETS)
-def test_eight_gpus_train_all_weights_of_7b(name: str) -> None:
+def test_eight_gpus_train_all_weights_of_7b() -> None:
     """Engines with a GPU of their own take nine tenths of it."""
     found = planned(
         *("mode=async", "hardware=eight_gpus", "model.name=Qwen/Qwen2.5-7B-Instruct"),
         *("train_model.lora.enabled=false", "policy.kl_coef=0.001"),
-        name=name,
         gib=80.0,
         gpus=8,
     )
@@ -387,7 +384,7 @@ GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
 )
 def test_what_is_written_to_the_disk_is_counted(overrides: list[str], sizes: tuple[float, int, float]) -> None:
     found = planned(*GPUS, *overrides)
-    disk = device_memory.disk_of(found.config, found.model)
+    disk = estimating.disk_of(found.config, found.model)
     assert (round(disk.checkpoint / GIB, 2), disk.checkpoints, round(disk.export / GIB, 2)) == sizes
     assert disk.total == disk.checkpoint * disk.checkpoints + disk.export
 
@@ -395,12 +392,12 @@ def test_what_is_written_to_the_disk_is_counted(overrides: list[str], sizes: tup
 def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose("grpo_cpu")
     model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
-    needed = device_memory.disk_of(config, model).total
-    monkeypatch.setattr(device_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1000))
+    needed = estimating.disk_of(config, model).total
+    monkeypatch.setattr(estimating.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1000))
     with pytest.raises(UserError, match="The run writes"):
-        device_memory.require_disk(config, tmp_path)
+        estimating.require_disk(config, tmp_path)
     CheckpointStore(tmp_path / "checkpoints").save(1, {"a": torch.ones(1000)})
-    device_memory.require_disk(config, tmp_path)
+    estimating.require_disk(config, tmp_path)
 
 
 def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
@@ -410,7 +407,7 @@ def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
     learner.update(rows)
     path = CheckpointStore(tmp_path / "c").save(1, learner.state_dict())
     model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
-    assert path.stat().st_size == pytest.approx(device_memory.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)
+    assert path.stat().st_size == pytest.approx(estimating.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)
 
 
 def test_an_override_that_is_none_is_told_apart() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sota_grpo.assembly.device_memory import disk_of
+from sota_grpo.assembly.estimate import disk_of
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import with_options
 from sota_grpo.errors import UserError

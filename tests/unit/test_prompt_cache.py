@@ -110,7 +110,7 @@ def test_groups_of_one_token_go_on_when_the_others_have_ended():
 
 def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     """At 16 tokens a pass: the nine tokens before the last of the longest alone, then 3 x 5, then 2 x 3."""
-    monkeypatch.setattr("sota_grpo.engines.decode_attention._PREFILL_TOKENS", 16)
+    monkeypatch.setattr("sota_grpo.engines.decode_attention.PREFILL_TOKENS", 16)
     model, plain = both("qwen2")
     assert use_decode_attention(model)
     shapes = []
@@ -133,7 +133,7 @@ def test_a_prompt_is_kept_once_however_many_siblings_read_it():
         few, many = (
             SharedPrompts(model, prompts, torch.arange(2).repeat_interleave(count), pad_token_id=0) for count in (1, 16)
         )
-    sizes = [[cache.prompt(layer)[0].numel() for layer in range(2)] for cache in (few, many)]
+    sizes = [[cache.held[layer][0].numel() for layer in range(2)] for cache in (few, many)]
     assert sizes[0] == sizes[1] == [2 * 2 * 6 * 4] * 2  # groups, key heads, tokens before the last, width
 
 
@@ -144,7 +144,7 @@ def test_ended_groups_take_their_prompts_along():
         cache = SharedPrompts(model, some_prompts(9, 4, 5), torch.tensor([0, 0, 1, 2]), pad_token_id=0)
         cache.next_logits(model, torch.tensor([3, 4, 5, 6]))
         cache.keep(torch.tensor([2, 3]))
-    assert cache.prompt(0)[0].shape == (2, 2, 4, 4)
+    assert cache.held[0][0].shape == (2, 2, 4, 4)
 
 
 @pytest.mark.parametrize("case", ["qwen2", "mistral", "gemma2 with capped scores", "gemma3_text"])
