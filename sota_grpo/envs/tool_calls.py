@@ -34,13 +34,10 @@ from sota_grpo.rl.tool_schemas import (
     ToolCall,
     argument_error,
     call_id,
-    function_schemas,
     parameters_by_name,
     quoted,
 )
 from sota_grpo.text import first_line, one_line
-
-__all__ = ["SpokenTurn", "ToolCall", "ToolCallReader", "function_schemas"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +95,7 @@ class ToolCallReader:
         UserError: the chat template does not write tools, calls or what tools answer, or its calls cannot be read back.
 
     >>> from sota_grpo.policy.load import load_tokenizer
+    >>> from sota_grpo.rl.tool_schemas import function_schemas
     >>> def divide(dividend: int, divisor: int) -> str:
     ...     '''Divide two numbers.
     ...
