@@ -13,6 +13,7 @@ What was sampled stays as it is, also where a template would render an earlier t
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from sota_grpo.rl.records import (
     task_of_example,
 )
 from sota_grpo.rl.tool_schemas import call_id
-from sota_grpo.workers.base import promised, resolve
+from sota_grpo.workers.base import resolve
 
 Ask = Callable[[GroupRequest], Future[GroupOutput]]
 
@@ -314,53 +315,69 @@ class TurnOrder:
 
     >>> order, asked = TurnOrder(lambda n: n >= 2), []
     >>> first, second = order.expect(), order.expect()
-    >>> for name, turn in [("second", second), ("first", first)]:
-    ...     order.ask(turn).add_done_callback(lambda _, name=name: asked.append(name))
-    ...     order.release(), asked
-    (False, [])
-    (True, ['first', 'second'])
+    >>> order.ask(second, lambda: asked.append("second")), order.release(), asked
+    (None, False, [])
+    >>> order.ask(first, lambda: asked.append("first")), order.release(), asked
+    (None, True, ['first', 'second'])
     """
 
     def __init__(self, may_start: Callable[[int], bool] | None):
         self._may_start = may_start
-        self._turns: dict[Future[None], bool] = {}  # whether each turn is known to follow
+        self._numbers = itertools.count()
+        self._turns: dict[int, Callable[[], None] | None] = {}  # None: not yet known
         self._num_expected = 0  # since the last release, those that were dropped included
         self._lock = threading.RLock()  # a cancel comes in the middle of anything
 
-    def expect(self) -> Future[None]:
-        """Return a turn that may follow; called by the thread that drives the engine."""
-        turn = promised()
+    def expect(self) -> int:
+        """Return the number of a turn that may follow; called by the thread that drives the engine."""
+        number = next(self._numbers)
         if self._may_start is not None:
             with self._lock:
-                self._turns[turn] = False
+                self._turns[number] = None
                 self._num_expected += 1
-        return turn
+        return number
 
-    def ask(self, turn: Future[None]) -> Future[None]:
-        """The turn follows: it is resolved when the engine is to be asked for it, now or in :meth:`release`."""
+    def ask(self, number: int, submit: Callable[[], None]) -> None:
+        """The turn follows: ``submit`` asks the engine for it and never raises, now or in :meth:`release`."""
         if self._may_start is None:
-            turn.set_result(None)
+            submit()
+            return
         with self._lock:
-            if turn in self._turns:
-                self._turns[turn] = True
-        return turn
+            if number in self._turns:
+                self._turns[number] = submit
 
-    def drop(self, turn: Future[None]) -> None:
+    def drop(self, number: int) -> None:
         """The turn does not follow."""
         with self._lock:
-            self._turns.pop(turn, None)
+            self._turns.pop(number, None)
 
     def release(self) -> bool:
-        """Before a step of the engine: have it asked for the turns that are due; False where one is missing first."""
+        """Before a step of the engine: ask for the turns that are due; False where one is missing first."""
         if self._may_start is None or not self._may_start(self._num_expected):
             return True
         with self._lock:
-            if not all(self._turns.values()):
+            if None in self._turns.values():
                 return False
             turns, self._turns, self._num_expected = self._turns, {}, 0
-        for turn in turns:
-            turn.set_result(None)
+        for submit in filter(None, turns.values()):
+            submit()
         return True
+
+
+class _Turn(Future[GroupOutput]):
+    """What the policy says in a turn, which is asked for by :meth:`add_done_callback`.
+
+    So whoever gives the turn goes on with the dialog at once, and says whether another turn may follow before the
+    engine's next step; asked for earlier, it could be there before anybody waits for it.
+    """
+
+    def __init__(self, ask: Callable[[Future[GroupOutput]], None]):
+        super().__init__()
+        self._ask = ask
+
+    def add_done_callback(self, function: Callable[[Future[GroupOutput]], object]) -> None:
+        super().add_done_callback(function)
+        self._ask(self)
 
 
 class GroupDialogs:
@@ -385,7 +402,7 @@ class GroupDialogs:
         self.done: Future[GroupOutput] = Future()
         self.done.add_done_callback(self._leave)
         self._request, self._rules, self._ask, self._order = request, rules, ask, order
-        self._turns: dict[int, Future[None]] = {}  # of each sample, the turn that may be next
+        self._turns: dict[int, int] = {}  # of each sample, the number of the turn that may be next
         self._dialogs: dict[int, Dialog] = {}
         self._lock = threading.RLock()  # futures resolve on several threads; a cancel comes in the middle of anything
         self._num_open = request.num_samples
@@ -421,11 +438,7 @@ class GroupDialogs:
             return
         request = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
         while True:
-            await result(self._order.ask(self._turns[index]))
-            self._asked[index] = future = self._ask(request)
-            if self._is_left():  # meanwhile
-                future.cancel()
-            (said,) = (await result(future)).samples
+            (said,) = (await result(_Turn(partial(self._speak, index, request)))).samples
             await dialog.follow(said, partial(self._order.drop, self._expect(index)))
             if dialog.is_over:
                 return
@@ -437,15 +450,28 @@ class GroupDialogs:
         if index not in self._dialogs or not self._is_left():
             dialog()
 
+    def _speak(self, index: int, request: GroupRequest, turn: Future[GroupOutput]) -> None:
+        def submit() -> None:
+            try:
+                self._asked[index] = future = self._ask(request)
+            except BaseException as error:  # of one dialog
+                turn.set_exception(error)
+                return
+            if self._is_left():  # meanwhile
+                future.cancel()
+            future.add_done_callback(lambda done: resolve(turn, done.result))
+
+        self._order.ask(self._turns[index], submit)
+
     def _is_left(self) -> bool:
         return self._finished or self.done.cancelled()
 
-    def _expect(self, index: int) -> Future[None]:
-        """Take a sample's next turn."""
-        self._turns[index] = turn = self._order.expect()
+    def _expect(self, index: int) -> int:
+        """Take the number of a sample's next turn."""
+        self._turns[index] = number = self._order.expect()
         if self._is_left():  # meanwhile
-            self._order.drop(turn)
-        return turn
+            self._order.drop(number)
+        return number
 
     def _ended(self, dialog: Future[None]) -> None:
         """Resolve the group, once: with its first failure, or when all dialogs are over."""
@@ -460,8 +486,8 @@ class GroupDialogs:
     def _leave(self, done: Future[GroupOutput]) -> None:
         for future in list(self._asked.values()):  # nothing happens to those that are done
             future.cancel()
-        for turn in list(self._turns.values()):
-            self._order.drop(turn)
+        for number in list(self._turns.values()):
+            self._order.drop(number)
         if done.cancelled() or done.exception() is not None:
             with self._lock:
                 talks = [dialog.talk for dialog in self._dialogs.values()]
@@ -503,7 +529,7 @@ class DialogEngine(Streams):
     >>> from types import SimpleNamespace
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> from sota_grpo.rl.records import Example, Score
-    >>> graded = promised()
+    >>> graded = Future()
     >>> graded.set_result([Score({}, False, reply={"role": "user", "content": "Again?"})])
     >>> grader = SimpleNamespace(scores=lambda pairs: graded)
     >>> turns = SimpleNamespace(text=str, ids=lambda replies, last_id: (8, 9))
