@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import queue
 import threading
 import time
@@ -94,12 +95,15 @@ class Inbox:
 
 
 class Task(Future[Result]):
-    """The future of a coroutine that waits for futures of other threads; it goes on where ``post`` has actions done.
+    """The future of a coroutine that waits for futures of other threads; it goes on where ``post`` has actions done,
+    by default in the thread that resolves them.
 
     :meth:`cancel`, for the thread that has the actions done, cancels what it waits for.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Result], post: Callable[[Callable[[], object]], None]):
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Result], post: Callable[[Callable[[], object]], object] = operator.call
+    ):
         super().__init__()
         self._coroutine, self._post = coroutine, post
         self._go_on()

@@ -39,8 +39,7 @@ class DatasetEnv(DialogEnv):
 
     The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
     ``batch_size_dl``, ``ray_backend`` and ``dataloader_actor_name`` have no effect, because every environment holds the
-    rows in its memory. Of a file all problems are drawn, but for
-    ``num_heldout`` of them where that is given.
+    rows in its memory. Of a file all problems are drawn, but for ``num_heldout`` of them where that is given.
 
     Args:
         task: its name.
@@ -86,14 +85,11 @@ class DatasetEnv(DialogEnv):
         environment: str | Callable[[], Any] | None = None,
         **options: Any,
     ):
+        of_rows = "the columns of the dataset are read as they are"
+        of_ids = "ids that were sampled are never tokenised again (the wrapper's, too)"
         for name, value, only, reason in (
-            ("collate_fn", collate_fn, None, "the columns of the dataset are read as they are"),
-            (
-                "input_mode",
-                input_mode,
-                "tokens",
-                "ids that were sampled are never tokenised again (the wrapper's, too)",
-            ),
+            ("collate_fn", collate_fn, None, of_rows),
+            ("input_mode", input_mode, "tokens", of_ids),
         ):
             if value != only:
                 raise ValueError(f"{name}={value!r} is not supported, because {reason}; use {name}={only!r}.")

@@ -12,24 +12,22 @@ A turn without a call is the answer and ends the dialog.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
+from sota_grpo.engines.stepping import result
 from sota_grpo.envs.chat_tokens import Messages
-from sota_grpo.envs.dialogs import Talk, mapped, resolved
+from sota_grpo.envs.dialogs import Talk
 from sota_grpo.envs.task_env import TaskEnv
 from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
-from sota_grpo.rl.records import TURNS, Example, GroupRequest, sample_seed
+from sota_grpo.rl.records import TURNS, GroupRequest, sample_seed
 from sota_grpo.rl.tool_schemas import ToolCall, call_id
 from sota_grpo.tasks.wrappers import reward_inputs
-from sota_grpo.workers.base import gathered
-from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
+from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 
 #: How a dialog may end beside :data:`~sota_grpo.rl.records.TURNS`: with an answer, cut, or without its instance.
 ANSWERED, TRUNCATED, LOST = "answer", "truncated", "lost"
@@ -57,7 +55,7 @@ class ToolPartner:
         #: Whether records hold what the environment's attributes were at the end.
         self.reads_environments = getattr(env.task, "reads_environments", False)
 
-    def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
+    async def begin(self, request: GroupRequest, index: int) -> Talk:
         """Once an instance is there and was reset.
 
         Siblings are reset with the random numbers of their group, so that they begin alike, and have their own then.
@@ -67,11 +65,8 @@ class ToolPartner:
         seeds = sample_seed(request.seed), sample_seed(request.seed, request.first_sample + index)
         inputs = reward_inputs(self._env.task, "", example)
         row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}  # under TRL's names
-        return mapped(self.instances.open(row, seeds), partial(self._begun, example))
-
-    def _begun(self, example: Example, opened: Future[Opened]) -> Talk:
         try:
-            there = opened.result()
+            there = await result(self.instances.open(row, seeds))
         except InstanceLost as error:
             return ToolTalk(self, None, error=str(error))
         if not there.observation:
@@ -111,19 +106,33 @@ class ToolTalk:
         self._failed: list[int] = []
         self._ended = ANSWERED if error is None else LOST
 
-    def answer(self, said: torch.Tensor) -> Future[Messages | None]:
-        """What the tools say that the turn calls; None where it calls none."""
+    async def answer(self, said: torch.Tensor) -> Messages | None:
+        """What the tools say that the turn calls, in order, or why one cannot be called; None where it calls none."""
         calls = self._heard(said)
         if not calls or self._error is not None:
-            return resolved(None)
+            return None
         self._num_calls += len(calls)
         sound = [(call.name, call.arguments) for call in calls if call.error is None]
-        if not sound:
-            return resolved(self._replies(calls, []))
-        assert self._key is not None
-        return mapped(self._partner.instances.call(self._key, sound), partial(self._answered, calls))
+        answers: list[Answer] = []
+        if sound:
+            assert self._key is not None
+            try:
+                answers = await result(self._partner.instances.call(self._key, sound))
+            except InstanceLost as error:
+                self._key, self._error, self._ended = None, str(error), LOST
+                return None
+        left = iter(answers)
+        replies: list[dict[str, str]] = []
+        for call in calls:
+            answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
+            if answer.is_error:
+                self._failed.append(len(self._messages) + len(replies))
+            name = call.name or "unknown"
+            replies.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": answer.content})
+        self._messages += replies
+        return replies
 
-    def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Mapping[str, Any] | None]:
+    async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None:
         """The record, once the instance has said what the dialog was worth and is gone."""
         calls = () if unanswered is None else self._heard(unanswered)
         if truncated:
@@ -131,11 +140,20 @@ class ToolTalk:
         elif calls:
             self._ended = TURNS
         key, self._key = self._key, None
-        if key is None:
-            return resolved(self._record(None))
-        instances = self._partner.instances
-        state = instances.state(key) if self._partner.reads_environments else resolved(None)
-        return mapped(gathered([state, instances.finish(key)]), self._rewarded)
+        reward = state = None
+        if key is not None:
+            instances = self._partner.instances
+            seen = instances.state(key) if self._partner.reads_environments else None
+            rewarded = instances.finish(key)
+            try:
+                known = None if seen is None else await result(seen)
+                reward, state = await result(rewarded), known
+            except InstanceLost as error:
+                self._error = str(error)
+        counts = {"tool_calls": self._num_calls, "tool_errors": len(self._failed)}
+        ended = {"ended": self._ended, "reward": reward, "error": self._error}
+        environment = {} if state is None else {"environment": state}
+        return {"messages": self._messages, "failed": self._failed, **counts, **ended, **environment}
 
     def leave(self) -> None:
         """Nobody waits: the instance goes."""
@@ -151,37 +169,3 @@ class ToolTalk:
         self._num_said += len(calls)
         self._messages.append(message_of(turn.content, calls))
         return calls
-
-    def _answered(self, calls: Sequence[ToolCall], done: Future[list[Answer]]) -> Messages | None:
-        try:
-            return self._replies(calls, done.result())
-        except InstanceLost as error:
-            self._key, self._error, self._ended = None, str(error), LOST
-            return None
-
-    def _replies(self, calls: Sequence[ToolCall], answers: Sequence[Answer]) -> Messages:
-        """A turn for each call, in order: what its tool said, or why it cannot be called."""
-        left = iter(answers)
-        replies: list[dict[str, str]] = []
-        for call in calls:
-            answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
-            if answer.is_error:
-                self._failed.append(len(self._messages) + len(replies))
-            name = call.name or "unknown"
-            replies.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": answer.content})
-        self._messages += replies
-        return replies
-
-    def _rewarded(self, done: Future[list[Any]]) -> Mapping[str, Any]:
-        try:
-            state, reward = done.result()
-            return self._record(reward, state)
-        except InstanceLost as error:
-            self._error = str(error)
-            return self._record(None)
-
-    def _record(self, reward: float | None, state: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        counts = {"tool_calls": self._num_calls, "tool_errors": len(self._failed)}
-        ended = {"ended": self._ended, "reward": reward, "error": self._error}
-        seen = {} if state is None else {"environment": state}
-        return {"messages": self._messages, "failed": self._failed, **counts, **ended, **seen}

@@ -158,7 +158,11 @@ class MarkedCalls:
         said: list[str] = []
         calls: list[SaidCall] = []
         spoken = False
-        begins = self._begins()
+        call = re.escape(self.opening)
+        if not self.opening and self.keys is not None:
+            call = rf'\{{\s*+"{re.escape(self.keys[0])}"\s*+:'
+        marks = "|".join(re.escape(mark) for pair in THINKING for mark in pair)
+        begins = re.compile(f"(?P<call>{call})|{marks}")  # whatever changes how the text behind it is read
         position = _after(text, self.thinks_until, 0) if self.thinks_until else 0
         while (match := begins.search(text, position)) is not None:
             said.append(text[position : match.start()])
@@ -174,14 +178,6 @@ class MarkedCalls:
             else:
                 position = self._opened(text, match.start(), calls)
         return "".join((*said, text[position:])), calls
-
-    def _begins(self) -> re.Pattern[str]:
-        """Whatever changes how the text behind it is read."""
-        call = re.escape(self.opening)
-        if not self.opening and self.keys is not None:
-            call = rf'\{{\s*+"{re.escape(self.keys[0])}"\s*+:'
-        marks = "|".join(re.escape(mark) for pair in THINKING for mark in pair)
-        return re.compile(f"(?P<call>{call})|{marks}")
 
     def _opened(self, text: str, start: int, calls: list[SaidCall]) -> int:
         """Add the calls behind an opening text; where the text goes on behind them."""
@@ -347,11 +343,12 @@ class TemplateCalls:
         check_json(value)
         plain = replace(field, content="json", content_args={})
         made = process_field(json.dumps(value), plain, captures)
-        return [self._said(call) for call in (made if isinstance(made, list) else [made])]
-
-    def _said(self, call: Any) -> SaidCall:
-        function = call.get("function", call)
-        return SaidCall(function.get("name"), function.get("arguments"), untyped=self._untyped, id=call.get("id"))
+        calls = made if isinstance(made, list) else [made]
+        functions = [call.get("function", call) for call in calls]
+        return [
+            SaidCall(function.get("name"), function.get("arguments"), untyped=self._untyped, id=call.get("id"))
+            for call, function in zip(calls, functions)
+        ]
 
     def _tags(self, body: str, deadline: float) -> dict[str, Any]:
         """As transformers reads ``xml-inline``, in bounded time."""

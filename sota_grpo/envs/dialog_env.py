@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Unbounded
 
 from sota_grpo import keys
+from sota_grpo.engines import stepping
 from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens
@@ -37,7 +37,6 @@ from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.tasks.wrappers import with_tools
-from sota_grpo.workers.base import promised
 from sota_grpo.workers.instances import Instances, InstanceSpec
 
 #: What ``tools`` and ``environment`` may be: written as in a config, or the objects themselves.
@@ -172,7 +171,8 @@ class DialogEnv(TaskEnv):
         prompt_ids = self.prompt_ids(example)
         self._rows[index] = prompt_rows(group_id, example, prompt_ids, self.repeats)[sample]
         seed = sample_seed(self.stream.seed, group_id)
-        return self._rules.partner.begin(GroupRequest(group_id, prompt_ids, self.repeats, seed, example), sample)
+        request = GroupRequest(group_id, prompt_ids, self.repeats, seed, example)
+        return stepping.Task(self._rules.partner.begin(request, sample))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self._rules is None:
@@ -199,20 +199,8 @@ class DialogEnv(TaskEnv):
                 "step returned."
             )
         ids = response_ids(row).cpu()
-        followed: Future[None] = promised()
-
-        def then(future: Future[Any], handle: Callable[[Any], None]) -> None:
-            def done(result: Future[Any]) -> None:
-                try:
-                    handle(result.result())
-                except BaseException as error:  # it belongs to whoever steps
-                    followed.set_exception(error)
-
-            future.add_done_callback(done)
-
         said = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), self._truncated(ids))
-        dialog.follow(said, then, partial(followed.set_result, None))
-        return followed
+        return stepping.Task(dialog.follow(said))
 
     def _observation(self, index: int) -> dict[str, Any]:
         """What the policy is to answer."""

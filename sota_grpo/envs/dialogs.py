@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import Streams
+from sota_grpo.engines.stepping import Streams, Task, result
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages, num_shared
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import response_text
@@ -39,16 +39,13 @@ from sota_grpo.rl.records import (
     Sample,
     SampledText,
     Sampling,
-    Score,
     sample_seed,
     task_of_example,
 )
 from sota_grpo.rl.tool_schemas import call_id
-from sota_grpo.workers.base import promised, resolve
+from sota_grpo.workers.base import resolve
 
 Ask = Callable[[GroupRequest], Future[GroupOutput]]
-Then = Callable[[Future[Any], Callable[[Any], None]], None]
-Failed = Callable[[BaseException], None]
 
 logger = logging.getLogger(__name__)
 
@@ -145,17 +142,18 @@ class TurnTokens:
 class Talk(Protocol):
     """The partner's side of one dialog; its methods are called one after the other, from any thread.
 
-    ``prompt_ids`` is the prompt of this dialog, None where it is the group's. ``answer`` takes the ids of a turn of the
-    policy and gives the messages that answer it, None where the dialog is over. ``end`` takes the last turn where it
-    was not answered (it was truncated, or the last that is allowed) and whether the dialog was cut for length, and
-    gives its record (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead where nobody waits any more.
+    The coroutines may wait for futures (:func:`~sota_grpo.engines.stepping.result`). ``prompt_ids`` is the prompt of
+    this dialog, None where it is the group's. ``answer`` takes the ids of a turn of the policy and gives the messages
+    that answer it, None where the dialog is over. ``end`` takes the last turn where it was not answered (it was
+    truncated, or the last that is allowed) and whether the dialog was cut for length, and gives its record
+    (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead where nobody waits any more.
     """
 
     prompt_ids: tuple[int, ...] | None
 
-    def answer(self, said: torch.Tensor) -> Future[Messages | None]: ...
+    async def answer(self, said: torch.Tensor) -> Messages | None: ...
 
-    def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Mapping[str, Any] | None]: ...
+    async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None: ...
 
     def leave(self) -> None: ...
 
@@ -163,7 +161,7 @@ class Talk(Protocol):
 class Partner(Protocol):
     """Whom the policy talks with; ``begin`` opens the dialog of sample ``index`` of a group."""
 
-    def begin(self, request: GroupRequest, index: int) -> Future[Talk]: ...
+    async def begin(self, request: GroupRequest, index: int) -> Talk: ...
 
 
 class GradedTurns:
@@ -177,49 +175,33 @@ class GradedTurns:
     def __init__(self, grader: Grader, turns: TurnTokens):
         self._grader, self._turns = grader, turns
 
-    def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
+    async def begin(self, request: GroupRequest, index: int) -> Talk:
         """At once; nothing but the example is remembered."""
         assert request.example is not None
-        return resolved(GradedTalk(self._grader, self._turns, request.example))
+        return GradedTalk(self._grader, self._turns, request.example)
 
 
 class GradedTalk:
     """One dialog of :class:`GradedTurns`."""
 
-    prompt_ids = None
+    prompt_ids: tuple[int, ...] | None = None
 
     def __init__(self, grader: Grader, turns: TurnTokens, example: Example):
         self._grader, self._turns, self._example = grader, turns, example
         self._replies: list[Messages] = []
 
-    def answer(self, said: torch.Tensor) -> Future[Messages | None]:
+    async def answer(self, said: torch.Tensor) -> Messages | None:
         text = SampledText(self._turns.text(said), said.tolist())
-        return mapped(self._grader.scores([(text, self._example)]), lambda scores: self._reply(*scores.result()))
-
-    def _reply(self, score: Score) -> Messages | None:
+        (score,) = await result(self._grader.scores([(text, self._example)]))
         if score.reply is None or score.error is not None:
             return None
         self._replies.append([score.reply])
         return self._replies[-1]
 
-    def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Mapping[str, Any] | None]:
-        return resolved({"replies": self._replies} if self._replies else None)
+    async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None:
+        return {"replies": self._replies} if self._replies else None
 
     def leave(self) -> None: ...
-
-
-def resolved(value: Any) -> Future[Any]:
-    """A future that has its value."""
-    future = promised()
-    future.set_result(value)
-    return future
-
-
-def mapped(future: Future[Any], compute: Callable[[Future[Any]], Any]) -> Future[Any]:
-    """The future of what ``compute`` makes of another one that is done."""
-    made = promised()
-    future.add_done_callback(lambda done: resolve(made, lambda: compute(done)))
-    return made
 
 
 @dataclass(frozen=True)
@@ -254,40 +236,26 @@ class Dialog:
         self.record: Mapping[str, Any] | None = None
         self._parts: list[Sample] = []
 
-    def follow(
-        self, said: Sample, then: Then, go_on: Callable[[], None], ends: Callable[[], object] = lambda: None
-    ) -> None:
-        """Add a turn of the policy and what answers it; ``go_on`` is called once that, or the end, is there.
+    async def follow(self, said: Sample, ends: Callable[[], object] = lambda: None) -> None:
+        """Add a turn of the policy and what answers it, or the record of the dialog that :attr:`is_over` then.
 
         Args:
             said: the turn.
-            then: ``(future, handle)`` has what a future gives handled, or not where nobody waits any more.
-            go_on: reads :attr:`is_over`.
             ends: called as soon as it is known that no turn follows, before the partner has said what came of it.
         """
         self.speak(said)
-        if self.truncated or self.num_turns == self._rules.max_steps:
-            ends()
-            then(self.talk.end(self.last, self.truncated), partial(self._ended, go_on))
-        else:
-            then(self.talk.answer(self.last), partial(self._answered, then, go_on, ends))
-
-    def _answered(
-        self, then: Then, go_on: Callable[[], None], ends: Callable[[], object], replies: Messages | None
-    ) -> None:
-        between = None if replies is None else self._rules.turns.ids(replies, self.ids[-1])
-        if between is not None and len(self.ids) + len(between) >= self._rules.max_model_len:
-            self.truncated, between = True, None
-        if between is None:
-            ends()
-            then(self.talk.end(None, self.truncated), partial(self._ended, go_on))
-        else:
-            self.hear(between)
-            go_on()
-
-    def _ended(self, go_on: Callable[[], None], record: Mapping[str, Any] | None) -> None:
-        self.record, self.is_over = record, True
-        go_on()
+        unanswered: torch.Tensor | None = self.last
+        if not self.truncated and self.num_turns < self._rules.max_steps:
+            unanswered, replies = None, await self.talk.answer(self.last)
+            if replies is not None:
+                between = self._rules.turns.ids(replies, self.ids[-1])
+                self.truncated = len(self.ids) + len(between) >= self._rules.max_model_len
+                if not self.truncated:
+                    self.hear(between)
+                    return
+        ends()
+        self.record = await self.talk.end(unanswered, self.truncated)
+        self.is_over = True
 
     def speak(self, said: Sample) -> None:
         """Add a turn of the policy."""
@@ -347,16 +315,16 @@ class TurnOrder:
 
     >>> order, asked = TurnOrder(lambda n: n >= 2), []
     >>> first, second = order.expect(), order.expect()
-    >>> order.ask(second, lambda: asked.append("second"), print), order.release(), asked
+    >>> order.ask(second, lambda: asked.append("second")), order.release(), asked
     (None, False, [])
-    >>> order.ask(first, lambda: asked.append("first"), print), order.release(), asked
+    >>> order.ask(first, lambda: asked.append("first")), order.release(), asked
     (None, True, ['first', 'second'])
     """
 
     def __init__(self, may_start: Callable[[int], bool] | None):
         self._may_start = may_start
         self._numbers = itertools.count()
-        self._turns: dict[int, tuple[Callable[[], None], Failed] | None] = {}  # None: not yet known
+        self._turns: dict[int, Callable[[], None] | None] = {}  # None: not yet known
         self._num_expected = 0  # since the last release, those that were dropped included
         self._lock = threading.RLock()  # a cancel comes in the middle of anything
 
@@ -369,15 +337,14 @@ class TurnOrder:
                 self._num_expected += 1
         return number
 
-    def ask(self, number: int, submit: Callable[[], None], failed: Failed) -> None:
-        """The turn follows: ``submit`` asks the engine for it, now or in :meth:`release`, where ``failed`` is given
-        what it raises."""
+    def ask(self, number: int, submit: Callable[[], None]) -> None:
+        """The turn follows: ``submit`` asks the engine for it and never raises, now or in :meth:`release`."""
         if self._may_start is None:
             submit()
             return
         with self._lock:
             if number in self._turns:
-                self._turns[number] = submit, failed
+                self._turns[number] = submit
 
     def drop(self, number: int) -> None:
         """The turn does not follow."""
@@ -392,20 +359,33 @@ class TurnOrder:
             if None in self._turns.values():
                 return False
             turns, self._turns, self._num_expected = self._turns, {}, 0
-        for submit, failed in filter(None, turns.values()):
-            try:
-                submit()
-            except BaseException as error:  # of one dialog
-                failed(error)
+        for submit in filter(None, turns.values()):
+            submit()
         return True
+
+
+class _Turn(Future[GroupOutput]):
+    """What the policy says in a turn, which is asked for by :meth:`add_done_callback`.
+
+    So whoever gives the turn goes on with the dialog at once, and says whether another turn may follow before the
+    engine's next step; asked for earlier, it could be there before anybody waits for it.
+    """
+
+    def __init__(self, ask: Callable[[Future[GroupOutput]], None]):
+        super().__init__()
+        self._ask = ask
+
+    def add_done_callback(self, function: Callable[[Future[GroupOutput]], object]) -> None:
+        super().add_done_callback(function)
+        self._ask(self)
 
 
 class GroupDialogs:
     """Samples the dialogs of a group, each by itself, until the last has ended.
 
     Every turn of every sample is a request of its own: the first turn of sample ``i`` has the stream that it would have
-    in a request for the group, turn ``t >= 2`` the seed ``sample_seed(request.seed, i, t)``. What follows a future is
-    done by whoever resolves it.
+    in a request for the group, turn ``t >= 2`` the seed ``sample_seed(request.seed, i, t)``. A dialog is a coroutine,
+    which goes on in the thread that resolves what it waits for.
 
     Args:
         request: the group, with its example.
@@ -426,7 +406,7 @@ class GroupDialogs:
         self._dialogs: dict[int, Dialog] = {}
         self._lock = threading.RLock()  # futures resolve on several threads; a cancel comes in the middle of anything
         self._num_open = request.num_samples
-        self._requested: list[Future[GroupOutput]] = []
+        self._asked: dict[int, Future[GroupOutput]] = {}  # of each sample, its last turn
         self._finished = False
 
     def begin(self) -> None:
@@ -438,67 +418,73 @@ class GroupDialogs:
         try:
             for index in range(self._request.num_samples):
                 self._expect(index)
-                talk = self._rules.partner.begin(self._request, index)
-                if talk.done():
-                    self._begun(index, talk.result())
-                else:
-                    self._then(talk, partial(self._begun, index), leave=lambda talk: talk.leave())
+                dialog = Task(self._dialog(index), partial(self._go_on, index))
+                if dialog.done() and index not in self._asked:
+                    dialog.result()
+                dialog.add_done_callback(self._ended)
         except BaseException:
             self.done.cancel()  # and with it those that it did not refuse
             raise
 
-    def _begun(self, index: int, talk: Talk) -> None:
+    async def _dialog(self, index: int) -> None:
+        """One sample, from its partner's beginning to its record."""
+        talk = await self._rules.partner.begin(self._request, index)
         prompt_ids = self._request.prompt_ids if talk.prompt_ids is None else talk.prompt_ids
+        dialog = Dialog(talk, prompt_ids, self._rules)
         with self._lock:
-            self._dialogs[index] = Dialog(talk, prompt_ids, self._rules)
-        if self._finished or self.done.cancelled():  # meanwhile
+            self._dialogs[index] = dialog
+        if self._is_left():  # meanwhile
             talk.leave()
             return
-        first = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
-        self._order.ask(self._turns[index], partial(self._speak, first, index), self._failed)
+        request = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
+        while True:
+            (said,) = (await result(_Turn(partial(self._speak, index, request)))).samples
+            await dialog.follow(said, partial(self._order.drop, self._expect(index)))
+            if dialog.is_over:
+                return
+            seed = sample_seed(self._request.seed, index, dialog.num_turns + 1)
+            request = GroupRequest(self._request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
+
+    def _go_on(self, index: int, dialog: Callable[[], object]) -> None:
+        """Where nobody waits there is no further turn; a partner that begins then is told."""
+        if index not in self._dialogs or not self._is_left():
+            dialog()
+
+    def _speak(self, index: int, request: GroupRequest, turn: Future[GroupOutput]) -> None:
+        def submit() -> None:
+            try:
+                self._asked[index] = future = self._ask(request)
+            except BaseException as error:  # of one dialog
+                turn.set_exception(error)
+                return
+            if self._is_left():  # meanwhile
+                future.cancel()
+            future.add_done_callback(lambda done: resolve(turn, done.result))
+
+        self._order.ask(self._turns[index], submit)
+
+    def _is_left(self) -> bool:
+        return self._finished or self.done.cancelled()
 
     def _expect(self, index: int) -> int:
         """Take the number of a sample's next turn."""
         self._turns[index] = number = self._order.expect()
-        if self._finished or self.done.cancelled():  # meanwhile
+        if self._is_left():  # meanwhile
             self._order.drop(number)
         return number
 
-    def _speak(self, request: GroupRequest, index: int) -> None:
-        future = self._ask(request)
-        self._requested.append(future)
-        self._then(future, partial(self._spoken, index))
-        if self._finished or self.done.cancelled():  # meanwhile
-            future.cancel()
-
-    def _then(
-        self, future: Future[Any], handle: Callable[[Any], None], leave: Callable[[Any], None] = lambda result: None
-    ) -> None:
-        def follow(done: Future[Any]) -> None:
-            if self._finished or self.done.cancelled():  # nobody waits: no further turn
-                if not done.cancelled() and done.exception() is None:
-                    leave(done.result())
-                return
-            try:
-                handle(done.result())
-            except BaseException as error:
-                self._failed(error)
-
-        future.add_done_callback(follow)
-
-    def _failed(self, error: BaseException) -> None:
-        """Fail the group's future, whose reader handles the error."""
-        self._finish(partial(self.done.set_exception, error))
-
-    def _finish(self, tell: Callable[[], object]) -> None:
-        """Once; and not at all where nobody waits."""
+    def _ended(self, dialog: Future[None]) -> None:
+        """Resolve the group, once: with its first failure, or when all dialogs are over."""
         with self._lock:
-            first, self._finished = not self._finished, True
-        if first and self.done.set_running_or_notify_cancel():
-            tell()
+            self._num_open -= 1
+            if self._finished or (self._num_open and dialog.exception() is None):
+                return
+            self._finished = True
+        if self.done.set_running_or_notify_cancel():
+            resolve(self.done, lambda: dialog.result() or self._output())
 
     def _leave(self, done: Future[GroupOutput]) -> None:
-        for future in list(self._requested):  # nothing happens to those that are done
+        for future in list(self._asked.values()):  # nothing happens to those that are done
             future.cancel()
         for number in list(self._turns.values()):
             self._order.drop(number)
@@ -507,25 +493,6 @@ class GroupDialogs:
                 talks = [dialog.talk for dialog in self._dialogs.values()]
             for talk in talks:
                 talk.leave()
-
-    def _spoken(self, index: int, output: GroupOutput) -> None:
-        """Have a turn answered."""
-        (said,) = output.samples
-        ends = partial(self._order.drop, self._expect(index))
-        self._dialogs[index].follow(said, self._then, partial(self._followed, index), ends)
-
-    def _followed(self, index: int) -> None:
-        dialog, request = self._dialogs[index], self._request
-        if not dialog.is_over:
-            seed = sample_seed(request.seed, index, dialog.num_turns + 1)
-            turn = GroupRequest(request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
-            self._order.ask(self._turns[index], partial(self._speak, turn, index), self._failed)
-            return
-        with self._lock:
-            self._num_open -= 1
-            last = not self._num_open
-        if last:
-            self._finish(lambda: self.done.set_result(self._output()))
 
     def _output(self) -> GroupOutput:
         dialogs = [dialog for _, dialog in sorted(self._dialogs.items())]
@@ -562,7 +529,8 @@ class DialogEngine(Streams):
     >>> from types import SimpleNamespace
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> from sota_grpo.rl.records import Example, Score
-    >>> graded = resolved([Score({}, False, reply={"role": "user", "content": "Again?"})])
+    >>> graded = Future()
+    >>> graded.set_result([Score({}, False, reply={"role": "user", "content": "Again?"})])
     >>> grader = SimpleNamespace(scores=lambda pairs: graded)
     >>> turns = SimpleNamespace(text=str, ids=lambda replies, last_id: (8, 9))
     >>> scripted = ScriptedEngine(lambda request, sample, version: [5])

@@ -357,7 +357,12 @@ class TaskEnv(EnvBase):
         return self._stack(rows)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows = [self._finish(row) for row in tensordict.unbind(0)]
+        rows = []
+        for row in tensordict.unbind(0):
+            response = response_ids(row)
+            after = self._observed(row, torch.cat([row.get(keys.PROMPT_TOKENS), response]))
+            ends = {name: flags[0] for name, flags in done_entries(torch.tensor([self._truncated(response)])).items()}
+            rows.append(self._stepped(row, SampledText(self.decode(response), response.tolist()), after | ends))
         if self.compute_reward:
             groups = [rows[start : start + self.repeats] for start in range(0, len(rows), self.repeats)]
             futures = [self.grader.scores(graded_texts(group)) for group in groups]
@@ -376,12 +381,6 @@ class TaskEnv(EnvBase):
     def _stack(self, rows: list[TensorDictBase]) -> LazyStackedTensorDict:
         stacked = lazy_stack(rows)
         return stacked if self.device is None else stacked.to(self.device)
-
-    def _finish(self, row: TensorDictBase) -> TensorDictBase:
-        response = response_ids(row)
-        after = self._observed(row, torch.cat([row.get(keys.PROMPT_TOKENS), response]))
-        ends = {name: flags[0] for name, flags in done_entries(torch.tensor([self._truncated(response)])).items()}
-        return self._stepped(row, SampledText(self.decode(response), response.tolist()), after | ends)
 
     def _observed(self, row: TensorDictBase, prompt: torch.Tensor) -> dict[str, Any]:
         masks = {"all_attention_mask": torch.ones_like(prompt, dtype=torch.bool)}

@@ -34,13 +34,10 @@ from sota_grpo.rl.tool_schemas import (
     ToolCall,
     argument_error,
     call_id,
-    function_schemas,
     parameters_by_name,
     quoted,
 )
 from sota_grpo.text import first_line, one_line
-
-__all__ = ["SpokenTurn", "ToolCall", "ToolCallReader", "function_schemas"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +95,7 @@ class ToolCallReader:
         UserError: the chat template does not write tools, calls or what tools answer, or its calls cannot be read back.
 
     >>> from sota_grpo.policy.load import load_tokenizer
+    >>> from sota_grpo.rl.tool_schemas import function_schemas
     >>> def divide(dividend: int, divisor: int) -> str:
     ...     '''Divide two numbers.
     ...
@@ -124,7 +122,9 @@ class ToolCallReader:
         self._tools = parameters_by_name(schemas)
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
-        self._special = _special_names(tokenizer)
+        known = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {number for number, token in known.items() if token.special} | set(tokenizer.all_special_ids)
+        self._special = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
         self._num_ids = len(tokenizer)
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(f"the tokenizer has no chat template, so a policy cannot be told of tools; {_NEEDED}")
@@ -147,7 +147,8 @@ class ToolCallReader:
     def _text(self, token_ids: Iterable[int]) -> str:
         """Names for the special tokens that count, :data:`OTHER` for the others, broken names for spelled ones."""
         parts: list[str] = []
-        for is_plain, run in groupby(map(int, token_ids), self._is_plain):
+        plain = range(self._num_ids)
+        for is_plain, run in groupby(map(int, token_ids), lambda id: id in plain and id not in self._special):
             if is_plain:
                 text = self._tokenizer.decode([*run], skip_special_tokens=False, clean_up_tokenization_spaces=False)
                 parts.append(self._spelled.sub(rf"\1{SPELLED}", _HALVES.sub("\ufffd", text)))
@@ -155,9 +156,6 @@ class ToolCallReader:
                 names = [self._special.get(number, OTHER) for number in run]
                 parts += [name if name in self._counting else OTHER for name in names]
         return "".join(parts)
-
-    def _is_plain(self, number: int) -> bool:
-        return number not in self._special and 0 <= number < self._num_ids
 
     # what the template writes, at construction -----------------------------------------------------------------------
 
@@ -191,7 +189,11 @@ class ToolCallReader:
         own = getattr(self._tokenizer, "response_template", None)
         told = json.dumps(own, ensure_ascii=False).replace("\\", "") if own else ""
         marks = [*(mark for pair in THINKING for mark in pair), told, prompt, *filter(None, (one, two, hard, both))]
-        self._count({name for name in self._special.values() if len(name) > 1 and any(name in mark for mark in marks)})
+        names = {name for name in self._special.values() if len(name) > 1 and any(name in mark for mark in marks)}
+        self._counting = names
+        either = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        self._marks = re.compile(either)
+        self._spelled = re.compile(f"(?={either})(.)", re.DOTALL)  # each, also where two overlap
         turns = [(text, said) for text, said in zip((one, two, hard, both), _PROBES) if text is not None]
         for candidate in self._candidates(own, prompt, one, two):
             self._format = candidate
@@ -211,13 +213,6 @@ class ToolCallReader:
         except Exception:  # as in _probe, which has seen one call
             return None
         return _behind(prompt, text) if text.count(_TOOL) - prompt.count(_TOOL) >= len(said) else None
-
-    def _count(self, names: set[str]) -> None:
-        """Name the special tokens that count."""
-        self._counting = names
-        either = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
-        self._marks = re.compile(either)
-        self._spelled = re.compile(f"(?={either})(.)", re.DOTALL)  # each, also where two overlap
 
     def _candidates(
         self, own: Any, prompt: str, one: str | None, two: str | None
@@ -243,12 +238,6 @@ class ToolCallReader:
 
 _ID = re.compile("[A-Za-z0-9]{9}", re.ASCII)
 _HALVES = re.compile("[\ud800-\udfff]")
-
-
-def _special_names(tokenizer: Any) -> dict[int, str]:
-    known = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {number for number, token in known.items() if token.special} | set(tokenizer.all_special_ids)
-    return {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
 
 
 def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -417,14 +417,12 @@ class Fleet:
                 wait_s = min(wait_s, self._task_deadline_s / 8)
             self._later(wait_s, self._look_for_overdue, slot)
 
-    def _is_overdue(self, task: Task, now_s: float) -> bool:
-        if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
-            task.progress, task.since_s = done, now_s
-        return now_s - task.since_s >= self._task_deadline_s
-
     def _look_for_overdue(self, slot: Slot) -> None:
         slot.is_timed, now_s = False, self._timers.now_s()
-        overdue = [task for task in slot.tasks.values() if self._is_overdue(task, now_s)]
+        for task in slot.tasks.values():
+            if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
+                task.progress, task.since_s = done, now_s
+        overdue = [task for task in slot.tasks.values() if now_s - task.since_s >= self._task_deadline_s]
         if not overdue:
             self._time(slot)
             return
@@ -440,12 +438,13 @@ class Fleet:
         who = slot.who
         self._withdraw(slot)
         tasks, slot.tasks = list(slot.tasks.values()), {}
+        failed = []
         for task in tasks:
             task.workers_lost += 1
-        failed = [task for task in tasks if task.workers_lost >= self._max_attempts]
-        for task in tasks:
             if task.workers_lost < self._max_attempts:
                 heapq.heappush(self._queue, task)
+            else:
+                failed.append(task)
         again = len(tasks) - len(failed)
         self.restarts += 1
         self.requeued += again

@@ -132,9 +132,6 @@ class RolloutWorker:
             if self._thread.is_alive():
                 self._calls.fail(f"is closed; its engine hung for {timeout_s:g} s.")
 
-    def _progress(self) -> None:
-        self._since = time.monotonic()
-
     def _submit(self, action: Callable[[SteppingEngine], Any]) -> Future[Any]:
         """A call that gets what ``action(engine)`` returns, or what a returned future gets."""
         return self._calls.open(lambda number: self._inbox.put((number, action)))
@@ -150,7 +147,10 @@ class RolloutWorker:
             self._loop(engine)
             self._calls.fail("is closed.")
         except BaseException as error:  # nothing above would see it; the callers do, through their futures
-            self._calls.fail(_death(engine, error))
+            refusal = WorkerDied(f"The {engine.name} engine failed and cannot go on ({type(error).__name__}: {error}).")
+            refusal.add_note("".join(traceback.format_exception(error)).rstrip())
+            refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
+            self._calls.fail(refusal)
         try:
             engine.close()
         except Exception:  # an engine that has failed may fail again, and its caller knows the first cause
@@ -163,10 +163,9 @@ class RolloutWorker:
                 self._since = time.monotonic() if busy else None
                 if (call := self._inbox.get()) is None:
                     return
-                busy = True
-                self._progress()
+                busy, self._since = True, time.monotonic()
                 self._do(engine, *call)
-            self._progress()
+            self._since = time.monotonic()
             busy = engine.advance()
 
     def _do(self, engine: SteppingEngine, number: int, action: Callable[[SteppingEngine], Any]) -> None:
@@ -193,13 +192,6 @@ class RolloutWorker:
         except Exception:  # the driver decodes what has no text, and there the error ends the run
             return group
         return replace(group, samples=tuple(replace(sample, text=text) for sample, text in zip(group.samples, texts)))
-
-
-def _death(engine: SteppingEngine, error: BaseException) -> WorkerDied:
-    refusal = WorkerDied(f"The {engine.name} engine failed and cannot go on ({type(error).__name__}: {error}).")
-    refusal.add_note("".join(traceback.format_exception(error)).rstrip())
-    refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
-    return refusal
 
 
 def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> RolloutWorker:
@@ -273,7 +265,9 @@ class FleetEngine(Streams):
             RuntimeError: a worker serves another version afterwards.
         """
         if isinstance(weights, AdapterPack):
-            self._send_base()
+            if self.base is not None:  # a worker that starts later gets it before its first adapter, too
+                base, self.base = self._share(self.base()), None
+                self._broadcast("set_base", base)
         elif not isinstance(weights, WeightPack):
             weights = WeightPack.of(weights)
         served = self._broadcast("update_weights", self._share(weights), version)
@@ -295,12 +289,6 @@ class FleetEngine(Streams):
         first, *others = answers
         odd = {name for other in others for name, held in other.items() if held != first.get(name)}
         return {**first, **{name: first[name]._replace(total=-1) for name in odd}}
-
-    def _send_base(self) -> None:
-        """What the adapter is merged into, once; a worker that starts later gets it before its first adapter."""
-        if self.base is not None:
-            base, self.base = self.base(), None
-            self._broadcast("set_base", self._share(base))
 
     def _broadcast(self, method: str, *args: Any) -> list[Any]:
         return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)

@@ -265,28 +265,22 @@ class Greeting:
     def __init__(self, prompts: list[tuple[int, ...]]) -> None:
         self._prompts = prompts
 
-    def begin(self, request: GroupRequest, index: int) -> Future[Any]:
+    async def begin(self, request: GroupRequest, index: int) -> Any:
         talk = _Silent()
         talk.prompt_ids = self._prompts[index]
-        return _done(talk)
+        return talk
 
 
 class _Silent:
     prompt_ids: tuple[int, ...] | None = None
 
-    def answer(self, said: torch.Tensor) -> Future[Any]:
-        return _done(None)
+    async def answer(self, said: torch.Tensor) -> Any:
+        return None
 
-    def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Any]:
-        return _done({"ended": "answer"})
+    async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Any:
+        return {"ended": "answer"}
 
     def leave(self) -> None: ...
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.engines.stepping import Streams
+from sota_grpo.engines.stepping import Streams, result
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import ArithmeticEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, Talk
@@ -240,11 +240,11 @@ def test_a_dialog_of_one_turn_is_what_the_engine_gave(kind: str) -> None:
 def test_dialogs_by_futures_are_those_of_a_stream_and_take_no_threads() -> None:
     requests, inner = some_requests(40), Submitting()
     engine = dialogs(inner, Grader())
-    threads = threading.active_count()
+    threads = {*threading.enumerate()}
     futures = [engine.submit(request, SAMPLING) for request in requests]
-    most = threading.active_count()
+    further = {*threading.enumerate()} - threads
     require_plain(requests, [future.result(60) for future in futures])
-    assert most == threads
+    assert not further
     late = dialogs(inner, Grader(late=True))
     require_plain(requests, [f.result(60) for f in [late.submit(request, SAMPLING) for request in requests]])
     engine.close()
@@ -280,9 +280,9 @@ class Held:
         self.asked.append(lambda: future.set_result(value))
         return future
 
-    def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
-        graded = GradedTurns(self, Words()).begin(request, index)
-        return self._later(graded.result())
+    async def begin(self, request: GroupRequest, index: int) -> Talk:
+        await result(self._later(None))
+        return await GradedTurns(self, Words()).begin(request, index)
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         total = sum(map(int, pairs[0][0].split()))

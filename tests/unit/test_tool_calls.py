@@ -19,9 +19,10 @@ from jsonschema import Draft202012Validator
 
 from sota_grpo.envs import call_formats
 from sota_grpo.envs.dialogs import TurnTokens
-from sota_grpo.envs.tool_calls import SpokenTurn, ToolCall, ToolCallReader, function_schemas
+from sota_grpo.envs.tool_calls import SpokenTurn, ToolCallReader
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.rl.tool_schemas import ToolCall, function_schemas
 from tests.unit.test_chat_tokens import names_of
 
 SEED = random.randrange(1 << 30)
