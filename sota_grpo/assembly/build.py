@@ -1,4 +1,4 @@
-"""One run is put together: what is cheap and can be wrong first, then learner, engine and source.
+"""One run is put together: what is cheap and can be wrong first, then learner, engine and collector.
 
 In synchronous mode on one machine all of them live in this process; else engines, references and, where there are
 several, the ranks of the learner are workers.
@@ -77,7 +77,7 @@ from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.training.subject import NamedReference, Subject
 from sota_grpo.workers.fleet import Fleet, worker_metrics
 from sota_grpo.workers.instances import Instances
-from sota_grpo.workers.reference import ReferenceService
+from sota_grpo.workers.reference import MAX_ATTEMPTS, ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.sleeping import SleepingFleet
 
@@ -408,6 +408,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         cluster.start_reference(options),
         count,
         capacity=2,  # the next group is there when one is answered
+        max_attempts=MAX_ATTEMPTS,
         silence_s=config.ray.timeout_s,
         start_silence_s=config.ray.timeout_s,
     )

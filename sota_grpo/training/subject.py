@@ -71,7 +71,7 @@ class Subject:
     Args:
         exact: engine and trainer both compute in float32.
         num_layers: of the policy's decoder.
-        transforms: those of the source (reference log-probs, advantages).
+        transforms: those of the collector (reference log-probs, advantages).
         packs: the policy is of a family whose rows are known to be packed, and padded ones were not asked for.
         reference: where it is another model.
         reference_exact: whether the weights of a reference that is the policy at its start have the dtype of the

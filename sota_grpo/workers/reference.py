@@ -21,7 +21,7 @@ from sota_grpo.workers.base import WorkerThread, promised, resolve
 from sota_grpo.workers.fleet import Fleet
 
 _READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
-_MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its life too
+MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its life too
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -214,7 +214,7 @@ def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> Ro
 
 
 class FleetEngine(Streams):
-    """What the gate, the evaluation, the weight_sync and the source see of the rollout workers.
+    """What the gate, the evaluation, weight sync and the collector see of the rollout workers.
 
     Contract. Consumes: requests, one group at a time. Produces: groups, from whichever worker had room. Waits for:
     workers, as long as each shows progress. Unblocked by: the next finished group. When a worker dies or is silent, the
@@ -287,7 +287,7 @@ class FleetEngine(Streams):
         if not answers or None in answers:
             return None
         first, *others = answers
-        odd = {name for other in others for name, held in other.items() if held != first.get(name)}
+        odd = {name for other in others for name, held in other.items() if name in first and held != first[name]}
         return {**first, **{name: first[name]._replace(total=-1) for name in odd}}
 
     def _broadcast(self, method: str, *args: Any) -> list[Any]:
