@@ -33,17 +33,17 @@ _ATTEND_S = 0.1  # between two calls of what is to be attended to
 _IDLE_S = 0.005  # an engine without work is asked again so soon: another thread may have submitted some
 
 
-class Inbox:
-    """What other threads have left to do for the one that drives an engine.
+class EventLoop:
+    """The event loop of the thread that drives an engine: actions that any thread posts, and coroutines.
 
     Args:
-        engine: makes a step whenever nothing is left to do.
+        engine: makes a step whenever no action waits.
         attend: called while there is nothing to do.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
-    >>> inbox, done = Inbox(ScriptedEngine()), []
-    >>> inbox.post(lambda: done.append(1))
-    >>> inbox.run_once(), done, inbox.run_once(timeout_s=0.0)
+    >>> loop, done = EventLoop(ScriptedEngine()), []
+    >>> loop.post(lambda: done.append(1))
+    >>> loop.run_once(), done, loop.run_once(timeout_s=0.0)
     (1, [1], 0)
     """
 
@@ -130,13 +130,13 @@ class Task(Future[Result]):
 
 @coroutine
 def result(future: Future[Result]) -> Generator[Future[Result], None, Result]:
-    """What ``future`` resolves to: ``await result(engine.submit(...))`` in a coroutine of :meth:`Inbox.start`."""
+    """What ``future`` resolves to: ``await result(engine.submit(...))`` in a coroutine of :meth:`EventLoop.start`."""
     yield future
     return future.result()
 
 
-def completed(inbox: Inbox, begin: Iterable[Callable[[], Future[Result]]]) -> Iterator[Result]:
-    """Begin everything, then yield the results as they come, driving the engine of ``inbox``.
+def completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]]) -> Iterator[Result]:
+    """Begin everything, then yield the results as they come, driving the engine of ``loop``.
 
     What is left when the iterator is dropped, or when a failure ends it, is cancelled.
     """
@@ -145,10 +145,10 @@ def completed(inbox: Inbox, begin: Iterable[Callable[[], Future[Result]]]) -> It
     try:
         for one in begin:
             left.add(future := one())
-            future.add_done_callback(lambda future: inbox.post(partial(done.append, future)))
+            future.add_done_callback(lambda future: loop.post(partial(done.append, future)))
         while left:
             while not done:
-                inbox.run_once()
+                loop.run_once()
             left.discard(future := done.popleft())
             yield future.result()
     finally:
@@ -162,7 +162,7 @@ class Streams:
     stepwise = False
 
     def advance(self) -> bool:
-        """Nothing to do for whoever waits."""
+        """Nothing: the engine drives itself."""
         return False
 
     def generate(self: Any, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
@@ -172,7 +172,7 @@ class Streams:
             ValueError: a prompt leaves no room for a response; raised at the call.
         """
         response_rooms(requests, sampling, self.max_model_len)
-        return completed(Inbox(self), [partial(self.submit, request, sampling) for request in requests])
+        return completed(EventLoop(self), [partial(self.submit, request, sampling) for request in requests])
 
 
 class FairLock:

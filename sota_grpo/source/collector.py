@@ -17,7 +17,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Transform
 
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import Inbox, result
+from sota_grpo.engines.stepping import EventLoop, result
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
@@ -64,7 +64,7 @@ class PromptGroupCollector(BaseCollector):
 
     Contract. Consumes: prompts of ``env.stream``, and groups as engine, grader and ``reference`` finish them.
     Each is sampled, graded, taken to the reference and finished by one coroutine, in the thread that drives the engine:
-    the dispatcher, or the caller that waits. A future that resolves puts the coroutine into that thread's inbox.
+    the dispatcher, or the caller that waits. A future that resolves puts the coroutine into that thread's loop.
     Produces: batches of ``num_groups`` groups, in the order drawn. Waits for: the ``num_groups`` groups
     with the oldest admission version, unfinished ones included. Unblocked by: the last of them; ``should_stop`` (it
     raises :class:`Interrupted` and nothing has changed); a failed future (its exception is raised); nothing resolved
@@ -192,7 +192,7 @@ class PromptGroupCollector(BaseCollector):
         self._unasked: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
-        self._inbox, self._clock = Inbox(policy), StageClock()
+        self._loop, self._clock = EventLoop(policy), StageClock()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: BaseException | None = None
@@ -361,7 +361,7 @@ class PromptGroupCollector(BaseCollector):
     def close(self, timeout: float | None = 10.0) -> None:
         """Stop collecting; engine and environment stay open."""
         self._closed = True
-        self._inbox.post(lambda: None)
+        self._loop.post(lambda: None)
         with self._changed:
             self._changed.notify_all()
         if self.is_running() and self._thread is not threading.current_thread():
@@ -440,7 +440,7 @@ class PromptGroupCollector(BaseCollector):
 
     def handle_events(self) -> int:
         """Do what has come (``dispatch=False``), without a step of the engine; the number of events handled."""
-        return self._inbox.drain()
+        return self._loop.drain()
 
     def _begin(self) -> None:
         """Admit the first groups: those that a saved run had in flight, then new ones."""
@@ -505,7 +505,7 @@ class PromptGroupCollector(BaseCollector):
                         self._changed.wait(_POLL_S)
                     else:
                         self._ask_together()
-                        self._inbox.run_once(_POLL_S)
+                        self._loop.run_once(_POLL_S)
                 finally:
                     self._waiting = False
 
@@ -522,11 +522,11 @@ class PromptGroupCollector(BaseCollector):
                 *(self._slots.refill.num_draws, len(kept)),
             )
         for group, rows in kept:
-            self._inbox.post(partial(self._run, self._finish(group, rows)))
+            self._loop.post(partial(self._run, self._finish(group, rows)))
         return False
 
     def _require_progress(self, began: float) -> None:
-        silent = time.monotonic() - max(began, self._inbox.active_at)
+        silent = time.monotonic() - max(began, self._loop.active_at)
         if silent <= self.wait_deadline_s:
             return
         counts = self._clock.counts
@@ -538,7 +538,7 @@ class PromptGroupCollector(BaseCollector):
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """The first failure of a group is raised where a batch is waited for; the other groups go on."""
-        self._inbox.start(coroutine).add_done_callback(lambda task: self._fail(task.exception()))
+        self._loop.start(coroutine).add_done_callback(lambda task: self._fail(task.exception()))
 
     async def _live(self, group: Group) -> None:
         """A group's life, from its admission to the buffer."""
@@ -570,7 +570,7 @@ class PromptGroupCollector(BaseCollector):
     def _dispatch(self) -> None:
         while not self._closed:
             try:
-                self._inbox.run_once()
+                self._loop.run_once()
             except BaseException as failure:  # of the engine's step
                 self._fail(failure)
                 return

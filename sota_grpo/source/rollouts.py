@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from functools import partial
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import Inbox, completed, result
+from sota_grpo.engines.stepping import EventLoop, completed, result
 from sota_grpo.envs import TaskEnv
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.collate import drawn_entries, group_table, last_turn
@@ -31,14 +30,10 @@ from sota_grpo.rl.transforms import write_scores
 
 SAMPLE, GRADE, REFERENCE = "sample", "grade", "reference"
 
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.1  # how often a waiting main thread looks at should_stop
-
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked for: ``num_samples`` responses to ``example``, from the random streams of ``seed``."""
+    """The prompt of one group: ``num_samples`` responses to ``example``, from the random streams of ``seed``."""
 
     group_id: int
     example: Example
@@ -48,13 +43,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Graded:
-    """A group that was sampled and graded.
+    """A prompt group with its rewards.
 
     Args:
-        prompt: what was asked for.
         samples: as the engine gave them.
         rows: one per sample, rewards written.
-        scores: what the grader said of each.
+        scores: of each sample, by the grader.
     """
 
     prompt: Prompt
@@ -174,8 +168,8 @@ class Rollouts:
 
         What is left when the iterator is dropped is cancelled.
         """
-        inbox = Inbox(self.engine, self.attend)
-        return completed(inbox, (partial(self._begin, inbox, prompt, sampling) for prompt in prompts))
+        loop = EventLoop(self.engine, self.attend)
+        return completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
 
-    def _begin(self, inbox: Inbox, prompt: Prompt, sampling: Sampling) -> Future[Graded]:
-        return inbox.start(self.group(prompt, sampling))
+    def _begin(self, loop: EventLoop, prompt: Prompt, sampling: Sampling) -> Future[Graded]:
+        return loop.start(self.group(prompt, sampling))
