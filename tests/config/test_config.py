@@ -96,6 +96,12 @@ class ConfigReads(ast.NodeVisitor):
             self.read.add(name)
         self.generic_visit(node)
 
+    def visit_For(self, node: ast.For) -> None:
+        """A loop over the configs of a mixture's tasks reads each as ``config``."""
+        if ast.unparse(node.iter) == "task_configs(config).items()" and isinstance(node.target, ast.Tuple):
+            self._alias |= {target.id: "" for target in node.target.elts[1:] if isinstance(target, ast.Name)}
+        self.generic_visit(node)
+
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
             name = self._dotted(value)
