@@ -47,7 +47,7 @@ def run(
 
     Args:
         batches: of complete groups, none older than the bound: the collector itself, or the replay buffer that it fills
-            beside the learner.
+            concurrently.
         before: called with the number of each step, before it (evaluation).
         after: called with the number of steps done (checkpoint); False ends the loop there.
     """

@@ -115,7 +115,7 @@ class Task(Future[Result]):
             self._waits_for: Future[Any] = self._coroutine.send(None)
         except StopIteration as ended:
             self.set_result(ended.value)
-        except BaseException as error:  # it belongs to whoever reads the future
+        except BaseException as error:  # raised where the result is read
             self.set_exception(error)
         else:
             self._waits_for.add_done_callback(lambda _: self._post(self._go_on))

@@ -1,1 +1,1 @@
-"""Where the loop gets its batches from: a collector in step with the learner, or rollouts that run beside it."""
+"""Where the loop gets its batches from: a collector, and the replay buffer that it fills."""

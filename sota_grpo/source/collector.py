@@ -1,4 +1,4 @@
-"""The collector: TorchRL's interface to the rollouts, in turns with the learner or beside it."""
+"""The collector: TorchRL's interface to the rollouts, synchronous or concurrent with the learner."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _POLL_S = 0.1  # how often a waiting main thread looks at should_stop
 class PromptGroupCollector(BaseCollector):
     """Draws prompts, samples a group of responses to each, has them graded, and gives whole groups to the learner.
 
-    In turns with the learner, as a TorchRL collector is iterated::
+    Synchronously, as a TorchRL collector is iterated::
 
         collector = PromptGroupCollector(
             env, engine, sampling=Sampling(max_tokens=64), dialog_turns_per_batch=32, postproc=GroupAdvantage()
@@ -53,7 +53,7 @@ class PromptGroupCollector(BaseCollector):
             ...                                 # loss, backward, optimizer
             collector.update_policy_weights_(model)
 
-    Beside the learner, filling a replay buffer::
+    Concurrently with the learner, into a replay buffer::
 
         buffer = GroupReplayBuffer(max_groups=16, num_groups=8, transform=GroupAdvantage())
         collector = PromptGroupCollector(..., max_policy_age=1, replay_buffer=buffer)
@@ -68,7 +68,7 @@ class PromptGroupCollector(BaseCollector):
     Produces: batches of ``num_groups`` groups, in the order drawn. Waits for: the ``num_groups`` groups
     with the oldest admission version, unfinished ones included. Unblocked by: the last of them; ``should_stop`` (it
     raises :class:`Interrupted` and nothing has changed); a failed future (its exception is raised); nothing resolved
-    for ``wait_deadline_s`` (``TimeoutError``). When a partner dies: whoever resolves the future asks again or fails it;
+    for ``wait_deadline_s`` (``TimeoutError``). When a partner dies: the owner of the future retries or fails it;
     a failure ends the run, and the state can still be saved.
 
     **The age of a token** is bounded by the four rules of :func:`sota_grpo.functional.max_groups_admitted`: a group
@@ -77,13 +77,13 @@ class PromptGroupCollector(BaseCollector):
     version; a discarded group gives up its slot at once. The bound is asserted on every row. A loop that asks for the
     next batch without a push releases the last one so: its policy has not changed.
 
-    **In turns**, nothing happens beside the learner: groups are asked for when a batch is, all together; those that
-    replace zero-advantage ones (rewards all equal) once all others are graded, together again. Whoever waits drives the
-    engine. All slots are taken at every step, so batches are the same as those beside the learner at age 0, dynamic
+    **Synchronously**, nothing happens while the learner learns: a batch's groups are requested together when the batch
+    is; those that replace zero-advantage ones (rewards all equal) once all others are graded, together again. The caller
+    drives the engine. All slots are taken at every step, so batches are those of a concurrent run at age 0, dynamic
     sampling included (see :class:`~sota_grpo.source.admission.Refill`).
 
     **After a resume** the bound holds by the same proof. Finished groups come back with their rows, groups in flight
-    are asked for again under the same ids, before any new prompt, and both keep the admission version that they had.
+    are requested again under the same ids, before any new prompt, and both keep the admission version that they had.
     So the groups, their slots and their order are those of a run without interruption, in which the engines happened
     to begin the unfinished groups anew: their tokens are then sampled by later versions than the one they are ordered
     by, which makes them younger than the proof needs. A batch that was given out and not released counts as trained.
@@ -95,7 +95,7 @@ class PromptGroupCollector(BaseCollector):
         dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``; where tasks have group sizes of
             their own, the number of prompts that have so many with ``env.repeats`` each.
         total_dialog_turns: batches end when so many responses were collected; -1 never ends.
-        max_policy_age: oldest policy, in pushes, whose tokens may be in a batch; 0 in turns.
+        max_policy_age: oldest policy, in pushes, whose tokens may be in a batch; 0 if synchronous.
         replay_buffer: is filled. A :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` keeps the age bound up to
             its batches. Any other of TorchRL is extended batch by batch, iterating then gives None, and the age of its
             rows is up to its sampler.
@@ -106,11 +106,11 @@ class PromptGroupCollector(BaseCollector):
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
         refill: replace groups whose rewards are all equal by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
         max_draws: most rounds of draws per step under ``refill``; then zero-advantage groups complete the batch.
-        sleep_engine: in turns, free the engine's device once a batch is sampled; the next push wakes it.
+        sleep_engine: if synchronous, free the engine's device once a batch is sampled; the next push wakes it.
         should_stop: asked while waiting.
         wait_deadline_s: longest wait in which nothing resolves.
         attend: called now and then while groups are waited for.
-        metrics_extra: further metrics, asked for with every batch.
+        metrics_extra: further metrics of every batch.
         as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, as our learner takes them.
 
     Raises:
@@ -161,7 +161,7 @@ class PromptGroupCollector(BaseCollector):
         slots = max_groups_admitted(max_policy_age, self.num_groups)
         if max_policy_age and not isinstance(replay_buffer, GroupReplayBuffer):
             raise ValueError(
-                f"max_policy_age={max_policy_age} is for a replay buffer that is filled beside the learner: give "
+                f"max_policy_age={max_policy_age} is for a replay buffer that is filled concurrently: give "
                 f"replay_buffer=GroupReplayBuffer({slots}, {self.num_groups}), and call start()."
             )
         if isinstance(replay_buffer, GroupReplayBuffer):
@@ -187,7 +187,7 @@ class PromptGroupCollector(BaseCollector):
             max_draws=max_draws,
         )
         self._frames, self._iter = 0, -1
-        self._beside = self._begun = self._waiting = False
+        self._concurrent = self._begun = self._waiting = False
         self._saved_version = 0  # of the state that was loaded
         self._unasked: list[Group] = []
         self._metrics: dict[str, float] = {}
@@ -227,13 +227,13 @@ class PromptGroupCollector(BaseCollector):
         Raises:
             Interrupted: ``should_stop`` while waiting.
             TimeoutError: nothing resolved for ``wait_deadline_s``.
-            UnusableValues: a transform found rewards that cannot be used; the batch will be asked for again.
+            UnusableValues: a transform found rewards that cannot be used; the batch will be sampled again.
             RuntimeError: a token is older than ``max_policy_age`` versions.
         """
         return self._buffer.sample()
 
     def start(self, *, dispatch: bool = True) -> None:
-        """Collect beside the caller from now on, into ``replay_buffer``.
+        """Collect concurrently with the caller from now on, into ``replay_buffer``.
 
         A failure is raised where a batch is waited for; with a buffer of another kind at the next push of weights, or
         by :meth:`shutdown`.
@@ -244,7 +244,7 @@ class PromptGroupCollector(BaseCollector):
         Raises:
             RuntimeError: there is no buffer, or it was called before.
         """
-        if self._beside or self._thread is not None:
+        if self._concurrent or self._thread is not None:
             raise RuntimeError(f"{type(self).__name__}.start() was called before.")
         if self.replay_buffer is None:
             raise RuntimeError(f"{type(self).__name__}.start() fills a replay buffer; give replay_buffer=.")
@@ -252,7 +252,7 @@ class PromptGroupCollector(BaseCollector):
             self._thread = threading.Thread(target=self._fill_foreign, name="collector", daemon=True)
             self._thread.start()
             return
-        self._beside = True
+        self._concurrent = True
         if dispatch:
             self._thread = threading.Thread(target=self._dispatch, name="dispatcher", daemon=True)
             self._begin()
@@ -281,7 +281,7 @@ class PromptGroupCollector(BaseCollector):
         """
         if self._failure is not None:
             raise self._failure
-        if self._beside and self._begun and not self._slots.given_out:
+        if self._concurrent and self._begun and not self._slots.given_out:
             raise RuntimeError(
                 f"Weights were pushed without a batch between: max_policy_age={self.max_policy_age} counts pushes, so "
                 "push once per batch, and the first weights before start()."
@@ -296,7 +296,7 @@ class PromptGroupCollector(BaseCollector):
             raise ValueError("Which weights? Pass the model, or make the collector with weight_sync=.")
         else:
             self.policy.update_weights(named_weights(given), version)
-        if self._thread is None or self._beside:  # else the thread that fills another buffer goes on by itself
+        if self._thread is None or self._concurrent:  # else the thread that fills another buffer goes on by itself
             self.release()
 
     def release(self) -> None:
@@ -342,7 +342,7 @@ class PromptGroupCollector(BaseCollector):
         return dict(self._metrics)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Of the samples to come, before the first batch; returns the next seed, unless ``static_seed``."""
+        """The seed of all samples, before the first batch; returns the next seed, unless ``static_seed``."""
         if self._begun:
             raise RuntimeError("set_seed() was called after the first batch; call it before.")
         self._seed = seed
@@ -376,7 +376,7 @@ class PromptGroupCollector(BaseCollector):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the state was taken, in a collector that was not started yet.
 
-        Nothing is asked for before the next batch is, and the engine has to serve the weights of that moment by then:
+        Nothing is requested before the next batch is, and the engine has to serve the weights of that moment by then:
         ``update_policy_weights_(model, version=state_dict["policy_version"])``.
 
         Raises:
@@ -387,7 +387,7 @@ class PromptGroupCollector(BaseCollector):
             raise RuntimeError("load_state_dict() was called after the first batch; load before it.")
         if state_dict["max_policy_age"] and self.replay_buffer is None:
             raise UserError(
-                "The saved run had workers beside its learner, whose groups this one, which takes turns, would lose; "
+                "The saved run had workers, whose groups this synchronous one would lose; "
                 "resume it in the same mode, on as many devices as it had."
             )
         self._slots.load_state_dict(state_dict)
@@ -411,12 +411,12 @@ class PromptGroupCollector(BaseCollector):
             busy = self._clock.lap()
             left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": self._buffer.num_waiting}
         seconds = {"generate": busy[SAMPLE], "score": max(0.0, waited - busy[SAMPLE])}
-        if self._beside:  # the phases overlap with learning, and with each other
+        if self._concurrent:  # the phases overlap with learning, and with each other
             seconds |= {"score": busy[GRADE], "wait": waited}
         seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
         try:
             batch = draw()
-        except Exception:  # of a transform: what is saved now asks for these groups again
+        except Exception:  # of a transform: these groups are sampled again, also by a run that is resumed from here
             with self._changed:
                 groups = self._slots.take_back()
             self._submit(groups)
@@ -424,7 +424,7 @@ class PromptGroupCollector(BaseCollector):
         for phase, value in self._buffer.seconds().items():
             seconds[phase] = seconds.get(phase, 0.0) + value
         rows = RowTable.of(batch[0] if isinstance(batch, tuple) else batch)
-        if self._thread is None or self._beside:
+        if self._thread is None or self._concurrent:
             require_age(rows, self.policy_version, self.max_policy_age)
         self._frames, self._iter = self._frames + len(rows), self._iter + 1
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
@@ -439,17 +439,15 @@ class PromptGroupCollector(BaseCollector):
             return self._is_ready()
 
     def handle_events(self) -> int:
-        """Do what has come (``dispatch=False``), without a step of the engine; the number of events handled."""
+        """Handle the events that have arrived (``dispatch=False``), without a step of the engine; how many they were."""
         return self._loop.drain()
 
     def _begin(self) -> None:
         """Admit the first groups: those that a saved run had in flight, then new ones."""
         if self._begun:
             return
-        if self.max_policy_age and not self._beside:
-            raise ValueError(
-                f"max_policy_age={self.max_policy_age} is for a collector beside the learner: call start()."
-            )
+        if self.max_policy_age and not self._concurrent:
+            raise ValueError(f"max_policy_age={self.max_policy_age} is for concurrent collection: call start().")
         if self.policy_version < self._saved_version:
             raise RuntimeError(
                 f"The state was saved at policy version {self._saved_version}, and the engine serves "
@@ -458,7 +456,7 @@ class PromptGroupCollector(BaseCollector):
         self._begun = True
         pending = list(self._slots.in_flight.values())
         fresh = self._slots.fill()
-        if self._beside and self._thread is not None:
+        if self._concurrent and self._thread is not None:
             self._thread.start()
         self._submit([*pending, *fresh])
 
@@ -470,7 +468,7 @@ class PromptGroupCollector(BaseCollector):
             self._failure = failure
 
     def _submit(self, groups: Sequence[Group]) -> None:
-        if not self._beside:
+        if not self._concurrent:
             self._unasked += groups
             return
         for group in groups:
@@ -499,9 +497,9 @@ class PromptGroupCollector(BaseCollector):
                     if self._is_ready():
                         return
                     if self.should_stop():
-                        raise Interrupted("a stop was asked for while the next batch was waited for.")
+                        raise Interrupted("a stop was requested while the next batch was waited for.")
                     self._require_progress(began)
-                    if self._beside and self._thread is not None:
+                    if self._concurrent and self._thread is not None:
                         self._changed.wait(_POLL_S)
                     else:
                         self._ask_together()

@@ -91,7 +91,7 @@ class OldestGroups(Sampler):
             RuntimeError: fewer groups wait.
         """
         if num_groups > len(self):
-            raise RuntimeError(f"{num_groups} finished groups were asked for and the buffer holds {len(self)}.")
+            raise RuntimeError(f"{num_groups} finished groups were requested and the buffer holds {len(self)}.")
         oldest = sorted(self._waiting, key=self._waiting.__getitem__)[:num_groups]
         self._picked = sorted(oldest, key=lambda index: self._waiting[index][2])  # in the order drawn
         self.taken = {}
@@ -105,7 +105,7 @@ class OldestGroups(Sampler):
             self.pick(batch_size)
         if len(self._picked) != batch_size:
             raise ValueError(
-                f"{batch_size} groups were asked for, and the collector's batches have {len(self._picked)}."
+                f"{batch_size} groups were requested, and the collector's batches have {len(self._picked)}."
             )
         self.sampled, self._picked = self._picked, []
         return torch.tensor(self.sampled), {}

@@ -136,7 +136,7 @@ class Rollouts:
         Args:
             prompt: of the group.
             sampling: how a response is drawn; the task may bound its length further.
-            clock: is told of the stages.
+            clock: notified of the stages.
 
         Raises:
             ValueError: the prompt leaves no room for a response.
@@ -164,7 +164,7 @@ class Rollouts:
         return Graded(prompt, samples, rows, scores)
 
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
-        """Each group as soon as it is graded, driving the engine; nothing is asked for before the first is.
+        """Each group as soon as it is graded, driving the engine; nothing is requested before the first is.
 
         What is left when the iterator is dropped is cancelled.
         """

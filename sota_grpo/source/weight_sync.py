@@ -33,10 +33,10 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 class Compared:
     """Names of weights by what the engine holds.
 
-    ``unread``: it has them under no such name, or their elements in another order. ``told``: it tells any at all.
+    ``unread``: it has them under no such name, or their elements in another order. ``reported``: it reports any at all.
     """
 
-    told: bool = True
+    reported: bool = True
     equal: set[str] = field(default_factory=set)
     differing: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
@@ -52,8 +52,8 @@ class EngineWeightSync(WeightSyncScheme):
         weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
             adapter alone, for engines that merge it (:class:`~sota_grpo.policy.lora.AdapterPack`).
         engine: receives them.
-        make_room: the engine stands on the learner's devices, so each makes room for the other: this gives back what
-            the learner's side holds there in reserve. None: it has its own.
+        make_room: releases the memory that the learner caches, where the engine shares its devices; None: it has its
+            own.
         whole: what an engine that was given an adapter alone holds then: all weights, it merged.
 
     Attributes:
@@ -94,7 +94,7 @@ class EngineWeightSync(WeightSyncScheme):
     def compared(self) -> Compared:
         """The weights that the engine holds, with the learner's."""
         if (held := self.engine.weight_sums()) is None:
-            return Compared(told=False)
+            return Compared(reported=False)
         result = Compared()
         for name, value in (self.whole or self.policy_weights)():
             own = held.get(name)

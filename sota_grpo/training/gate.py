@@ -290,7 +290,7 @@ def pushed_weights_landed(subject: Subject) -> Check:
     )
     if count := len(compared.equal) + len(differing):
         sentence += f"; {len(differing)} of {count} tensors have another checksum in the engine"
-    if not subject.exact and not compared.told:
+    if not subject.exact and not compared.reported:
         sentence += f"; not verified: single tensors, which {subject.weight_sync.engine.name} does not read back"
     if not subject.exact and compared.unread:
         sentence += f"; not verified: {_few(sorted(compared.unread))}, which the engine holds in another form"

@@ -101,7 +101,7 @@ def test_a_full_buffer_refuses_and_keeps_what_it_has() -> None:
 def test_asking_for_more_than_there_is_says_so() -> None:
     buffer = buffer_of(2)
     put(buffer, group(0), 0)
-    with pytest.raises(RuntimeError, match="2 finished groups were asked for and the buffer holds 1"):
+    with pytest.raises(RuntimeError, match="2 finished groups were requested and the buffer holds 1"):
         buffer.sample(2)
 
 
