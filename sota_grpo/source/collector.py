@@ -78,8 +78,8 @@ class PromptGroupCollector(BaseCollector):
     next batch without a push releases the last one so: its policy has not changed.
 
     **Synchronously**, nothing happens while the learner learns: a batch's groups are requested together when the batch
-    is; those that replace zero-advantage ones (rewards all equal) once all others are graded, together again. The caller
-    drives the engine. All slots are taken at every step, so batches are those of a concurrent run at age 0, dynamic
+    is; those that replace zero-advantage ones (rewards all equal) once all others are graded, together again. The
+    caller drives the engine. All slots are taken at every step, so batches are those of a concurrent run at age 0, dynamic
     sampling included (see :class:`~sota_grpo.source.admission.Refill`).
 
     **After a resume** the bound holds by the same proof. Finished groups come back with their rows, groups in flight
@@ -439,7 +439,7 @@ class PromptGroupCollector(BaseCollector):
             return self._is_ready()
 
     def handle_events(self) -> int:
-        """Handle the events that have arrived (``dispatch=False``), without a step of the engine; how many they were."""
+        """Handle what has arrived (``dispatch=False``), without a step of the engine; how many events it was."""
         return self._loop.drain()
 
     def _begin(self) -> None:
