@@ -79,8 +79,8 @@ class PromptGroupCollector(BaseCollector):
 
     **Synchronously**, nothing happens while the learner learns: a batch's groups are requested together when the batch
     is; those that replace zero-advantage ones (rewards all equal) once all others are graded, together again. The
-    caller drives the engine. All slots are taken at every step, so batches are those of a concurrent run at age 0, dynamic
-    sampling included (see :class:`~sota_grpo.source.admission.Refill`).
+    caller drives the engine. All slots are taken at every step, so batches are those of a concurrent run at age 0,
+    dynamic sampling included (see :class:`~sota_grpo.source.admission.Refill`).
 
     **After a resume** the bound holds by the same proof. Finished groups come back with their rows, groups in flight
     are requested again under the same ids, before any new prompt, and both keep the admission version that they had.
