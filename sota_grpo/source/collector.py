@@ -188,7 +188,7 @@ class PromptGroupCollector(BaseCollector):
         )
         self._frames, self._iter = 0, -1
         self._concurrent = self._begun = self._waiting = False
-        self._saved_version = 0  # of the state that was loaded
+        self._saved_version: int | None = None  # of the state that was loaded
         self._unasked: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
@@ -448,7 +448,7 @@ class PromptGroupCollector(BaseCollector):
             return
         if self.max_policy_age and not self._concurrent:
             raise ValueError(f"max_policy_age={self.max_policy_age} is for concurrent collection: call start().")
-        if self.policy_version < self._saved_version:
+        if self._saved_version is not None and self.policy_version < self._saved_version:
             raise RuntimeError(
                 f"The state was saved at policy version {self._saved_version}, and the engine serves "
                 f"{self.policy_version}: push the weights of that version first."

@@ -93,6 +93,7 @@ class Rig:
         num_groups: int = 4,
         max_policy_age: int = 0,
         grade: Callable[[list], Future] | None = None,
+        submit: Callable[..., Future] | None = None,
         **options,
     ):
         self.env = small_env()
@@ -100,6 +101,8 @@ class Rig:
             self.env.grader = SimpleNamespace(scores=grade)
         self.engine = random_engine(self.env, right=right, seed=seed)
         self.desk = Desk(self.engine)
+        if submit is not None:
+            self.desk.submit = submit
         self.source = collector_of(
             self.env,
             self.desk,
@@ -522,12 +525,9 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, dis
     def refuse(*_: object) -> Future:
         raise error
 
-    options = {} if stage in ("sample", "asking") else {stage: failing}
+    options = {"sample": {"submit": failing}, "asking": {"submit": refuse}}.get(stage, {stage: failing})
     rig = Rig(dispatch=dispatch, **options)
-    chosen = {"sample": failing, "asking": refuse}.get(stage)
-    if chosen is not None:
-        rig.desk.submit = chosen
-    else:
+    if stage not in ("sample", "asking"):
         rig.source.is_ready()
         for group_id in range(4):
             rig.desk.finish(group_id)
