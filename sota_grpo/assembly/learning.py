@@ -157,7 +157,7 @@ def wants_fused_layers(config: Config, device_type: str) -> bool:
 def make_reference(
     config: Config, policy: CausalPolicy, placement: Placement, device_type: str, autocast: Context = nullcontext
 ) -> ReferencePolicy | None:
-    """Nothing where nobody asks; the base model under the adapter; or weights of its own.
+    """None without a KL term or teacher; the base model under the adapter; or a model of its own.
 
     Args:
         autocast: of the learner, for a reference that computes in this process.

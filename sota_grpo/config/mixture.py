@@ -109,7 +109,7 @@ def mean_responses_per_step(config: Config) -> int:
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Most turns of a dialog, by task: one where nobody answers a response."""
+    """Most turns of a dialog, by task: 1 where a response is not answered."""
     mixture = config.env.mixture
     if mixture is None:
         return {config.env.dataset: config.env.max_steps}

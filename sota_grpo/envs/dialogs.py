@@ -146,7 +146,7 @@ class Talk(Protocol):
     this dialog, None where it is the group's. ``answer`` takes the ids of a turn of the policy and gives the messages
     that answer it, None where the dialog is over. ``end`` takes the last turn where it was not answered (it was
     truncated, or the last that is allowed) and whether the dialog was cut for length, and gives its record
-    (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead where nobody waits any more.
+    (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead after the request was cancelled.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -365,10 +365,10 @@ class TurnOrder:
 
 
 class _Turn(Future[GroupOutput]):
-    """What the policy says in a turn, which is asked for by :meth:`add_done_callback`.
+    """The future of a turn of the policy, which :meth:`add_done_callback` requests from the engine.
 
-    So whoever gives the turn goes on with the dialog at once, and says whether another turn may follow before the
-    engine's next step; asked for earlier, it could be there before anybody waits for it.
+    So the thread that resolves the turn continues the dialog at once, and announces before the engine's next step
+    whether another turn may follow; a turn requested earlier could be resolved before its dialog waits for it.
     """
 
     def __init__(self, ask: Callable[[Future[GroupOutput]], None]):
@@ -446,7 +446,7 @@ class GroupDialogs:
             request = GroupRequest(self._request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
 
     def _go_on(self, index: int, dialog: Callable[[], object]) -> None:
-        """Where nobody waits there is no further turn; a partner that begins then is told."""
+        """After the request was cancelled there is no further turn; a partner that begins later is left."""
         if index not in self._dialogs or not self._is_left():
             dialog()
 

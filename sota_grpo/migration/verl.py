@@ -477,7 +477,7 @@ def example_of(columns: Mapping[str, str]) -> Example:
 
 
 def verl_rows(task: Task, examples: Sequence[Example], split: str) -> Iterator[dict[str, Any]]:
-    """verl's five columns; the example stands in ``extra_info``, where our grader looks for it.
+    """verl's five columns; the example is in ``extra_info``, where our grader reads it.
 
     >>> from sota_grpo.tasks import make_task
     >>> task = make_task("arithmetic", num_train=1, num_heldout=1)

@@ -412,7 +412,7 @@ class FileTask(ChatTask):
 class QuestionTask(FileTask):
     """Problems of a data set whose answers stand in a format.
 
-    A task says what is asked for where any format of the answer will do.
+    ``any_format`` is the format that the prompt requests under ``answer_format=any``.
 
     Raises:
         ValueError: an unknown answer format, or a negative weight.

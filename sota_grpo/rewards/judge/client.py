@@ -173,7 +173,7 @@ class VerdictCache:
 
 
 def _verdict_of(line: bytes) -> tuple[str, Verdict] | None:
-    """Key and verdict of a line; None of a line that is none, whoever wrote it."""
+    """Key and verdict of a line of the cache; None if the line is damaged."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
