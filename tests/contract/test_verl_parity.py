@@ -46,6 +46,8 @@ def exported(name: str) -> tuple[Config, dict[str, Any]]:
     config = composed("grpo_cpu", f"algorithm={name}")
     if name == "geometric_rejection":  # bounds that the drift of these rows crosses
         config.algorithm.correction_cap, config.algorithm.correction_floor = 1.25, 0.8
+    if name in ("gspo", "gmpo"):  # verl bounds no ratio of a negative advantage there, which the export notes
+        config.algorithm.dual_clip = None
     return config, verl_options(config, FACTS)[0]
 
 
