@@ -186,17 +186,24 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
     return False
 
 
-def require_age(rows: RowTable, version: int, max_policy_age: int) -> None:
+def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: object = None) -> None:
     """Assert the bound on the age of every row's oldest token.
+
+    Args:
+        rows: a batch.
+        version: the version that the engines serve.
+        max_policy_age: largest age, in pushes.
+        sampler: of the user, which chose the groups.
 
     Raises:
         RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``.
     """
     oldest = int(rows.get(keys.POLICY_VERSION).min())
     if not 0 <= version - oldest <= max_policy_age:
+        fix = "" if sampler is None else f" {type(sampler).__name__} chose its group too late: prefer older groups."
         raise RuntimeError(
-            f"A token of policy version {oldest} arrived at version {version}; train.max_policy_age is "
-            f"{max_policy_age}."
+            f"The batch has a token of policy version {oldest} at version {version}; train.max_policy_age is "
+            f"{max_policy_age}.{fix}"
         )
 
 
@@ -242,7 +249,9 @@ class Slots:
         self.num_groups, self.max_policy_age = num_groups, max_policy_age
         self.count = max_groups_admitted(max_policy_age, num_groups)
         self.buffer, self._finished = buffer, buffer.sampler
-        buffer.admitted = lambda group_id: self.in_flight[group_id].version if group_id in self.in_flight else None
+        buffer.writer.admitted = lambda group_id: (
+            self.in_flight[group_id].version if group_id in self.in_flight else None
+        )
         self.refill = Refill(num_groups=num_groups, slots=self.count, max_draws=max_draws)
         self.in_flight: dict[int, Group] = {}
         self._in_flight_versions: Counter[int] = Counter()
@@ -251,7 +260,7 @@ class Slots:
 
     def fill(self) -> list[Group]:
         """New groups for all free slots, and in place of zero-advantage groups as far as the step allows."""
-        held = len(self.in_flight) + self.buffer.num_waiting + self.refill.num_held + self.given_out
+        held = len(self.in_flight) + len(self._finished) + self.refill.num_held + self.given_out
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
@@ -267,6 +276,8 @@ class Slots:
 
     def batch_is_ready(self) -> bool:
         """Whether the groups that the next batch must have are finished."""
+        if self._finished.sampler is not None:
+            return len(self._finished) >= self.num_groups
         admitted = self._in_flight_versions + self._finished.versions + self.refill.held_versions()
         return oldest_are_finished(self.num_groups, admitted, self._finished.versions)
 
@@ -274,7 +285,11 @@ class Slots:
         """The zero-advantage groups that stay, if the next batch waits for nothing else; they are in flight again."""
         held = self.refill.held_versions()
         done = self._finished.versions + held
-        if not held or not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done):
+        if self._finished.sampler is not None:
+            waits = bool(self.in_flight)
+        else:
+            waits = not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done)
+        if not held or waits:
             return []
         kept = self.refill.settle()
         for group, _ in kept:
@@ -283,7 +298,7 @@ class Slots:
 
     def take(self) -> None:
         """Give out the next batch, which is ready: what the buffer's next sample is."""
-        self._finished.pick(self.num_groups)
+        self._finished.pick(self.buffer.storage, self.num_groups)
         self.given_out = self.num_groups
 
     def take_back(self) -> list[Group]:

@@ -41,6 +41,16 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1  # how often a waiting main thread looks at should_stop
 
 
+def _refusal(sentence: str) -> Callable[..., Any]:
+    """A method of TorchRL's collectors that has no meaning here."""
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(sentence)
+
+    refused.__doc__ = f"Raise ``NotImplementedError``: {sentence}"
+    return refused
+
+
 class PromptGroupCollector(BaseCollector):
     """Draws prompts, samples a group of responses to each, has them graded, and gives whole groups to the learner.
 
@@ -97,8 +107,9 @@ class PromptGroupCollector(BaseCollector):
         total_dialog_turns: batches end when so many responses were collected; -1 never ends.
         max_policy_age: oldest policy, in pushes, whose tokens may be in a batch; 0 if synchronous.
         replay_buffer: is filled. A :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` keeps the age bound up to
-            its batches. Any other of TorchRL is extended batch by batch, iterating then gives None, and the age of its
-            rows is up to its sampler.
+            its batches, with a sampler of your own too: a batch that breaks the bound is an error. Any other replay
+            buffer of TorchRL is extended batch by batch, iterating then gives None, and its sampler alone decides how
+            old the rows become.
         postproc: changes each batch that is given out; a replay buffer has transforms instead.
         weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` is given weights.
         group_transforms: change each group that is graded and kept in place, before ``reference``.
@@ -232,6 +243,18 @@ class PromptGroupCollector(BaseCollector):
         """
         return self._buffer.sample()
 
+    rollout = next_batch
+    reset = _refusal("Prompts are drawn without end; make another collector to begin anew.")
+    pause = _refusal("Groups in flight cannot be held; shutdown() ends them, and state_dict() keeps their ids.")
+    init_updater = set_weight_updater = receive_weights = register_scheme_receiver = _refusal(
+        "Weights are pushed by update_policy_weights_(); give weight_sync= for a scheme of your own."
+    )
+    get_policy_model = get_model = _refusal(
+        "The policy is an engine; its weights are changed by update_policy_weights_()."
+    )
+    enable_profile = _refusal("metrics() has the seconds of each phase; profile the learner, or the engine's process.")
+    as_remote = _refusal("grpo-async.py puts engines, reference and learner on Ray; the collector is in the driver.")
+
     def start(self, *, dispatch: bool = True) -> None:
         """Collect concurrently with the caller from now on, into ``replay_buffer``.
 
@@ -337,6 +360,12 @@ class PromptGroupCollector(BaseCollector):
         """Whether a thread collects."""
         return self._thread is not None and self._thread.is_alive()
 
+    started = property(is_running)
+
+    def is_initialized(self) -> bool:
+        """True: a collector is ready once it is made."""
+        return True
+
     def metrics(self) -> dict[str, float]:
         """Seconds per phase and group counts of the last batch."""
         return dict(self._metrics)
@@ -399,6 +428,8 @@ class PromptGroupCollector(BaseCollector):
     def _give_out(self, draw: Callable[[], Any]) -> Any:
         """Around the buffer's ``draw``: wait for the groups that are due, take them, count and time."""
         began = time.perf_counter()
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
         if self._slots.given_out:
             self.release()
         self._wait_for_batch()
@@ -409,7 +440,7 @@ class PromptGroupCollector(BaseCollector):
             self._slots.take()
             refilled, self._slots.refill.num_replaced = self._slots.refill.num_replaced, 0
             busy = self._clock.lap()
-            left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": self._buffer.num_waiting}
+            left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": len(self._buffer.sampler)}
         seconds = {"generate": busy[SAMPLE], "score": max(0.0, waited - busy[SAMPLE])}
         if self._concurrent:  # the phases overlap with learning, and with each other
             seconds |= {"score": busy[GRADE], "wait": waited}
@@ -425,11 +456,13 @@ class PromptGroupCollector(BaseCollector):
             seconds[phase] = seconds.get(phase, 0.0) + value
         rows = RowTable.of(batch[0] if isinstance(batch, tuple) else batch)
         if self._thread is None or self._concurrent:
-            require_age(rows, self.policy_version, self.max_policy_age)
+            require_age(rows, self.policy_version, self.max_policy_age, self._buffer.sampler.sampler)
         self._frames, self._iter = self._frames + len(rows), self._iter + 1
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
         self._metrics |= {"groups/zero_advantage": num_zero_advantage_groups(rows), "groups/refilled": refilled}
         self._metrics |= self.metrics_extra()
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
         return batch
 
     def is_ready(self) -> bool:
@@ -531,7 +564,7 @@ class PromptGroupCollector(BaseCollector):
         raise WorkerLate(
             f"Nothing resolved for {silent:.1f} s while a batch of {self.num_groups} groups was waited for: "
             f"{counts[SAMPLE]} groups are being sampled, {counts[GRADE]} graded, {counts[REFERENCE]} are at the "
-            f"reference, {self._buffer.num_waiting} are finished; training.log says what the workers said."
+            f"reference, {len(self._buffer.sampler)} are finished; training.log says what the workers said."
         )
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import ListStorage
@@ -20,12 +21,12 @@ from sota_grpo.rl.table import RowTable
 
 
 class GroupStorage(ListStorage):
-    """Items are whole prompt groups, each a :class:`~sota_grpo.rl.table.RowTable`; an item that was taken is None.
+    """A storage of whole prompt groups, each a :class:`~sota_grpo.rl.table.RowTable`; None where one was taken.
 
     Args:
-        max_groups: most groups held.
-        as_table: what :meth:`get` gives: the groups' rows as one table, for our learner; else as a
-            ``LazyStackedTensorDict`` with a row per response.
+        max_groups: largest number of groups held.
+        as_table: :meth:`get` returns the rows as one table, for our learner; else as a ``LazyStackedTensorDict`` with
+            one row per response.
     """
 
     def __init__(self, max_groups: int, *, as_table: bool = False):
@@ -40,18 +41,17 @@ class GroupStorage(ListStorage):
         return rows if self.as_table else rows.stack()
 
     def __len__(self) -> int:
-        """Groups that wait."""
-        return sum(one is not None for one in self._storage)
+        """Return the number of groups held."""
+        return sum(group is not None for group in self._storage)
 
-    def free(self, index: Sequence[int]) -> None:
-        """Forget the groups at ``index``."""
-        for one in index:
-            self._storage[one] = None
+    def free(self, indices: Sequence[int]) -> None:
+        """Remove the groups at ``indices``."""
+        for index in indices:
+            self._storage[index] = None
 
     def state_dict(self) -> dict[str, Any]:
-        held = [one for one in self._storage if one is not None]
-        sizes = [0 if one is None else len(one) for one in self._storage]
-        return {"sizes": sizes, "rows": RowTable.cat(held).state_dict()}
+        sizes = [0 if group is None else len(group) for group in self._storage]
+        return {"sizes": sizes, "rows": RowTable.cat([group for group in self._storage if group]).state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         groups = iter(RowTable.of_state(state_dict["rows"]).split([size for size in state_dict["sizes"] if size]))
@@ -59,50 +59,70 @@ class GroupStorage(ListStorage):
 
 
 class OldestGroups(Sampler):
-    """Each group once: the oldest admission version first, then first in, first out.
+    """Samples each group once: the group with the oldest admission version first, then first in, first out.
 
-    That is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token.
+    This is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token.
+
+    Args:
+        sampler: another of TorchRL's samplers, which chooses instead among the groups that are finished; each group
+            is still sampled once. The age of a token is then checked in every batch, and not bounded by the order.
 
     Attributes:
-        versions: number of groups that wait, by admission version.
-        taken: the admission version of each group that was sampled last, by group id.
+        versions: number of groups that can be sampled, by admission version.
+        taken: the admission version of each group of the last sample, by group id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sampler: Sampler | None = None) -> None:
+        self.sampler = sampler
+        self._empty()
+
+    def _empty(self) -> None:
         self.versions: Counter[int] = Counter()
         self.taken: dict[int, int] = {}
-        self._waiting: dict[int, tuple[int, int, int]] = {}  # by index: admission version, arrival, group id
+        self.sampled: list[int] = []  # indices of the last sample
+        self._finished: dict[int, tuple[int, int, int]] = {}  # by index: admission version, arrival, group id
         self._arrivals = itertools.count()
         self._picked: list[int] = []
-        self.sampled: list[int] = []  # what the last sample() gave
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._finished)
 
     def put(self, index: int, version: int, group_id: int) -> None:
-        """The group at ``index`` of the storage waits."""
-        self._waiting[index] = (version, next(self._arrivals), group_id)
+        """Add the group at ``index`` of the storage, which was admitted under ``version``."""
+        self._finished[index] = (version, next(self._arrivals), group_id)
         self.versions[version] += 1
 
-    def pick(self, num_groups: int) -> None:
-        """Choose what the next :meth:`sample` gives; a collector does it under the lock of their arrival.
+    def pick(self, storage: GroupStorage, num_groups: int) -> None:
+        """Choose the groups of the next :meth:`sample`; a collector calls it under its own lock.
 
         Raises:
-            RuntimeError: fewer groups wait.
+            RuntimeError: fewer groups are finished, or ``sampler`` chose anything but ``num_groups`` different groups.
         """
         if num_groups > len(self):
-            raise RuntimeError(f"{num_groups} finished groups were requested and the buffer holds {len(self)}.")
-        oldest = sorted(self._waiting, key=self._waiting.__getitem__)[:num_groups]
-        self._picked = sorted(oldest, key=lambda index: self._waiting[index][2])  # in the order drawn
+            holds = (
+                f"holds {len(self)} finished groups" if len(self) else "is empty: Cannot sample from an empty storage"
+            )
+            raise RuntimeError(f"{num_groups} groups were requested and the buffer {holds}.")
+        oldest = sorted(self._finished, key=self._finished.__getitem__)
+        if self.sampler is not None:
+            view = GroupStorage(len(oldest))
+            view._storage = [storage._storage[index] for index in oldest]
+            chosen = torch.as_tensor(self.sampler.sample(view, num_groups)[0]).flatten().tolist()
+            if len(set(chosen)) != num_groups or len(chosen) != num_groups:
+                raise RuntimeError(
+                    f"{type(self.sampler).__name__} chose the groups {chosen}; a batch has {num_groups} different ones."
+                )
+            oldest = [oldest[index] for index in chosen]
+        self._picked = sorted(oldest[:num_groups], key=lambda index: self._finished[index][2])  # in the order drawn
         self.taken = {}
         for index in self._picked:
-            version, _, group_id = self._waiting.pop(index)
+            version, _, group_id = self._finished.pop(index)
             self.taken[group_id] = version
             self.versions[version] -= 1
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         if not self._picked:
-            self.pick(batch_size)
+            self.pick(storage, batch_size)
         if len(self._picked) != batch_size:
             raise ValueError(
                 f"{batch_size} groups were requested, and the collector's batches have {len(self._picked)}."
@@ -113,15 +133,15 @@ class OldestGroups(Sampler):
     def _sampleable_count(self, storage: Any, batch_size: int) -> int:
         return len(self) // batch_size
 
-    def _empty(self) -> None:
-        self.__init__()  # type: ignore[misc]
-
     def state_dict(self) -> dict[str, Any]:
-        return {"waiting": [[index, *waits] for index, waits in self._waiting.items()]}
+        own = {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
+        return {"waiting": [[index, *entry] for index, entry in self._finished.items()], **own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._empty()
-        for index, version, _, group_id in sorted(state_dict["waiting"], key=lambda waits: waits[2]):
+        if self.sampler is not None and "sampler" in state_dict:
+            self.sampler.load_state_dict(state_dict["sampler"])
+        for index, version, _, group_id in sorted(state_dict["waiting"], key=lambda entry: entry[2]):
             self.put(index, version, group_id)
 
     def dumps(self, path: Any) -> None:
@@ -131,28 +151,33 @@ class OldestGroups(Sampler):
 
 
 class GroupWriter(Writer):
-    """Puts whole groups where no other waits.
+    """Writes whole groups to places of the storage that hold none.
+
+    Args:
+        sampler: is notified of each group that is written.
 
     Raises:
-        RuntimeError: on writing, the buffer is full, or a group has come that is not whole.
+        RuntimeError: on writing, the buffer is full.
     """
 
-    def __init__(self, sampler: OldestGroups, admitted: Callable[[int], int | None]):
+    def __init__(self, sampler: OldestGroups):
         super().__init__()
-        self._sampler, self._admitted, self._write_count = sampler, admitted, 0
+        self._sampler, self._write_count = sampler, 0
+        #: Returns the version under which a group id was admitted; None: that of its oldest token.
+        self.admitted: Callable[[int], int | None] | None = None
 
     def add(self, data: Any) -> int:
-        """One group."""
-        rows = data if isinstance(data, RowTable) else RowTable.of(data)
+        """Write one group."""
+        rows = RowTable.of([data] if isinstance(data, TensorDictBase) and not data.batch_dims else data)
         held: ListStorage = self._storage
-        index = next((i for i, one in enumerate(held._storage) if one is None), len(held._storage))
+        index = next((i for i, group in enumerate(held._storage) if group is None), len(held._storage))
         if index >= held.max_size:
             raise RuntimeError(
-                f"All {held.max_size} places of the buffer hold a group that was not taken; take some, or give it more "
-                "places."
+                f"The buffer holds {held.max_size} groups, its largest number, and none was sampled; sample some, or "
+                "make a larger buffer."
             )
         group_id = int(rows.get(keys.GROUP_ID)[0])
-        version = self._admitted(group_id)
+        version = self.admitted(group_id) if self.admitted is not None else None
         if version is None:
             version = int(rows.get(keys.POLICY_VERSION).min())
         held.set(index, rows)
@@ -161,8 +186,8 @@ class GroupWriter(Writer):
         return index
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Groups whose rows follow each other."""
-        rows = data if isinstance(data, RowTable) else RowTable.of(data)
+        """Write groups; the rows of each are consecutive."""
+        rows = RowTable.of(data)
         _, sizes = torch.unique_consecutive(rows.get(keys.GROUP_ID).flatten(), return_counts=True)
         return torch.tensor([self.add(group) for group in rows.split(sizes.tolist())])
 
@@ -174,7 +199,7 @@ class GroupWriter(Writer):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """There is none."""
+        """The writer has no state."""
 
     def dumps(self, path: Any) -> None:
         raise NotImplementedError("Save the buffer's state_dict().")
@@ -183,7 +208,7 @@ class GroupWriter(Writer):
 
 
 class Timed(Transform):
-    """``transform``, and in ``seconds`` how long it took last: for the metric ``time/{phase}_s``."""
+    """Applies ``transform`` and keeps the seconds that it took last, for the metric ``time/{phase}_s``."""
 
     def __init__(self, phase: str, transform: Callable[[Any], Any]):
         super().__init__()
@@ -197,16 +222,17 @@ class Timed(Transform):
 
 
 class GroupReplayBuffer(ReplayBuffer):
-    """TorchRL's replay buffer of whole prompt groups, each trained on once, the oldest first.
+    """A replay buffer of whole prompt groups: each is trained on once, the oldest first.
 
-    A :class:`~sota_grpo.source.collector.PromptGroupCollector` fills it; :meth:`sample` then waits for the groups that
-    are due. By itself it is a plain buffer: ``extend`` takes rows whose ``group_id`` tells whole groups apart.
+    A :class:`~sota_grpo.source.collector.PromptGroupCollector` fills it; :meth:`sample` then waits until the groups of
+    the next batch are finished. Without a collector ``extend`` takes rows, and rows of equal ``group_id`` are a group.
 
     Args:
-        max_groups: most groups held; a collector needs ``(max_policy_age + 1) * num_groups``.
+        max_groups: largest number of groups held; a collector needs ``(max_policy_age + 1) * num_groups``.
         num_groups: groups per batch.
-        transform: of a sampled batch, such as :class:`~sota_grpo.rl.transforms.GroupAdvantage`.
+        transform: is applied to each batch, such as :class:`~sota_grpo.rl.transforms.GroupAdvantage`.
         as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, not ``LazyStackedTensorDict``.
+        sampler: chooses the groups of a batch in place of their age, see :class:`OldestGroups`.
 
     >>> def rows(group_id, version):
     ...     row = {keys.GROUP_ID: torch.tensor(group_id), keys.POLICY_VERSION: torch.tensor([version])}
@@ -214,56 +240,71 @@ class GroupReplayBuffer(ReplayBuffer):
     >>> buffer = GroupReplayBuffer(3, 2, as_table=True)
     >>> for group_id, version in ((7, 1), (5, 0), (4, 0)):
     ...     _ = buffer.extend(rows(group_id, version))
-    >>> buffer.sample().get("group_id").tolist(), buffer.num_waiting
+    >>> buffer.sample().get("group_id").tolist(), len(buffer)
     ([4, 4, 5, 5], 1)
     """
 
-    def __init__(self, max_groups: int, num_groups: int, *, transform: Transform | None = None, as_table: bool = False):
-        sampler = OldestGroups()
+    def __init__(
+        self,
+        max_groups: int,
+        num_groups: int,
+        *,
+        transform: Transform | None = None,
+        as_table: bool = False,
+        sampler: Sampler | None = None,
+    ):
+        each_once = OldestGroups(sampler)
         super().__init__(
             storage=GroupStorage(max_groups, as_table=as_table),
-            sampler=sampler,
-            writer=GroupWriter(sampler, lambda group_id: self.admitted(group_id)),
+            sampler=each_once,
+            writer=GroupWriter(each_once),
             transform=transform,
             batch_size=num_groups,
-            collate_fn=lambda rows: rows,
+            collate_fn=_as_sampled,
         )
-        #: The version under which a group was admitted; None: that of its oldest token.
-        self.admitted: Callable[[int], int | None] = lambda group_id: None
-        #: Called with the draw of a batch: a collector waits before it, and counts.
-        self.around_sample: Callable[[Callable[[], Any]], Any] = lambda draw: draw()
-        #: Whether iterating ends.
-        self.is_over: Callable[[], bool] = lambda: False
+        #: The collector's: is called with the function that samples, waits before it, and counts.
+        self.around_sample: Callable[[Callable[[], Any]], Any] | None = None
+        #: The collector's: whether it has given as many batches as it was made for.
+        self.is_over: Callable[[], bool] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, until the collector that fills it has given as many as it was made for."""
-        while not self.is_over():
+        """Yield batches until the collector ends, or, without one, until fewer groups are left than a batch has."""
+        while not self.is_over() if self.is_over is not None else len(self) >= self.batch_size:
             yield self.sample()
 
-    @property
-    def num_waiting(self) -> int:
-        """Groups that can be sampled."""
-        return len(self.sampler)
-
     def seconds(self) -> dict[str, float]:
-        """What its :class:`Timed` transforms took for the last batch, by phase."""
+        """Return the seconds that its :class:`Timed` transforms took for the last batch, by phase."""
         seconds: dict[str, float] = {}
-        for one in self._transform.modules():
-            if isinstance(one, Timed):
-                seconds[one.phase] = seconds.get(one.phase, 0.0) + one.seconds
+        for transform in self._transform.modules():
+            if isinstance(transform, Timed):
+                seconds[transform.phase] = seconds.get(transform.phase, 0.0) + transform.seconds
         return seconds
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """The next ``num_groups`` groups, ordered by group id; with a collector, once all of them are finished.
+        """Return the next ``num_groups`` groups in the order of their ids; with a collector, once they are finished.
 
         Raises:
-            RuntimeError: without a collector, fewer groups wait.
+            RuntimeError: without a collector, the buffer holds fewer groups.
         """
 
         def draw() -> Any:
             try:
                 return super(GroupReplayBuffer, self).sample(batch_size, return_info)
-            finally:  # whatever a transform thinks of them, they were taken
+            finally:  # the groups are taken even if a transform fails
                 self.storage.free(self.sampler.sampled)
 
-        return self.around_sample(draw)
+        return draw() if self.around_sample is None else self.around_sample(draw)
+
+    def set_(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported, as are ``set_at_``, ``update_`` and ``write_all``.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("Rows read from a GroupReplayBuffer are copies; change them in a transform.")
+
+    set_at_ = update_ = write_all = set_
+
+
+def _as_sampled(rows: Any) -> Any:
+    return rows

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import RandomSampler
 
 from sota_grpo import keys
 from sota_grpo.rewards.grading import Grader, LocalGrader
@@ -209,7 +210,7 @@ def test_a_loop_that_pushes_nothing_has_fresh_groups_in_each_batch() -> None:
     buffer = GroupReplayBuffer(4, 4)
     collector, seen = make_collector(total_dialog_turns=48, replay_buffer=buffer), []
     for _ in collector:
-        assert len(buffer) == buffer.num_waiting == 4
+        assert len(buffer) == 4
         seen += column(buffer.sample(), keys.GROUP_ID)
         assert len(buffer) == 0
     assert seen == [group for group in range(12) for _ in range(4)]
@@ -265,6 +266,46 @@ def test_a_batch_at_which_a_transform_fails_is_asked_for_again() -> None:
     assert column(collector.next_batch(), keys.GROUP_ID)[::4] == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="already set"):
         collector.set_postproc(postproc)
+
+
+class NewestFirst(RandomSampler):
+    """Chooses the groups drawn last for two batches, then those drawn first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = itertools.count()
+
+    def sample(self, storage, batch_size):
+        ids = torch.tensor([int(storage.get(index)[keys.GROUP_ID].flatten()[0]) for index in range(len(storage))])
+        return ids.topk(batch_size, largest=next(self.batches) < 2).indices, {}
+
+
+@pytest.mark.timeout(60)
+def test_the_age_is_asserted_where_a_sampler_of_the_user_chooses() -> None:
+    collector, seen = make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(8, 4, sampler=NewestFirst())), []
+    collector.start()
+    for _ in range(2):
+        while len(collector.replay_buffer) < 8:
+            time.sleep(0.001)
+        seen += column(collector.replay_buffer.sample(), keys.GROUP_ID)[::4]
+        collector.update_policy_weights_(MODEL)
+    assert seen == [4, 5, 6, 7, 8, 9, 10, 11]
+    while len(collector.replay_buffer) < 8:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match=r"version 0 at version 2.*NewestFirst chose its group too late"):
+        collector.replay_buffer.sample()
+    collector.shutdown()
+
+
+def test_hooks_are_called_around_each_batch_and_what_has_no_meaning_says_so() -> None:
+    collector, seen = make_collector(), []
+    collector.pre_collect_hook = lambda: seen.append("before")
+    collector.post_collect_hook = lambda batch: seen.append(len(batch))
+    collector.rollout()
+    assert seen == ["before", 16]
+    for name in ("reset", "pause", "init_updater", "get_policy_model", "enable_profile", "as_remote"):
+        with pytest.raises(NotImplementedError, match=" "):
+            getattr(collector, name)()
 
 
 def test_a_state_needs_the_weights_of_its_moment() -> None:

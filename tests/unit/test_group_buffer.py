@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
 import torch
+from torchrl.data.replay_buffers.samplers import RandomSampler
 
 from sota_grpo import keys
 from sota_grpo.rl.collate import drawn_entries, group_table
@@ -52,7 +54,7 @@ def buffer_of(max_groups: int) -> GroupReplayBuffer:
 
 def put(buffer: GroupReplayBuffer, rows: RowTable, version: int) -> None:
     """A group that was admitted under ``version``, whatever versions its tokens have."""
-    buffer.admitted = lambda group_id: version
+    buffer.writer.admitted = lambda group_id: version
     buffer.extend(rows)
 
 
@@ -83,7 +85,7 @@ def test_random_traffic_gives_every_group_once_in_the_order_of_a_plain_list() ->
             expected = sorted(item[2] for item in waiting[:count])
             del waiting[:count]
             assert ids(buffer.sample(count)) == expected
-        assert buffer.num_waiting == len(waiting)
+        assert len(buffer.sampler) == len(waiting)
         assert buffer.sampler.versions.total() == len(waiting)
 
 
@@ -91,18 +93,57 @@ def test_a_full_buffer_refuses_and_keeps_what_it_has() -> None:
     buffer = buffer_of(2)
     for group_id in (0, 1):
         put(buffer, group(group_id), 0)
-    with pytest.raises(RuntimeError, match="All 2 places"):
+    with pytest.raises(RuntimeError, match="holds 2 groups"):
         put(buffer, group(2), 0)
     assert ids(buffer.sample(2)) == [0, 0, 0, 1, 1, 1]
     put(buffer, group(2), 0)
     assert ids(buffer.sample(1)) == [2, 2, 2]
 
 
-def test_asking_for_more_than_there_is_says_so() -> None:
-    buffer = buffer_of(2)
-    put(buffer, group(0), 0)
-    with pytest.raises(RuntimeError, match="2 finished groups were requested and the buffer holds 1"):
-        buffer.sample(2)
+def test_without_a_collector_iterating_ends_with_the_last_whole_batch() -> None:
+    buffer = GroupReplayBuffer(5, 2, as_table=True)
+    for group_id in range(5):
+        buffer.extend(group(group_id, size=1))
+    assert len({one for rows in buffer for one in ids(rows)}) == 4
+    assert len(buffer) == 1
+    with pytest.raises(RuntimeError, match="2 groups were requested and the buffer holds 1 finished"):
+        buffer.sample()
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        buffer.sample()
+
+
+class BestGroups(RandomSampler):
+    """Chooses the groups of the highest reward, by what a storage of TorchRL gives."""
+
+    def sample(self, storage, batch_size):
+        rewards = [float(storage.get(index)[keys.REWARD].mean()) for index in range(len(storage))]
+        return torch.tensor(rewards).topk(batch_size).indices, {}
+
+
+def test_a_sampler_of_the_user_chooses_and_each_group_comes_once() -> None:
+    buffer = GroupReplayBuffer(4, 2, as_table=True, sampler=BestGroups())
+    for group_id, reward in enumerate((0.1, 0.9, 0.2, 0.8)):
+        rows = group(group_id, size=2)
+        rows.set(keys.REWARD, torch.full((2, 1), reward))
+        buffer.extend(rows)
+    assert [ids(buffer.sample()), ids(buffer.sample())] == [[1, 1, 3, 3], [0, 0, 2, 2]]
+    twice = GroupReplayBuffer(4, 2, sampler=BestGroups())
+    twice.sampler.sampler.sample = lambda storage, batch_size: (torch.tensor([0, 0]), {})
+    twice.extend(RowTable.cat([group(0), group(1)]))
+    with pytest.raises(RuntimeError, match="2 different"):
+        twice.sample()
+    assert len(twice) == 2, "what a mistaken sampler chose stays"
+
+
+def test_what_would_be_lost_is_refused_and_a_buffer_can_be_pickled() -> None:
+    buffer = GroupReplayBuffer(4, 2)
+    buffer.extend(RowTable.cat([group(0), group(1)]))
+    for write in (buffer.set_at_, buffer.set_, buffer.update_, buffer.write_all):
+        with pytest.raises(NotImplementedError, match="copies"):
+            write("reward", 0.0)
+    again = pickle.loads(pickle.dumps(buffer))
+    assert all(same(one, two) for one, two in zip(*map(RowTable.of, (again.sample(), buffer.sample())), strict=True))
 
 
 def test_rows_come_out_as_they_went_in() -> None:
