@@ -43,10 +43,12 @@ def make_env() -> TaskEnv:
     return ArithmeticEnv(tokenizer=char_tokenizer(), num_envs=NUM_ENVS, repeats=REPEATS, seed=SEED, num_train=16)
 
 
-def make_policy(model: Qwen2ForCausalLM, *, generate: bool = True, pad_output: bool = False) -> TransformersWrapper:
+def make_policy(
+    model: Qwen2ForCausalLM, *, generate: bool = True, pad_output: bool = False, input_mode: str = "tokens"
+) -> TransformersWrapper:
     sampling = {"generate_kwargs": {"max_new_tokens": MAX_TOKENS, "do_sample": True}} if generate else {}
     return TransformersWrapper(
-        model, tokenizer=char_tokenizer(), input_mode="tokens", generate=generate, pad_output=pad_output, **sampling
+        model, tokenizer=char_tokenizer(), input_mode=input_mode, generate=generate, pad_output=pad_output, **sampling
     )
 
 
