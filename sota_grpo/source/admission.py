@@ -1,4 +1,4 @@
-"""Which groups are admitted and which are due, so that no token is too old; without threads or clocks."""
+"""Admission of prompt groups, so that no token of a batch is too old; without threads or clocks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _COUNTS = ("step", "num_draws", "num_held", "num_replaced", "_replaced", "_began
 
 @dataclass(eq=False)
 class Group:
-    """One drawn prompt on its way to a batch.
+    """A prompt group between its draw and its batch.
 
     Args:
-        group_id, example: what was drawn.
-        version: the version that the engines served when it was admitted.
-        step, index: it was the ``index``-th draw of training step ``step``.
+        group_id, example: the prompt.
+        version: the version that the engines served at its admission.
+        step, index: the group is the ``index``-th draw of training step ``step``.
     """
 
     group_id: int
@@ -41,8 +41,7 @@ class Group:
 
 
 class Refill:
-    """The zero-advantage groups of a training step (all rewards equal), and whether fresh prompts may take their
-    places.
+    """Dynamic sampling: the zero-advantage groups of a training step, and whether fresh prompts may replace them.
 
     Synchronous, round 1 of a step has as many groups as the batch, round ``r + 1`` as many as round ``r`` had
     zero-advantage ones, and there are at most ``max_draws`` rounds; then those of them that were drawn last complete
@@ -99,7 +98,7 @@ class Refill:
         return self._count_draw()
 
     def add(self, group: Group, rows: RowTable) -> None:
-        """``group`` has no advantage; it holds its slot until it is replaced."""
+        """Add a zero-advantage group; it holds its slot until it is replaced."""
         bisect.insort(self._pool, (group, rows), key=lambda entry: entry[0].group_id)
         self.num_held += 1
         if group.step == self.step:
@@ -121,13 +120,13 @@ class Refill:
         return self._count_draw()
 
     def settle(self) -> list[tuple[Group, RowTable]]:
-        """The zero-advantage groups that stay, because the batch needs them now: those drawn last."""
+        """Return the zero-advantage groups that complete the batch: those drawn last."""
         kept = self._pool[len(self._pool) - self.num_held :]
         self._pool, self.num_held = [], 0
         return kept
 
     def held_versions(self) -> Counter[int]:
-        """Zero-advantage groups that hold a slot, by admission version."""
+        """Return the number of zero-advantage groups that hold a slot, by admission version."""
         return Counter(group.version for group, _ in self._pool[len(self._pool) - self.num_held :])
 
     def _count_draw(self) -> tuple[int, int]:
@@ -135,7 +134,7 @@ class Refill:
         return self.step, self.num_draws - 1
 
     def _limit(self) -> int:
-        """``B_{max_draws}`` by what is known."""
+        """``B_{max_draws}`` from the outcomes known so far."""
         limit = self._began
         for _ in range(self.max_draws - 1):
             following = self._began + bisect.bisect_left(self._zero_draws, limit)
@@ -145,7 +144,7 @@ class Refill:
         return limit
 
     def state_dict(self) -> dict[str, Any]:
-        """The step's counts and its zero-advantage groups, as tensors and plain values."""
+        """Return the step's counts and its zero-advantage groups, as tensors and plain values."""
         return {
             "counts": {name: getattr(self, name) for name in _COUNTS},
             "zero_draws": list(self._zero_draws),
@@ -154,7 +153,7 @@ class Refill:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], example_of: Callable[[int], Example]) -> None:
-        """Go on where ``state`` was taken; ``example_of`` looks up a group's example."""
+        """Continue from ``state``; ``example_of`` looks up a group's example."""
         for name in _COUNTS:
             setattr(self, name, state["counts"][name])
         self._zero_draws = list(state["zero_draws"])
@@ -214,12 +213,12 @@ def zero_advantage_rows(rows: RowTable) -> Tensor:
 
 
 def num_zero_advantage_groups(rows: RowTable) -> int:
-    """How many groups, of whatever sizes, have graded rewards that are all equal."""
+    """Return the number of groups whose graded rewards are all equal."""
     return len(rows.get(keys.GROUP_ID)[zero_advantage_rows(rows)].unique())
 
 
 class Slots:
-    """The groups between the draw of their prompt and the end of their step; not thread-safe.
+    """The slots of groups between the draw of their prompt and the end of their step; not thread-safe.
 
     A slot is held by a group in flight (``in_flight``), finished (in ``buffer``), without variance and not replaced (in
     ``refill``), or given out by :meth:`take` and not yet freed by :meth:`release`.
@@ -259,30 +258,30 @@ class Slots:
         self.given_out = 0
 
     def fill(self) -> list[Group]:
-        """New groups for all free slots, and in place of zero-advantage groups as far as the step allows."""
+        """Admit groups to all free slots, and in place of zero-advantage groups as far as the step allows."""
         held = len(self.in_flight) + len(self._finished) + self.refill.num_held + self.given_out
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
-        """``group`` is a zero-advantage one; the fresh groups that replace it or others."""
-        self._land(group)
+        """Discard a zero-advantage group; return the fresh groups that replace it or others."""
+        self._remove(group)
         self.refill.add(group, rows)
         return self._replace()
 
     def finish(self, group: Group, rows: RowTable) -> None:
-        """``group`` is finished and waits in the buffer."""
+        """Put a finished group into the buffer."""
         self.buffer.add(rows)
-        self._land(group)
+        self._remove(group)
 
     def batch_is_ready(self) -> bool:
-        """Whether the groups that the next batch must have are finished."""
+        """Whether the groups of the next batch are finished."""
         if self._finished.sampler is not None:
             return len(self._finished) >= self.num_groups
         admitted = self._in_flight_versions + self._finished.versions + self.refill.held_versions()
         return oldest_are_finished(self.num_groups, admitted, self._finished.versions)
 
     def settle(self) -> list[tuple[Group, RowTable]]:
-        """The zero-advantage groups that stay, if the next batch waits for nothing else; they are in flight again."""
+        """Return zero-advantage groups to complete the next batch, if it waits for nothing else."""
         held = self.refill.held_versions()
         done = self._finished.versions + held
         if self._finished.sampler is not None:
@@ -297,12 +296,12 @@ class Slots:
         return kept
 
     def take(self) -> None:
-        """Give out the next batch, which is ready: what the buffer's next sample is."""
+        """Choose the next batch, which is ready; the buffer's next sample returns it."""
         self._finished.pick(self.buffer.storage, self.num_groups)
         self.given_out = self.num_groups
 
     def take_back(self) -> list[Group]:
-        """The batch given out cannot be trained on: its groups, which are in flight again."""
+        """Put the groups of a batch that cannot be trained on in flight again, and return them."""
         self.given_out = 0
         return [  # as if an earlier step had drawn them: one without an advantage counts to round 1
             self._launch(Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0))
@@ -310,7 +309,7 @@ class Slots:
         ]
 
     def release(self) -> list[Group]:
-        """The slots of the batch given out are free and the engines serve its weights; the groups that get them."""
+        """Free the slots of the batch given out; return the groups that are admitted to them."""
         self.given_out = 0
         self.refill.start_step()
         return self.fill()
@@ -330,12 +329,12 @@ class Slots:
         self._in_flight_versions[group.version] += 1
         return group
 
-    def _land(self, group: Group) -> None:
+    def _remove(self, group: Group) -> None:
         del self.in_flight[group.group_id]
         self._in_flight_versions[group.version] -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the prompts, groups in flight by id, finished groups with their rows."""
+        """Return the position in the prompts, the ids of groups in flight, and the rows of finished groups."""
         return {
             "num_groups": self.num_groups,
             "max_policy_age": self.max_policy_age,
@@ -347,7 +346,7 @@ class Slots:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; a batch that was given out counts as trained and released.
+        """Continue from ``state``; a batch that was given out counts as trained and released.
 
         Raises:
             UserError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would

@@ -1,4 +1,4 @@
-"""The collector: TorchRL's interface to the rollouts, synchronous or concurrent with the learner."""
+"""The collector of both scripts, synchronous or concurrent with the learner, with the interface of TorchRL's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ except ImportError:  # TorchRL imports vLLM here, where that is installed; a bro
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.1  # how often a waiting main thread looks at should_stop
+_POLL_S = 0.1  # seconds between two polls of should_stop
 
 
 def _refusal(sentence: str) -> Callable[..., Any]:
@@ -52,77 +52,75 @@ def _refusal(sentence: str) -> Callable[..., Any]:
 
 
 class PromptGroupCollector(BaseCollector):
-    """Draws prompts, samples a group of responses to each, has them graded, and gives whole groups to the learner.
+    """A collector of whole prompt groups: samples a group of responses to each prompt and has them graded.
 
-    Synchronously, as a TorchRL collector is iterated::
+    Synchronous, iterated as TorchRL's collectors are::
 
         collector = PromptGroupCollector(
             env, engine, sampling=Sampling(max_tokens=64), dialog_turns_per_batch=32, postproc=GroupAdvantage()
         )
-        for batch in collector:                 # LazyStackedTensorDict, batch_size [32], a row per response
+        for batch in collector:                 # LazyStackedTensorDict, batch_size [32], one row per response
             ...                                 # loss, backward, optimizer
             collector.update_policy_weights_(model)
 
-    Concurrently with the learner, into a replay buffer::
+    Concurrent with the learner, into a replay buffer::
 
         buffer = GroupReplayBuffer(max_groups=16, num_groups=8, transform=GroupAdvantage())
         collector = PromptGroupCollector(..., max_policy_age=1, replay_buffer=buffer)
         collector.start()
-        for batch in buffer:                    # waits for the groups that are due
+        for batch in buffer:                    # waits until the groups of the batch are finished
             ...
             collector.update_policy_weights_(model)
 
-    Contract. Consumes: prompts of ``env.stream``, and groups as engine, grader and ``reference`` finish them.
-    Each is sampled, graded, taken to the reference and finished by one coroutine, in the thread that drives the engine:
-    the dispatcher, or the caller that waits. A future that resolves puts the coroutine into that thread's loop.
-    Produces: batches of ``num_groups`` groups, in the order drawn. Waits for: the ``num_groups`` groups
-    with the oldest admission version, unfinished ones included. Unblocked by: the last of them; ``should_stop`` (it
-    raises :class:`Interrupted` and nothing has changed); a failed future (its exception is raised); nothing resolved
-    for ``wait_deadline_s`` (``TimeoutError``). When a partner dies: the owner of the future retries or fails it;
-    a failure ends the run, and the state can still be saved.
+    **A group's life is one coroutine**: sampled, graded, given the reference's log-probs, finished. It runs in the
+    thread that drives the engine: the dispatcher, or the caller that waits for a batch. A batch is the ``num_groups``
+    groups with the oldest admission version, in the order drawn; the caller waits for the unfinished ones. The wait
+    ends with an exception if ``should_stop`` is true (:class:`Interrupted`; nothing has changed), if a group failed,
+    or if nothing was finished for ``wait_deadline_s`` (``TimeoutError``). After each of them the state can be saved.
 
-    **The age of a token** is bounded by the four rules of :func:`sota_grpo.functional.max_groups_admitted`: a group
-    holds one of ``(max_policy_age + 1) * num_groups`` slots from its admission until its batch is released, which
-    :meth:`update_policy_weights_` does when the engines hold the new weights; the batch has the oldest by admission
-    version; a discarded group gives up its slot at once. The bound is asserted on every row. A loop that asks for the
-    next batch without a push releases the last one so: its policy has not changed.
+    **The age of a token** is bounded by the four rules of :func:`sota_grpo.functional.max_groups_admitted`. A group
+    holds one of ``(max_policy_age + 1) * num_groups`` slots from its admission until its batch is released.
+    :meth:`update_policy_weights_` releases the batch once the engines serve the new weights. A discarded group frees
+    its slot at once. The bound is asserted on every row. A loop that requests the next batch without a push releases
+    the last batch by that: its policy has not changed.
 
-    **Synchronously**, nothing happens while the learner learns: a batch's groups are requested together when the batch
-    is; those that replace zero-advantage ones (rewards all equal) once all others are graded, together again. The
-    caller drives the engine. All slots are taken at every step, so batches are those of a concurrent run at age 0,
-    dynamic sampling included (see :class:`~sota_grpo.source.admission.Refill`).
+    **Synchronous collection** does nothing while the learner learns. The groups of a batch are requested together when
+    the caller requests the batch; groups that replace zero-advantage ones (rewards all equal) are requested together
+    once all others are graded. The caller drives the engine. All slots are taken at every step, so the batches are
+    those of a concurrent run of age 0, with dynamic sampling too (:class:`~sota_grpo.source.admission.Refill`).
 
-    **After a resume** the bound holds by the same proof. Finished groups come back with their rows, groups in flight
-    are requested again under the same ids, before any new prompt, and both keep the admission version that they had.
-    So the groups, their slots and their order are those of a run without interruption, in which the engines happened
-    to begin the unfinished groups anew: their tokens are then sampled by later versions than the one they are ordered
-    by, which makes them younger than the proof needs. A batch that was given out and not released counts as trained.
+    **After a resume** the bound holds by the same proof. Finished groups keep their rows; groups in flight are
+    requested again under the same ids, before any new prompt; both keep their admission version. So the groups, their
+    slots and their order are those of a run without interruption whose engines began the unfinished groups anew.
+    Tokens that are sampled by later versions are younger than the proof needs. A batch that was given out and not
+    released counts as trained.
 
     Args:
         env: the :class:`~sota_grpo.envs.TaskEnv` that draws, tokenises and grades.
         policy: the engine that samples the responses.
-        sampling: how a response is drawn.
-        dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``; where tasks have group sizes of
-            their own, the number of prompts that have so many with ``env.repeats`` each.
+        sampling: temperature, length and the like of a response.
+        dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``. Where tasks have group sizes of
+            their own, a batch has as many prompts as it would have with ``env.repeats`` each.
         total_dialog_turns: batches end when so many responses were collected; -1 never ends.
-        max_policy_age: oldest policy, in pushes, whose tokens may be in a batch; 0 if synchronous.
+        max_policy_age: largest age of a token in a batch, in pushes; 0 if synchronous.
         replay_buffer: is filled. A :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` keeps the age bound up to
-            its batches, with a sampler of your own too: a batch that breaks the bound is an error. Any other replay
-            buffer of TorchRL is extended batch by batch, iterating then gives None, and its sampler alone decides how
-            old the rows become.
-        postproc: changes each batch that is given out; a replay buffer has transforms instead.
-        weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` is given weights.
+            its batches; under a sampler of your own a batch that breaks the bound is an error. Any other replay buffer
+            of TorchRL is extended batch by batch, iterating then gives None, and its sampler alone decides how old the
+            rows become.
+        postproc: changes each batch; a replay buffer has transforms instead.
+        weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` needs weights.
         group_transforms: change each group that is graded and kept in place, before ``reference``.
-        reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
-        seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
-        refill: replace groups whose rewards are all equal by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
-        max_draws: most rounds of draws per step under ``refill``; then zero-advantage groups complete the batch.
+        reference: returns a future of the group's rows with the log-probs that the KL term needs; None: no KL term.
+        seed: sample ``i`` of group ``g`` is drawn from the random stream of ``(seed, g, i)``.
+        refill: replace zero-advantage groups by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
+        max_draws: largest number of rounds of draws per step under ``refill``; then zero-advantage groups complete the
+            batch.
         sleep_engine: if synchronous, free the engine's device once a batch is sampled; the next push wakes it.
-        should_stop: asked while waiting.
-        wait_deadline_s: longest wait in which nothing resolves.
-        attend: called now and then while groups are waited for.
+        should_stop: is polled while a batch is waited for.
+        wait_deadline_s: longest wait in which nothing is finished.
+        attend: runs the health checks of the workers; is called while a batch is waited for.
         metrics_extra: further metrics of every batch.
-        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, as our learner takes them.
+        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, the form that our learner takes.
 
     Raises:
         ValueError: a batch is not made of whole groups, an age below 0, or a buffer that is too small.
@@ -200,7 +198,7 @@ class PromptGroupCollector(BaseCollector):
         self._frames, self._iter = 0, -1
         self._concurrent = self._begun = self._waiting = False
         self._saved_version: int | None = None  # of the state that was loaded
-        self._unasked: list[Group] = []
+        self._not_requested: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
         self._loop, self._clock = EventLoop(policy), StageClock()
@@ -211,12 +209,12 @@ class PromptGroupCollector(BaseCollector):
     # ------------------------------------------------------------------ what a TorchRL loop calls
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches; after a failure the collector is left as it is, so that its state can be saved."""
+        """Yield batches; after a failure the state of the collector can still be saved."""
         self._iteration_started = True
         return self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """Batches until ``total_dialog_turns`` were collected; None each time where a buffer is filled."""
+        """Yield batches until ``total_dialog_turns`` were collected; None for each one that a buffer received."""
         while not self._is_over():
             if self.replay_buffer is self._buffer:
                 if self._slots.given_out:
@@ -233,11 +231,11 @@ class PromptGroupCollector(BaseCollector):
         return self._closed or 0 <= self.total_frames <= self._frames
 
     def next_batch(self) -> Any:
-        """The next batch; the first call admits the first groups.
+        """Return the next batch; the first call admits the first groups.
 
         Raises:
-            Interrupted: ``should_stop`` while waiting.
-            TimeoutError: nothing resolved for ``wait_deadline_s``.
+            Interrupted: ``should_stop`` was true during the wait.
+            TimeoutError: nothing was finished for ``wait_deadline_s``.
             UnusableValues: a transform found rewards that cannot be used; the batch will be sampled again.
             RuntimeError: a token is older than ``max_policy_age`` versions.
         """
@@ -256,16 +254,16 @@ class PromptGroupCollector(BaseCollector):
     as_remote = _refusal("grpo-async.py puts engines, reference and learner on Ray; the collector is in the driver.")
 
     def start(self, *, dispatch: bool = True) -> None:
-        """Collect concurrently with the caller from now on, into ``replay_buffer``.
+        """Collect into ``replay_buffer`` from now on, concurrently with the caller.
 
-        A failure is raised where a batch is waited for; with a buffer of another kind at the next push of weights, or
-        by :meth:`shutdown`.
+        A failure is raised by the next request for a batch; where another replay buffer of TorchRL is filled, by the
+        next push of weights or by :meth:`shutdown`.
 
         Args:
-            dispatch: False leaves the work to :meth:`handle_events` and to the caller that waits.
+            dispatch: False starts no thread: :meth:`handle_events` and the caller that waits do the work.
 
         Raises:
-            RuntimeError: there is no buffer, or it was called before.
+            RuntimeError: there is no buffer, or the collector was started before.
         """
         if self._concurrent or self._thread is not None:
             raise RuntimeError(f"{type(self).__name__}.start() was called before.")
@@ -290,14 +288,14 @@ class PromptGroupCollector(BaseCollector):
         model_id: str | None = None,
         version: int | None = None,
     ) -> None:
-        """Push weights to the engine and release the batch: the next token comes from them.
+        """Push weights to the engine and release the batch: the new weights sample the next token.
 
         Args:
-            policy_or_weights: a module, its named tensors, or a TensorDict of them; None: those of ``weight_sync``.
-            weights, policy: the same by TorchRL's other names.
+            policy_or_weights: a module, its named tensors, or a TensorDict of them; None: the model of ``weight_sync``.
+            weights, policy: TorchRL's other names of the first argument.
             worker_ids: must be None: every engine gets every version.
             model_id: must be None or ``"policy"``.
-            version: what the weights are called; default is the next one.
+            version: number of the new weights; default is the next one.
 
         Raises:
             RuntimeError: it is the second push for one batch of a replay buffer, whose age counts pushes.
@@ -316,36 +314,36 @@ class PromptGroupCollector(BaseCollector):
         if self.weight_sync is not None:
             self.weight_sync.send(given, version=version)
         elif given is None:
-            raise ValueError("Which weights? Pass the model, or make the collector with weight_sync=.")
+            raise ValueError("No weights were given: pass the model, or make the collector with weight_sync=.")
         else:
             self.policy.update_weights(named_weights(given), version)
         if self._thread is None or self._concurrent:  # else the thread that fills another buffer goes on by itself
             self.release()
 
     def release(self) -> None:
-        """The batch given out is trained: its slots are free for new groups, of the weights that the engines hold."""
+        """Free the slots of the last batch, for new groups that the present weights sample."""
         with self._changed:
             fresh = self._slots.release() if self._slots.given_out else []
         self._submit(fresh)
 
     def set_postproc(self, postproc: Callable[[Any], Any]) -> None:
-        """Change each batch before it is given out: a transform, or a function of the batch."""
+        """Apply ``postproc``, a transform or a function, to each batch."""
         if self._postproc is not None or self.replay_buffer is self._buffer:
-            raise RuntimeError("Postproc already set, or a replay buffer is filled: append_transform() has its part.")
+            raise RuntimeError("postproc is set already, or a replay buffer is filled: use its append_transform().")
         self._postproc = postproc
         self._buffer.append_transform(postproc)
 
     def increment_version(self) -> None:
-        """For TorchRL's weight senders, which push by themselves: see :meth:`release`."""
+        """Call :meth:`release`, after a weight sender of TorchRL has pushed."""
         self.release()
 
     @property
     def policy_version(self) -> int:  # type: ignore[override]
-        """Of the weights that the engines serve."""
+        """The version of the weights that the engines serve."""
         return self.policy.version
 
     def get_policy_version(self) -> int:
-        """:attr:`policy_version`, for callers that cannot read properties."""
+        """Return :attr:`policy_version`, for callers that cannot read properties."""
         return self.policy_version
 
     @property
@@ -367,18 +365,18 @@ class PromptGroupCollector(BaseCollector):
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Seconds per phase and group counts of the last batch."""
+        """Return the seconds per phase and the group counts of the last batch."""
         return dict(self._metrics)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """The seed of all samples, before the first batch; returns the next seed, unless ``static_seed``."""
+        """Set the seed of all samples, before the first batch; return the next seed, unless ``static_seed``."""
         if self._begun:
             raise RuntimeError("set_seed() was called after the first batch; call it before.")
         self._seed = seed
         return seed if static_seed else seed + 1
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Stop collecting, close engine and environment; what is in flight is forgotten. Idempotent."""
+        """Stop collecting, drop the groups in flight, close engine and environment. Idempotent."""
         self.close(timeout)
         self.policy.close()
         if close_env and not self.env.is_closed:
@@ -388,7 +386,7 @@ class PromptGroupCollector(BaseCollector):
             raise failure
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Stop collecting; engine and environment stay open."""
+        """Stop collecting and leave engine and environment open."""
         self._closed = True
         self._loop.post(lambda: None)
         with self._changed:
@@ -397,15 +395,15 @@ class PromptGroupCollector(BaseCollector):
             self._thread.join(timeout)  # type: ignore[union-attr]
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Position in the prompts, groups in flight by id, finished groups with their rows; at any moment."""
+        """Return the position in the prompts, the ids of groups in flight, and the rows of finished groups."""
         with self._changed:
             counts = {"frames": self._frames, "iter": self._iter, "policy_version": self.policy_version}
             return OrderedDict(self._slots.state_dict(), **counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, in a collector that was not started yet.
+        """Continue from a saved state, in a collector that was not started yet.
 
-        Nothing is requested before the next batch is, and the engine has to serve the weights of that moment by then:
+        The engine has to serve the weights of the saved version before the first batch is requested:
         ``update_policy_weights_(model, version=state_dict["policy_version"])``.
 
         Raises:
@@ -426,7 +424,7 @@ class PromptGroupCollector(BaseCollector):
     # ------------------------------------------------------------------ a batch
 
     def _give_out(self, draw: Callable[[], Any]) -> Any:
-        """Around the buffer's ``draw``: wait for the groups that are due, take them, count and time."""
+        """Wait for the groups of the next batch, take them, call the buffer's ``draw``, count and time."""
         began = time.perf_counter()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
@@ -447,7 +445,7 @@ class PromptGroupCollector(BaseCollector):
         seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
         try:
             batch = draw()
-        except Exception:  # of a transform: these groups are sampled again, also by a run that is resumed from here
+        except Exception:  # a transform failed: these groups are sampled again, by a resumed run too
             with self._changed:
                 groups = self._slots.take_back()
             self._submit(groups)
@@ -466,17 +464,17 @@ class PromptGroupCollector(BaseCollector):
         return batch
 
     def is_ready(self) -> bool:
-        """Whether a batch would be given out at once; asking admits the first groups, as :meth:`next_batch` does."""
+        """Whether a batch is ready; admits the first groups, as :meth:`next_batch` does."""
         self._begin()
         with self._changed:
-            return self._is_ready()
+            return self._batch_is_ready()
 
     def handle_events(self) -> int:
-        """Handle what has arrived (``dispatch=False``), without a step of the engine; how many events it was."""
+        """Handle all events of the loop without a step of the engine (``dispatch=False``); return their number."""
         return self._loop.drain()
 
     def _begin(self) -> None:
-        """Admit the first groups: those that a saved run had in flight, then new ones."""
+        """Admit the groups that a saved run had in flight, then new ones."""
         if self._begun:
             return
         if self.max_policy_age and not self._concurrent:
@@ -497,23 +495,23 @@ class PromptGroupCollector(BaseCollector):
         try:
             for _ in self.iterator():
                 pass
-        except BaseException as failure:  # handed to the caller of shutdown, who cannot see this thread
+        except BaseException as failure:  # raised by the next push, or by shutdown()
             self._failure = failure
 
     def _submit(self, groups: Sequence[Group]) -> None:
         if not self._concurrent:
-            self._unasked += groups
+            self._not_requested += groups
             return
         for group in groups:
-            self._run(self._live(group))
+            self._run(self._collect_group(group))
 
-    def _ask_together(self) -> None:
-        """Ask for what was left to do, once nothing else is sampled or graded."""
+    def _request_together(self) -> None:
+        """Request the groups that wait for it, once no other group is sampled or graded."""
         counts = self._clock.counts
-        if self._unasked and not counts[SAMPLE] + counts[GRADE]:
-            groups, self._unasked = self._unasked, []
+        if self._not_requested and not counts[SAMPLE] + counts[GRADE]:
+            groups, self._not_requested = self._not_requested, []
             for group in groups:
-                self._run(self._live(group))
+                self._run(self._collect_group(group))
 
     def _wait_for_batch(self) -> None:
         """Return when the batch is ready."""
@@ -527,7 +525,7 @@ class PromptGroupCollector(BaseCollector):
             with self._changed:
                 self._waiting = True
                 try:
-                    if self._is_ready():
+                    if self._batch_is_ready():
                         return
                     if self.should_stop():
                         raise Interrupted("a stop was requested while the next batch was waited for.")
@@ -535,13 +533,13 @@ class PromptGroupCollector(BaseCollector):
                     if self._concurrent and self._thread is not None:
                         self._changed.wait(_POLL_S)
                     else:
-                        self._ask_together()
+                        self._request_together()
                         self._loop.run_once(_POLL_S)
                 finally:
                     self._waiting = False
 
-    def _is_ready(self) -> bool:
-        """Whether the batch is ready; zero-advantage groups that it waits for go on to their last stages."""
+    def _batch_is_ready(self) -> bool:
+        """Whether the batch is ready; finishes the zero-advantage groups that complete it."""
         if self._failure is not None:
             raise self._failure
         if self._slots.batch_is_ready():
@@ -549,7 +547,7 @@ class PromptGroupCollector(BaseCollector):
         kept = self._slots.settle()
         if kept:
             logger.warning(
-                "The step's %d draws are spent: %d groups whose rewards are all equal stay and carry no gradient.",
+                "All %d draws of the step are used: %d groups whose rewards are all equal stay, without a gradient.",
                 *(self._slots.refill.num_draws, len(kept)),
             )
         for group, rows in kept:
@@ -562,17 +560,17 @@ class PromptGroupCollector(BaseCollector):
             return
         counts = self._clock.counts
         raise WorkerLate(
-            f"Nothing resolved for {silent:.1f} s while a batch of {self.num_groups} groups was waited for: "
+            f"No group made progress for {silent:.1f} s during the wait for a batch of {self.num_groups} groups: "
             f"{counts[SAMPLE]} groups are being sampled, {counts[GRADE]} graded, {counts[REFERENCE]} are at the "
-            f"reference, {len(self._buffer.sampler)} are finished; training.log says what the workers said."
+            f"reference, {len(self._buffer.sampler)} are finished; training.log has the messages of the workers."
         )
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """The first failure of a group is raised where a batch is waited for; the other groups go on."""
+        """Start a group's coroutine; the next request for a batch raises its failure, and other groups go on."""
         self._loop.start(coroutine).add_done_callback(lambda task: self._fail(task.exception()))
 
-    async def _live(self, group: Group) -> None:
-        """A group's life, from its admission to the buffer."""
+    async def _collect_group(self, group: Group) -> None:
+        """Sample, grade and finish one group."""
         seed = sample_seed(self._seed, group.group_id)
         prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
         graded = await self.rollouts.group(prompt, self.sampling, self._clock)
@@ -595,7 +593,7 @@ class PromptGroupCollector(BaseCollector):
             self._notify_if_due()
 
     def _notify_if_due(self) -> None:
-        if self._waiting and self._is_ready():
+        if self._waiting and self._batch_is_ready():
             self._changed.notify_all()
 
     def _dispatch(self) -> None:

@@ -1,4 +1,4 @@
-"""From a prompt to graded samples: the one way of training, the gate, every evaluation, and TorchRL's own loops."""
+"""From a prompt to graded samples, for training, the checks before it, evaluation, and TorchRL's own loops."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Graded:
 
 
 class StageClock:
-    """How many groups are in each stage, and for how many seconds each stage had at least one.
+    """Counts the groups in each stage, and the seconds in which a stage has at least one.
 
     >>> clock = StageClock()
     >>> clock.move(None, SAMPLE), clock.move(SAMPLE, GRADE), clock.counts
@@ -72,7 +72,7 @@ class StageClock:
         self._lock = threading.Lock()
 
     def move(self, before: str | None, after: str | None) -> None:
-        """A group left ``before`` and entered ``after``; None is outside."""
+        """Move a group from stage ``before`` to stage ``after``; None is outside."""
         now = time.monotonic()
         with self._lock:
             if before is not None:
@@ -86,7 +86,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, stage: str) -> Iterator[None]:
-        """A group is in ``stage`` meanwhile."""
+        """Count a group in ``stage`` within the context."""
         self.move(None, stage)
         try:
             yield
@@ -94,7 +94,7 @@ class StageClock:
             self.move(stage, None)
 
     def lap(self) -> dict[str, float]:
-        """Seconds by stage since the last lap."""
+        """Return the seconds by stage since the last lap."""
         now = time.monotonic()
         with self._lock:
             seconds, self._seconds = self._seconds, dict.fromkeys(self.counts, 0.0)
@@ -106,16 +106,16 @@ class StageClock:
 
 
 class Rollouts:
-    """Asks an engine for a prompt's samples, makes their rows, and has them graded.
+    """Requests a prompt's samples from an engine, makes their rows, and has them graded.
 
-    Contract. Consumes: prompts. Produces: graded groups, each by a coroutine that waits for the engine and then for
-    ``env.grader``; so a group is graded while the engine still samples others. A failure of either is that of the
-    coroutine; a grader that fails at a response is no failure (``Score.error``).
+    Each group is one coroutine that awaits the engine and then ``env.grader``, so a group is graded while the engine
+    samples others. It raises what the engine raises. A grader that fails at a response is no failure: the score has
+    the ``error``.
 
     Args:
         env: tokenises, and has the grader.
         engine: samples the responses.
-        attend: called now and then while groups are waited for.
+        attend: runs the health checks of the workers; is called while groups are waited for.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
@@ -124,19 +124,19 @@ class Rollouts:
         self.env, self.engine, self.attend = env, engine, attend
 
     def request(self, prompt: Prompt) -> GroupRequest:
-        """What the engine is asked, with the example where a dialog needs that between its turns."""
-        known = prompt.example if self.env.multi_turn else None
+        """Return the request to the engine, with the example where a dialog needs that between its turns."""
+        example = prompt.example if self.env.multi_turn else None
         return GroupRequest(
-            prompt.group_id, self.env.prompt_ids(prompt.example), prompt.num_samples, prompt.seed, known
+            prompt.group_id, self.env.prompt_ids(prompt.example), prompt.num_samples, prompt.seed, example
         )
 
     async def group(self, prompt: Prompt, sampling: Sampling, clock: StageClock | None = None) -> Graded:
-        """One group, from its request to its rewards.
+        """Sample and grade one group.
 
         Args:
             prompt: of the group.
-            sampling: how a response is drawn; the task may bound its length further.
-            clock: notified of the stages.
+            sampling: temperature, length and the like; the task may bound the length further.
+            clock: counts the stages.
 
         Raises:
             ValueError: the prompt leaves no room for a response.
@@ -147,7 +147,7 @@ class Rollouts:
         sampling = replace(sampling, max_tokens=min(limit, sampling.max_tokens))
         with clock.stage(SAMPLE):
             output = await result(self.engine.submit(self.request(prompt), sampling))
-        with clock.stage(GRADE):  # the rows are made here and not at the beginning: a group in flight is a few numbers
+        with clock.stage(GRADE):  # the rows are made now, so that a group in flight is a few numbers
             samples, prompt_ids = output.samples, output.prompt_ids or self.env.prompt_ids(prompt.example)
             rows = group_table(drawn_entries(prompt.group_id, prompt.example, prompt_ids), samples, self.env.tokenizer)
             if not bool(rows.flat(keys.LOG_PROBS).isfinite().all()):
@@ -157,17 +157,14 @@ class Rollouts:
                     "weights and its sampling options."
                 )
             texts = zip(rows.get(keys.RESPONSE_TEXT), samples)
-            said = [SampledText(text, last_turn(one).int().numpy().tobytes(), one.record) for text, one in texts]
-            scores = await result(self.env.grader.scores([(text, prompt.example) for text in said]))
+            responses = [SampledText(text, last_turn(one).int().numpy().tobytes(), one.record) for text, one in texts]
+            scores = await result(self.env.grader.scores([(text, prompt.example) for text in responses]))
         scores = [*map(rewarded, scores)]
         write_scores(rows, scores, self.env.task.term_weights)
         return Graded(prompt, samples, rows, scores)
 
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
-        """Each group as soon as it is graded, driving the engine; nothing is requested before the first is.
-
-        What is left when the iterator is dropped is cancelled.
-        """
+        """Yield each group once it is graded; the caller drives the engine. Dropping the iterator cancels the rest."""
         loop = EventLoop(self.engine, self.attend)
         return completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
 

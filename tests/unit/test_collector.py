@@ -264,7 +264,7 @@ def test_a_batch_at_which_a_transform_fails_is_asked_for_again() -> None:
     with pytest.raises(ValueError, match="a mistake"):
         collector.next_batch()
     assert column(collector.next_batch(), keys.GROUP_ID)[::4] == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match="already set"):
+    with pytest.raises(RuntimeError, match="set already"):
         collector.set_postproc(postproc)
 
 

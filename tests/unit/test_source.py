@@ -583,7 +583,7 @@ def test_draws_beyond_the_bound_keep_flat_groups_and_say_so(caplog: pytest.LogCa
     """Nothing is ever right, four groups, three rounds: 12 draws, and the last four of them are the batch."""
     rig = Rig(refill=True, right=0.0, max_draws=3)
     assert ids(rig.step(0)) == [8, 9, 10, 11]
-    assert "12 draws are spent: 4 groups" in caplog.text
+    assert "12 draws of the step are used: 4 groups" in caplog.text
     assert rig.source.metrics()["groups/refilled"] == 8
     assert rig.source.metrics()["groups/zero_advantage"] == 4
 
