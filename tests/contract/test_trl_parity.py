@@ -81,9 +81,8 @@ def arguments_of(config: Config) -> dict[str, Any]:
 
 
 def preset(name: str) -> Config:
-    return composed(
-        "grpo_cpu", f"algorithm={name}", *(["algorithm.off_policy_threshold=0.03"] if "v32" in name else [])
-    )
+    options = {"deepseek_v32": ["algorithm.off_policy_threshold=0.03"], "gmpo": ["algorithm.dual_clip=null"]}
+    return composed("grpo_cpu", f"algorithm={name}", *options.get(name, []))  # TRL's GMPO has no such bound
 
 
 def trainer_for(name: str, config: Config, model, beta: float, tmp_path: Path, **options):

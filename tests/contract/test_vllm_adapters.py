@@ -59,8 +59,9 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 def test_log_probs_are_those_of_the_adapted_model_after_each_push(rig: Rig) -> None:
-    with rig.model.disable_adapter():
-        assert rig.gap() < 1e-5  # the base alone, before the first push
+    if not rig.engine.version:
+        with rig.model.disable_adapter():
+            assert rig.gap() < 1e-5  # the base alone, before the first push
     for _ in range(3):
         rig.push()
         assert rig.gap() < 1e-5
