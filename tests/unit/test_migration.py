@@ -48,7 +48,9 @@ def others(config: Config, option: str) -> list[Config]:
     """The same config with other values of one option."""
     item, value = next((item, value) for name, item, value in walk(config) if name == option)
     kind = str(item.type)
-    if item.metadata["choices"]:
+    if "int" in kind and "str" in kind:
+        values = [1 << 20]
+    elif item.metadata["choices"]:
         values = [choice for choice in item.metadata["choices"] if choice != value]
     elif isinstance(value, bool) or (value is None and "bool" in kind):
         values = [not value]
@@ -58,8 +60,6 @@ def others(config: Config, option: str) -> list[Config]:
         values = [[0, 1]]
     elif value is None and ("int" in kind or "float" in kind):
         values = [4]
-    elif value == "auto" and "int" in kind:
-        values = [1 << 20]
     else:
         values = ["another"]
     return [with_options(config, {option: other}) for other in values]
