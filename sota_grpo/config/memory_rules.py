@@ -1,4 +1,4 @@
-"""Rules of devices, of what saves memory, and of what vLLM alone has; see :mod:`.validators`."""
+"""Rules of devices, memory and engines; see :mod:`.validators`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from sota_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig, has_reference
+from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.policy.optimizers import OPTIMIZERS
 
 SHARED = "shared"  # the learner's devices
@@ -13,19 +14,19 @@ MICRO_BATCH_TOKENS = 16384  # of train.micro_batch_tokens=auto on a CPU
 
 
 def shares_devices(config: Config) -> bool:
-    """Whether engines stand on the learner's devices and take turns with it."""
+    """Whether engines take turns with the learner on its devices."""
     return config.inference_model.num_devices == SHARED
 
 
 def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig) -> int | None:
-    """Devices that a role asks for; None where it asks for none of its own."""
+    """Return the number of devices of a role; None where it has none of its own."""
     if role.devices is not None:
         return len(role.devices)
     return None if isinstance(role.num_devices, str) else role.num_devices
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """``train.micro_batch_tokens``; of ``auto`` that of a CPU, since a run on CUDA has put a number there before.
+    """Return ``train.micro_batch_tokens``; for ``auto`` the default on a CPU, since a run on CUDA replaces it first.
 
     >>> micro_batch_tokens(Config())
     16384
@@ -34,159 +35,146 @@ def micro_batch_tokens(config: Config) -> int:
     return tokens if isinstance(tokens, int) else MICRO_BATCH_TOKENS
 
 
-def micro_batches_have_a_number_of_tokens(config: Config) -> Iterator[str]:
-    tokens = config.train.micro_batch_tokens
-    if isinstance(tokens, str) and tokens != "auto":
-        yield f"train.micro_batch_tokens={tokens} is no number of tokens; use auto or a number such as 16384."
-
-
 def learner_ranks(config: Config) -> int:
-    """Devices of the learner, an FSDP2 rank on each."""
+    """Return the number of the learner's devices, an FSDP2 rank on each."""
     return device_count(config.train_model) or 1
 
 
 def _has_workers(config: Config) -> bool:
-    """Whether engines, references or ranks live in processes of their own."""
     roles = (config.train_model, config.inference_model, config.ref_model)
     several = any((device_count(role) or 1) > 1 for role in roles)
     return several or config.mode == "async" or config.ray.address is not None
 
 
-def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
-    name, lora, ranks = config.optimizer.name, config.train_model.lora, learner_ranks(config)
-    kind = OPTIMIZERS[name]
-    if lora.enabled and not kind.trains_adapters:
-        yield (
-            f"optimizer.name={name} makes the step of a whole matrix orthogonal, and train_model.lora.enabled=true "
-            "trains two factors of one; use optimizer.name=adamw."
-        )
-    if ranks > 1 and not kind.over_ranks:
-        yield (
-            f"optimizer.name={name} keeps its moments in blocks that one process holds whole, and the learner has "
-            f"{ranks} devices, which divide AdamW's among them; use optimizer.name=adamw or train_model.num_devices=1."
-        )
+def devices_are_counted_or_named(config: Config) -> Iterator[str]:
+    for name in ("train_model", "inference_model", "ref_model"):
+        role = getattr(config, name)
+        if role.num_devices is not None and role.devices is not None:
+            yield f"{name}.num_devices={role.num_devices} and {name}.devices={list(role.devices)} exclude each other."
+        if role.devices is not None and len(role.devices) == 0:
+            yield f"{name}.devices=[] names no device; name one or leave it out."
 
 
 def the_learners_devices_are_a_product(config: Config) -> Iterator[str]:
     learner, ranks = config.train_model, learner_ranks(config)
     parallel, size = learner.tensor_parallel_size, learner.fsdp_size or 1
-    if min(parallel, size) < 1:
-        return  # every_amount_is_positive says so
-    if ranks % (parallel * size):
+    if min(parallel, size) > 0 and ranks % (parallel * size):  # else the limits of numbers are broken
         option = "tensor_parallel_size" if ranks % parallel else "fsdp_size"
         least = parallel if ranks % parallel else parallel * size
+        of = f" of tensor_parallel_size={parallel}" if option == "fsdp_size" and parallel > 1 else ""
         yield (
-            f"train_model.{option}={getattr(learner, option)} does not divide the learner's {ranks} devices"
-            f"{f' of tensor_parallel_size={parallel}' if option == 'fsdp_size' and parallel > 1 else ''}; use "
+            f"train_model.{option}={getattr(learner, option)} does not divide the learner's {ranks} devices{of}; use "
             f"train_model.num_devices={max(1, ranks // least) * least}."
         )
 
 
+def engines_fill_their_devices(config: Config) -> Iterator[str]:
+    size, shared = config.inference_model.tensor_parallel_size, shares_devices(config)
+    count = learner_ranks(config) if shared else device_count(config.inference_model) or size
+    if size > 0 and count % size:
+        option = f"inference_model.tensor_parallel_size={size} does not divide the {count} devices of the engines"
+        other = f"num_devices={max(1, count // size) * size}"
+        yield f"{option}; use inference_model.{f'tensor_parallel_size={math.gcd(count, size)}' if shared else other}."
+
+
+def shared_devices_are_used_in_turn(config: Config) -> Iterator[str]:
+    shared, fix = "inference_model.num_devices=shared", "give inference_model.num_devices a number"
+    if not shares_devices(config):
+        return
+    if config.mode == "async":
+        age = f"mode=async (train.max_policy_age={config.train.max_policy_age})"
+        yield f"{shared} alternates engines and learner, and {age} runs them concurrently; use mode=sync, or {fix}."
+    if config.engine.name == "sglang_server":
+        yield f"engine=sglang_server keeps its weights on the devices of {shared}; use engine=vllm, or {fix}."
+    if config.engine.url is not None:
+        yield f"{shared} starts engines, and engine.url={config.engine.url} is a running one; leave one of them out."
+
+
+def a_url_is_one_running_server(config: Config) -> Iterator[str]:
+    """A server that is started here is a child of this process; Ray gives a cluster's GPUs to actors only."""
+    engine, address, count = config.engine, config.ray.address, device_count(config.inference_model)
+    if engine.url is not None and not is_server(engine.name):
+        yield f"engine.url has no effect on engine={engine.name}; use engine=vllm_server or leave engine.url out."
+    if engine.url is not None and count is not None:
+        devices = f"inference_model starts engines on {count} devices"
+        yield f"engine.url={engine.url} is one running server, and {devices}; leave num_devices and devices out."
+    if is_server(engine.name) and address is not None and engine.url is None and config.device != "cpu":
+        yield (
+            f"engine={engine.name} starts servers on this machine, and ray.address={address} owns its GPUs; "
+            "use engine=vllm, engine.url of a server on GPUs that Ray does not have, or device=cpu."
+        )
+
+
+def engine_arguments_go_to_a_vllm_that_is_started_here(config: Config) -> Iterator[str]:
+    option, name = "inference_model.engine_kwargs has no effect on", config.engine.name
+    if config.inference_model.engine_kwargs and name in ENGINES and not ENGINES[name].takes_kwargs:
+        others = ", ".join(one for one, kind in ENGINES.items() if kind.takes_kwargs)
+        yield f"{option} engine={name}; leave it out or use {others}."
+    if config.inference_model.engine_kwargs and config.engine.url is not None:
+        yield f"{option} a running server (engine.url); leave it out."
+
+
+def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
+    name, ranks = config.optimizer.name, learner_ranks(config)
+    if config.train_model.lora.enabled and not OPTIMIZERS[name].trains_adapters:
+        text = f"optimizer.name={name} orthogonalises whole matrices, and train_model.lora.enabled=true trains factors"
+        yield f"{text}; use optimizer.name=adamw."
+    if ranks > 1 and not OPTIMIZERS[name].over_ranks:
+        text = f"optimizer.name={name} does not shard its moments, and the learner has {ranks} devices"
+        yield f"{text}; use optimizer.name=adamw or train_model.num_devices=1."
+
+
 def matrices_are_divided_where_that_is_tested(config: Config) -> Iterator[str]:
-    learner = config.train_model
+    learner, option = config.train_model, f"train_model.tensor_parallel_size={config.train_model.tensor_parallel_size}"
     if learner.tensor_parallel_size == 1:
         return
-    option = f"train_model.tensor_parallel_size={learner.tensor_parallel_size}"
     if config.optimizer.name == "muon":
-        yield f"optimizer.name=muon makes steps of whole matrices orthogonal, and {option} divides them; use adamw."
+        yield f"optimizer.name=muon orthogonalises whole matrices, and {option} divides them; use adamw."
     if learner.log_probs == "liger":
         yield f"train_model.log_probs=liger needs the whole head, and {option} divides it; use tiled."
     if config.train.precision == "fp16" and learner.lora.enabled:
-        yield (
-            f"train.precision=fp16 scales the loss by overflows that each device of {option} sees in its own "
-            "columns of an adapter; use train.precision=bf16."
-        )
+        text = "train.precision=fp16 scales the loss by the overflows of one device's columns of an adapter"
+        yield f"{text}, and {option} divides them; use train.precision=bf16."
     if learner.compile:
-        yield f"train_model.compile=true has not been tried with {option}; leave it out."
+        yield f"train_model.compile=true is untested with {option}; leave it out."
     if learner.lora.enabled and learner.lora.dropout:
-        yield (
-            f"train_model.lora.dropout={learner.lora.dropout} would drop other inputs of an adapter on each device of "
-            f"{option}; use train_model.lora.dropout=0."
-        )
+        dropout = f"train_model.lora.dropout={learner.lora.dropout}"
+        yield f"{dropout} would drop other inputs on each device of {option}; use train_model.lora.dropout=0."
 
 
 def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
-    kind, ranks = config.model.quantization, learner_ranks(config)
-    if kind is None:
+    option, ranks = f"model.quantization={config.model.quantization}", learner_ranks(config)
+    if config.model.quantization is None:
         return
     if not config.train_model.lora.enabled:
-        yield (
-            f"model.quantization={kind} keeps weights in 4 bits, which cannot be trained, and train_model.lora.enabled="
-            "false trains them; add train_model.lora.enabled=true."
-        )
+        yield f"{option} keeps weights in 4 bits, which cannot be trained; add train_model.lora.enabled=true."
     if ranks > 1:
-        yield (
-            f"model.quantization={kind} is for a learner of one device, and it has {ranks}, which divide whole weights "
-            "among them; use train_model.num_devices=1 or model.quantization=null."
-        )
+        text = f"{option} is for a learner of one device, and it has {ranks}"
+        yield f"{text}; use train_model.num_devices=1 or model.quantization=null."
     ref = config.ref_model
     apart = _has_workers(config) or ref.num_devices is not None or ref.devices is not None
     if apart and has_reference(config) and ref.name is None:
         yield (
-            f"model.quantization={kind} changes the base, and a reference that stands apart (mode=async, "
-            "devices of its own) has the base as it is stored, so their KL would not begin at 0; use "
-            "policy.kl_coef=0, or mode=sync on one device, where the reference is the base under the adapter."
+            f"{option} changes the base, and a reference in another process or on other devices has it unquantized, "
+            "so their KL would not begin at 0; use policy.kl_coef=0, or mode=sync on one device."
         )
     if config.train_model.compile:
-        yield f"train_model.compile=true cannot look into the products of model.quantization={kind}; leave it out."
+        yield f"train_model.compile=true does not compile the 4-bit products of {option}; leave it out."
 
 
 def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
+    option, name = "inference_model.serve_adapter=true", config.engine.name
     if not config.inference_model.serve_adapter:
         return
-    option, name = "inference_model.serve_adapter=true", config.engine.name
     if not config.train_model.lora.enabled:
-        yield f"{option} serves an adapter, and train_model.lora.enabled=false trains none; enable it."
+        yield f"{option} needs an adapter; add train_model.lora.enabled=true."
     if name not in ("auto", "vllm"):
-        yield f"{option} has no effect on engine={name}, which is given merged weights; use engine=vllm."
+        yield f"{option} has no effect on engine={name}, which gets merged weights; use engine=vllm."
     if _has_workers(config) or config.inference_model.tensor_parallel_size > 1:
         yield (
-            f"{option} is for one engine beside the learner in mode=sync, and mode={config.mode}, several devices of a "
-            "role or ray.address have workers; leave it out: they merge the adapter."
+            f"{option} is for one engine in mode=sync, and mode={config.mode}, several devices or ray.address "
+            "start workers, which merge the adapter; leave it out."
         )
     if config.model.quantization is not None:
-        yield (
-            f"{option} leaves the engine's base as it is stored, and model.quantization={config.model.quantization} "
-            "trains on another; leave one of them out."
-        )
-
-
-def engines_have_a_number_of_devices_or_the_learners(config: Config) -> Iterator[str]:
-    option, value = "inference_model.num_devices", config.inference_model.num_devices
-    if isinstance(value, str) and value != SHARED:
-        yield f"{option}={value} is neither a number nor {SHARED}; write it like {option}=2."
-
-
-def shared_devices_are_used_in_turn(config: Config) -> Iterator[str]:
-    if shares_devices(config) and config.mode == "async":
-        yield (
-            "inference_model.num_devices=shared lets engines and learner take turns on the same devices, and mode="
-            f"async lets both work at once (train.max_policy_age={config.train.max_policy_age}); use mode=sync "
-            "(grpo.py), or give inference_model.num_devices a number."
-        )
-
-
-def shared_devices_are_those_of_whole_engines(config: Config) -> Iterator[str]:
-    size, count = config.inference_model.tensor_parallel_size, device_count(config.train_model) or 1
-    if shares_devices(config) and size > 0 and count % size:
-        yield (
-            f"inference_model.num_devices=shared stands on the learner's {count} devices, which engines of "
-            f"inference_model.tensor_parallel_size={size} do not fill; use inference_model.tensor_parallel_size="
-            f"{math.gcd(count, size)}."
-        )
-
-
-def sglang_keeps_its_weights_where_it_sleeps(config: Config) -> Iterator[str]:
-    if shares_devices(config) and config.engine.name == "sglang_server":
-        yield (
-            "engine=sglang_server keeps its weights on the device while it sleeps; inference_model.num_devices=shared "
-            "leaves that room to the learner: use engine=vllm, or give inference_model.num_devices a number."
-        )
-
-
-def a_running_server_shares_no_devices(config: Config) -> Iterator[str]:
-    if shares_devices(config) and config.engine.url is not None:
-        yield (
-            f"engine.url={config.engine.url} is one running server on devices of its own, and "
-            "inference_model.num_devices=shared starts engines on the learner's; leave inference_model.num_devices out."
-        )
+        other = f"model.quantization={config.model.quantization}"
+        yield f"{option} serves the unquantized base, and {other} trains on another; leave one of them out."

@@ -1,25 +1,27 @@
 """Rules that a config must keep, each named as the rule it states.
 
-A rule yields a sentence for what breaks it, with the values involved and the smallest fix. None of them edits anything.
+A rule yields a sentence with the values involved and the smallest fix. No rule edits the config. A public generator
+function of this module, :mod:`.algorithm_rules` or :mod:`.memory_rules` is a rule.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from inspect import isgeneratorfunction
+from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.config import (
     Config,
-    JudgeConfig,
     ModelConfig,
     algorithm_rules,
     memory_rules,
     most_kept,
+    num_steps,
     responses_per_step,
     reward_names,
 )
-from sota_grpo.config.memory_rules import device_count
 from sota_grpo.config.mixture import (
     READERS,
     a_mixture_names_tasks_and_their_options,
@@ -30,13 +32,12 @@ from sota_grpo.config.mixture import (
     turns_of_tasks,
     unread_options,
 )
-from sota_grpo.config.spelling import changed_options, walk
-from sota_grpo.engines import ENGINES, is_server, temperature_fault
+from sota_grpo.config.spelling import changed_options, overrides_of, walk
+from sota_grpo.engines import ENGINES, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rewards.judge.questions import CHAT
 from sota_grpo.rl.objective_files import in_file
-from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
@@ -46,146 +47,74 @@ from sota_grpo.text import one_line
 
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
     for name, item, value in walk(config):
-        choices = item.metadata["choices"]
-        if name == "algorithm.objective" and in_file(value):  # it is looked at by the rules that ask what it reads
-            continue
-        if choices and value != item.default and value not in choices:
-            others = [choice for choice in choices if choice != item.default]
-            yield f"{name}={value} is not one of {', '.join(filter(None, [item.default, *others]))}."
+        choices = [item.default, *(one for one in item.metadata["choices"] or () if one != item.default)]
+        of_a_file = name == "algorithm.objective" and in_file(value)  # rules of the objective load it
+        if item.metadata["choices"] and isinstance(value, str) and value not in choices and not of_a_file:
+            number = " or a number" if "int" in str(item.type) else ""
+            yield f"{name}={value} is not one of {', '.join(filter(None, choices))}{number}."
 
 
-_AMOUNTS = (
-    *("env.num_envs", "env.repeats", "inference_model.max_tokens", "train.total_dialog_turns"),
-    *("train.dialog_turns_per_batch", "train.optim_batch_size", "train.epochs", "train.micro_batch_tokens"),
-    *("train.keep_checkpoints", "eval.num_samples"),
-    *("optimizer.lr", "train_model.lora.r", "algorithm.correction_cap", "env.max_samples"),
-    *("inference_model.max_num_seqs", "inference_model.max_model_len", "train_model.num_devices"),
-    *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
-    *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
-    *("train.weight_update_frequency", "env.timeout_s", "env.max_steps", "ray.timeout_s"),
-    "env.environments_per_worker",
-    *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
-)
+_LIMITS = {"above": operator.gt, "at least": operator.ge, "at most": operator.le, "below": operator.lt}
 
 
-def every_amount_is_positive(config: Config) -> Iterator[str]:
-    values = {name: value for name, _, value in walk(config)}
-    for name in _AMOUNTS:
-        if isinstance(values[name], (int, float)) and values[name] <= 0:
-            yield f"{name}={values[name]} must be above 0."
+def every_number_is_within_its_limits(config: Config) -> Iterator[str]:
+    for name, item, value in walk(config):
+        for words, limit in item.metadata["limits"].items() if isinstance(value, (int, float)) else ():
+            if not _LIMITS[words](value, limit):
+                yield f"{name}={value} must be {words} {limit:g}."
 
 
-_MAY_BE_NEGATIVE = ("seed", "reward.correct", "reward.wrong", "reward.no_answer", "reward.success_above")
-
-
-def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:
-    for name, _, value in walk(config):
-        if isinstance(value, (int, float)) and value < 0 and name not in _MAY_BE_NEGATIVE:
-            yield f"{name}={value} must not be negative."
-
-
-_SHARES = (
-    *("inference_model.gpu_memory_utilization", "inference_model.top_p", "inference_model.min_p"),
-    "algorithm.top_entropy_quantile",
-)
-_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2")
-
-
-def every_share_lies_between_0_and_1(config: Config) -> Iterator[str]:
-    """At 1 a moving average never moves, and a dropout drops everything."""
-    values = {name: value for name, _, value in walk(config)}
-    for name in _SHARES:
-        if not 0 <= values[name] <= 1:
-            yield f"{name}={values[name]} must lie between 0 and 1."
-    for name in _DECAYS:
-        if not 0 <= values[name] < 1:
-            yield f"{name}={values[name]} must be at least 0 and below 1."
-
-
-def a_collection_is_made_of_whole_groups(config: Config) -> Iterator[str]:
-    repeats = config.env.repeats
-    for name, value in (
-        ("train.dialog_turns_per_batch", config.train.dialog_turns_per_batch),
-        ("env.num_envs", config.env.num_envs),
-    ):
-        if value % repeats and not (name.startswith("train") and config.train.weight_update_frequency):
+def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
+    """With group sizes of tasks' own, an optimizer step counts groups."""
+    train, repeats = config.train, config.env.repeats
+    amounts = {"env.num_envs": config.env.num_envs}
+    if train.weight_update_frequency is None:
+        amounts["train.dialog_turns_per_batch"] = train.dialog_turns_per_batch
+    if has_own_group_sizes(config) or (config.mode == "async" and responses_per_step(config) % repeats):
+        amounts["train.optim_batch_size"] = train.optim_batch_size
+    for name, value in amounts.items():
+        if value % repeats:
             nearest = max(repeats, round(value / repeats) * repeats)
             yield f"{name}={value} is not divisible by the group size env.repeats={repeats}; use {name}={nearest}."
 
 
-def groups_of_different_sizes_are_not_cut(config: Config) -> Iterator[str]:
-    """An optimizer step of such groups has a number of groups, not of responses."""
-    size, repeats = config.train.optim_batch_size, config.env.repeats
-    if has_own_group_sizes(config) and size % repeats:
-        yield (
-            f"train.optim_batch_size={size} counts groups of env.repeats={repeats} where tasks of env.mixture have "
-            f"repeats of their own; use train.optim_batch_size={max(repeats, round(size / repeats) * repeats)}."
-        )
-
-
-def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> Iterator[str]:
-    responses, size = responses_per_step(config), config.train.optim_batch_size
-    if responses % size:
-        yield (
-            f"train.dialog_turns_per_batch={responses} is not divisible by train.optim_batch_size={size}; "
-            f"use train.optim_batch_size={responses}."
-        )
-
-
-def the_run_has_at_least_one_step(config: Config) -> Iterator[str]:
-    total, size = config.train.total_dialog_turns, responses_per_step(config)
-    if total < size:
-        yield (
-            f"train.total_dialog_turns={total} is less than one training step, {size} responses; "
-            f"use train.total_dialog_turns={size} or a smaller collection."
-        )
+def a_run_is_made_of_whole_steps(config: Config) -> Iterator[str]:
+    responses, option = responses_per_step(config), f"train.optim_batch_size={config.train.optim_batch_size}"
+    if responses % config.train.optim_batch_size:
+        name = "train.dialog_turns_per_batch"
+        yield f"{name}={responses} is not divisible by {option}; use train.optim_batch_size={responses}."
+    if num_steps(config) < 1:
+        total = f"train.total_dialog_turns={config.train.total_dialog_turns}"
+        yield f"{total} is less than one training step; use train.total_dialog_turns={responses} or smaller steps."
 
 
 def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
-    """Where a part of the vocabulary is left out, the learner has to know which, token by token."""
+    """The learner renormalises over the sampling support, so the engine has to return it for every token."""
     sampling, name = config.inference_model, config.engine.name
-    truncated = most_kept(config) > 0
-    said = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
-    if truncated and name in ENGINES and not ENGINES[name].tells_kept:
+    support = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
+    if most_kept(config) and name in ENGINES and not ENGINES[name].tells_kept:
         others = ", ".join(one for one, kind in ENGINES.items() if kind.tells_kept)
         yield (
-            f"{said} sample from a truncated distribution, and engine={name} does not say which tokens it keeps, so "
-            f"that the importance ratio of every token would be biased; use one of {others}, or top_p=1.0, top_k=0 "
-            "and min_p=0.0."
+            f"{support} truncate the distribution, and engine={name} does not return the sampling support, so every "
+            f"importance ratio would be biased; use one of {others}, or top_p=1.0, top_k=0 and min_p=0.0."
         )
-    if truncated and config.train_model.log_probs == "liger":
-        yield (
-            f"train_model.log_probs=liger computes the whole vocabulary, and {said} leave a part of it; use "
-            "train_model.log_probs=tiled."
-        )
-    if sampling.top_p <= 0:
-        yield f"inference_model.top_p={sampling.top_p} keeps no token; use a share above 0."
-    if not 0 <= sampling.top_k <= MOST_KEPT:
-        yield (
-            f"inference_model.top_k={sampling.top_k} is not between 0 and {MOST_KEPT}, the most ids that travel with "
-            f"a token; use {MOST_KEPT}, or 0 to keep every token."
-        )
-    if sampling.top_k == 1 or sampling.min_p >= 1:
-        yield f"{said} keep one token, so that every sibling is the same response; use top_k=0 and min_p below 1."
-    if sampling.temperature == 0:
-        yield "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."
-    if (fault := temperature_fault(config.engine.name, sampling.temperature)) is not None:
+    if most_kept(config) and config.train_model.log_probs == "liger":
+        text = "train_model.log_probs=liger computes the whole vocabulary"
+        yield f"{text}, and {support} truncate it; use train_model.log_probs=tiled."
+    if sampling.top_k == 1:
+        yield f"{support} keep one token, so all responses of a group are the same; use top_k=0."
+    if (fault := temperature_fault(name, sampling.temperature)) is not None:
         yield fault
 
 
-def difficulty_is_one_to_five(config: Config) -> Iterator[str]:
-    if not 1 <= config.env.difficulty <= 5:
-        yield f"env.difficulty={config.env.difficulty} must be 1, 2, 3, 4 or 5."
-
-
 def the_loss_scaler_has_float32_gradients(config: Config) -> Iterator[str]:
-    """fp16 autocast scales the loss, and gradients are unscaled in float32; an adapter's weights are float32 anyway."""
+    """fp16 autocast scales the loss, and gradients are unscaled in float32; an adapter is in float32 anyway."""
     dtype = config.train_model.torch_dtype
-    trains_half = dtype in ("float16", "bfloat16") and not config.train_model.lora.enabled
-    if config.train.precision == "fp16" and trains_half:
+    is_half = dtype in ("float16", "bfloat16") and not config.train_model.lora.enabled
+    if config.train.precision == "fp16" and is_half:
         yield (
-            f"train.precision=fp16 scales the loss and needs float32 gradients, but train_model.torch_dtype={dtype}; "
-            "use train_model.torch_dtype=float32 or train.precision=bf16."
+            f"train.precision=fp16 needs float32 gradients, and train_model.torch_dtype={dtype} has none; use "
+            "train_model.torch_dtype=float32 or train.precision=bf16."
         )
 
 
@@ -200,45 +129,41 @@ def trained_weights_are_fine_enough_for_the_learning_rate(config: Config) -> Ite
     if lr < smallest and not config.train_model.lora.enabled:
         yield (
             f"train_model.torch_dtype={dtype} rounds away most steps of optimizer.lr={lr:g}: a weight of 0.02 moves by "
-            f"{smallest:.1g} or not at all; use train_model.torch_dtype=float32 (train.precision=bf16 computes in "
-            "half precision all the same), or train_model.lora.enabled=true, whose adapter is in float32."
+            f"{smallest:.1g} or not at all; use train_model.torch_dtype=float32 (train.precision=bf16 still computes "
+            "in half precision), or train_model.lora.enabled=true."
         )
 
 
+def _unused(name: str, value: Any, default: Any, where: str) -> str:
+    given, left = (one.partition("=")[2] for one in overrides_of({name: value}) + overrides_of({name: default}))
+    return f"{name}={given} has no effect {where}; leave it at {left}"
+
+
 def options_that_the_task_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
-    if config.env.mixture is not None:  # asked of each of its tasks
-        return
-    for name, (value, default) in changed_options(config).items():
-        parameter = READERS.get(name)
-        if parameter is not None and parameter not in parameters(config.env.dataset):
-            others = ", ".join(task for task in TASKS if parameter in parameters(task))
-            yield (
-                f"{name}={value} has no effect on env.dataset={config.env.dataset}; leave it at "
-                f"{'null' if default is None else default} or choose another env.dataset ({others})."
-            )
+    for name, (value, default) in changed_options(config).items() if config.env.mixture is None else ():
+        if name in READERS and READERS[name] not in parameters(config.env.dataset):
+            others = ", ".join(task for task in TASKS if READERS[name] in parameters(task))
+            unused = _unused(name, value, default, f"on env.dataset={config.env.dataset}")
+            yield f"{unused} or choose another env.dataset ({others})."
 
 
-#: Options that change nothing where functions take the place of a task's own reward.
+#: Options without effect where functions replace a task's own reward.
 OWN_TERMS = tuple(name for name in READERS if name.startswith("reward.") or name == "env.format_weight")
 
 
 def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str]:
-    is_replaced = config.reward.path is not None and "builtin" not in reward_names(config)
-    if config.env.mixture is not None or not (is_replaced or judges_alone(config)):
-        return
-    for name, (value, _) in changed_options(config).items():
-        if name in OWN_TERMS and not is_replaced:
-            yield f"{name}={value} has no effect beside reward.judge.alone=true; leave one of them out."
-        elif name in OWN_TERMS:
-            yield (
-                f"{name}={value} has no effect beside reward.path={config.reward.path}, whose functions take the place "
-                "of the task's own reward; leave it out, or name builtin in reward.name beside them."
-            )
+    path = config.reward.path
+    is_replaced = path is not None and "builtin" not in reward_names(config)
+    for name, (value, default) in changed_options(config).items() if config.env.mixture is None else ():
+        if name in OWN_TERMS and is_replaced:
+            unused = _unused(name, value, default, f"with reward.path={path}, which replaces the task's own reward")
+            yield f"{unused}, or add builtin to reward.name."
+        elif name in OWN_TERMS and judges_alone(config):
+            yield _unused(name, value, default, "with reward.judge.alone=true") + "."
 
 
 def an_evaluation_has_problems(config: Config) -> Iterator[str]:
-    for each in task_configs(config).values():
-        env = each.env
+    for env in (each.env for each in task_configs(config).values()):
         has_test_split = env.dataset_path is None and "num_train" not in parameters(env.dataset)  # one on the hub
         if config.eval.mode == "on" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
             yield "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off, or give env.eval_path."
@@ -246,61 +171,42 @@ def an_evaluation_has_problems(config: Config) -> Iterator[str]:
 
 def a_size_chooses_a_model_that_has_no_name(config: Config) -> Iterator[str]:
     if config.model.name is not None and config.model.size != ModelConfig().size:
-        yield (
-            f"model.size={config.model.size} has no effect beside model.name={config.model.name}; add model.name=null "
-            "or leave the size out."
-        )
+        where = f"with model.name={config.model.name}"
+        yield f"{_unused('model.size', config.model.size, ModelConfig().size, where)}, or add model.name=null."
 
 
-def a_table_has_a_place(config: Config) -> Iterator[str]:
-    if config.env.mixture is not None:
+def a_task_has_its_data(config: Config) -> Iterator[str]:
+    name, env = config.env.dataset, config.env
+    if env.mixture is not None:
         return
-    name = config.env.dataset
-    is_made_up = "path" not in parameters(name)
-    if config.env.dataset_path is None and not is_made_up and not hasattr(task_class(name), "hub_name"):
+    has_data = env.dataset_path is not None or "path" not in parameters(name) or hasattr(task_class(name), "hub_name")
+    if not has_data:
         yield f"env.dataset={name} is your own data; give env.dataset_path=FILE (or a name on the hub)."
+    if "tasks" in parameters(name):
+        yield from task_faults(env.tasks)
 
 
-def a_mixture_names_its_tasks(config: Config) -> Iterator[str]:
-    if "tasks" in parameters(config.env.dataset):
-        yield from task_faults(config.env.tasks)
-
-
-def several_turns_have_something_to_say(config: Config) -> Iterator[str]:
+def several_turns_have_an_observation(config: Config) -> Iterator[str]:
     env, task = config.env, task_class(config.env.dataset)
-    if env.mixture is not None:  # of which one task may, and another may not
+    fix = "add env.reasoning=true, which asks the policy to think again, or leave it at 1"
+    if env.mixture is not None:
         if env.max_steps > 1 and max(turns_of_tasks(config).values()) == 1:
-            yield (
-                f"env.max_steps={env.max_steps} has no effect on any task of env.mixture, which say nothing after a "
-                "response; add env.reasoning=true, which asks to think again, or leave it at 1."
-            )
+            yield f"env.max_steps={env.max_steps} has no effect on any task of env.mixture: none replies; {fix}."
         return
     if env.reasoning and env.max_steps < 2:
-        yield "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
+        yield "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, and env.max_steps=1 leaves no turn to answer it; use 3."
-    if env.max_steps > 1 and not env.reasoning and not replies(config) and not offers_tools(config):
-        yield (
-            f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which says nothing after a "
-            "response; add env.reasoning=true, which asks to think again, or leave it at 1."
-        )
-
-
-def offers_tools(config: Config) -> bool:
-    """Whether the policy may call tools by its chat template."""
-    return config.env.tools is not None or config.env.environment is not None
+    if env.max_steps > 1 and not (env.reasoning or replies(config) or env.tools or env.environment):
+        yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never replies; {fix}."
 
 
 def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     env = config.env
-    if env.mixture is not None:  # asked of each of its tasks
-        if env.environment is not None:
-            yield (
-                f"env.environment={env.environment} would have the rows of every task of env.mixture; give it to the "
-                "task whose rows it reads, as env.mixture.NAME.environment."
-            )
-        return
-    if not offers_tools(config):
+    if env.mixture is not None and env.environment is not None:
+        given = f"env.environment={env.environment} applies to every task of env.mixture"
+        yield f"{given}; give it to the task whose rows it reads, as env.mixture.NAME.environment."
+    if env.mixture is not None or (env.tools is None and env.environment is None):
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
@@ -308,13 +214,13 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     if (server := server_of(env.environment)) is not None:
         yield from filter(None, [server.fault()])
     elif value is not None and in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
-        servers = f" (or a server: {FORMS})" if env.tools is None else ""
-        yield f"{option}={value} is no FILE.py:NAME; name the file, a colon, and what it defines{servers}."
+        servers = f", or {FORMS}" if env.tools is None else ""
+        yield f"{option}={value} is no FILE.py:NAME; give the file, a colon and a name that it defines{servers}."
     if env.max_steps < 2:
-        yield f"{option}={value} offers tools, and env.max_steps=1 leaves no turn to hear them; use 4."
+        yield f"{option}={value} offers tools, and env.max_steps=1 leaves no turn for their results; use 4."
     if env.reasoning or replies(config):
-        answers = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
-        yield f"{option}={value} answers the calls of tools, and {answers} answers every response; use one of them."
+        other = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
+        yield f"{option}={value} answers tool calls, and {other} answers every response; use one of them."
 
 
 def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
@@ -329,118 +235,47 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
         return
     names = reward_names(config)
     if names == ["builtin"]:
-        yield f"reward.name=builtin asks nothing of reward.path={reward.path}; leave both out."
+        yield f"reward.name=builtin uses no function of reward.path={reward.path}; leave both out."
     if not all(isinstance(name, str) for name in names):
         yield f"reward.name={reward.name} is not the name of a function, or a list of different ones."
     yield from naming_faults(names, reward.weights)
 
 
-def devices_are_counted_or_named(config: Config) -> Iterator[str]:
-    for name in ("train_model", "inference_model", "ref_model"):
-        role = getattr(config, name)
-        if role.num_devices is not None and role.devices is not None:
-            yield (
-                f"{name}.num_devices={role.num_devices} and {name}.devices={list(role.devices)} say the same thing "
-                f"twice; drop one of them."
-            )
-        if role.devices is not None and len(role.devices) == 0:
-            yield f"{name}.devices=[] names no device; name one or leave it out."
-
-
 def sync_has_no_age(config: Config) -> Iterator[str]:
     if config.mode == "sync" and config.train.max_policy_age != 0:
-        yield (
-            f"train.max_policy_age={config.train.max_policy_age} has no meaning in mode=sync, where every token comes "
-            "from the newest policy; leave it at 0 or run grpo-async.py."
-        )
-
-
-def sync_publishes_after_every_collection(config: Config) -> Iterator[str]:
+        option = f"train.max_policy_age={config.train.max_policy_age}"
+        yield f"{option} has no effect in mode=sync, where every token is on-policy; use 0 or run grpo-async.py."
     if config.mode == "sync" and config.train.weight_update_frequency is not None:
-        yield (
-            f"train.weight_update_frequency={config.train.weight_update_frequency} has no meaning in mode=sync, which "
-            "publishes after every collection; leave it out or run grpo-async.py."
-        )
-
-
-def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
-    frequency, size, repeats = config.train.weight_update_frequency, config.train.optim_batch_size, config.env.repeats
-    if config.mode == "async" and frequency is not None and responses_per_step(config) % repeats:
-        nearest = max(repeats, round(size / repeats) * repeats)
-        yield (
-            f"train.weight_update_frequency={frequency} times train.optim_batch_size={size} is not divisible by the "
-            f"group size env.repeats={repeats}; use train.optim_batch_size={nearest}."
-        )
-
-
-def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
-    engine = config.inference_model
-    size = engine.tensor_parallel_size
-    count = device_count(engine) or size
-    if size > 0 and count % size:  # every_amount_is_positive says the rest
-        yield (
-            f"inference_model takes {count} devices and one copy of the model takes tensor_parallel_size={size}; use "
-            f"inference_model.num_devices={max(1, count // size) * size}."
-        )
-
-
-def a_url_belongs_to_a_server(config: Config) -> Iterator[str]:
-    if config.engine.url is not None and not is_server(config.engine.name):
-        yield (
-            f"engine.url is set and engine.name={config.engine.name} is no server; use engine=vllm_server or leave "
-            "engine.url out."
-        )
-
-
-def a_url_is_one_engine(config: Config) -> Iterator[str]:
-    count = device_count(config.inference_model)
-    if config.engine.url is not None and count is not None:
-        yield (
-            f"engine.url={config.engine.url} is one running server, and inference_model asks for {count} devices to "
-            "start engines on; leave inference_model.num_devices and devices out."
-        )
-
-
-def a_server_started_here_has_gpus_of_its_own(config: Config) -> Iterator[str]:
-    """A server is a child of this process, and on a cluster the GPUs are Ray's to give, to actors only."""
-    server, address = is_server(config.engine.name), config.ray.address
-    if server and address is not None and config.engine.url is None and config.device != "cpu":
-        yield (
-            f"engine={config.engine.name} starts its servers on this machine, whose GPUs the cluster of ray.address="
-            f"{address} gives to others; use engine=vllm there, engine.url of a server on GPUs that Ray does not have, "
-            "device=cpu, or leave ray.address out."
-        )
+        option = f"train.weight_update_frequency={config.train.weight_update_frequency}"
+        yield f"{option} has no effect in mode=sync, which syncs after every step; leave it out or run grpo-async.py."
 
 
 def judges_alone(config: Config) -> bool:
-    """Whether a judge is all that rewards."""
+    """Whether the judge is the only reward."""
     return config.reward.judge.kind is not None and config.reward.judge.alone
 
 
-def a_judge_is_asked_for_what_it_can_do(config: Config) -> Iterator[str]:
-    judge: JudgeConfig = config.reward.judge
+def a_judge_has_a_server_and_a_weight(config: Config) -> Iterator[str]:
+    judge = config.reward.judge
     if judge.kind is None:
         for name, (value, default) in changed_options(config).items():
             if name.startswith("reward.judge."):
-                left = "null" if default is None else default
-                yield f"{name}={value} belongs to a judge; give reward.judge.kind, or leave it at {left}."
+                yield f"{_unused(name, value, default, 'without a judge')}, or give reward.judge.kind."
         return
-    for option in ("rubric", "reference") if judge.kind != CHAT else ():
+    for option, default in (("rubric", None), ("reference", False)) if judge.kind != CHAT else ():
         if value := getattr(judge, option):
-            yield f"reward.judge.{option}={value} has no effect on reward.judge.kind={judge.kind}; leave it out."
+            yield _unused(f"reward.judge.{option}", value, default, f"on reward.judge.kind={judge.kind}") + "."
     if judge.url is None:
         yield f"reward.judge.kind={judge.kind} needs a server; give reward.judge.url=http://HOST:PORT."
     else:
         yield from _url_faults(judge.url)
     if judge.weight == 0 and config.env.mixture is None:
-        yield "reward.judge.weight=0 asks the judge for nothing; leave reward.judge.kind out."
+        yield "reward.judge.weight=0 leaves the judge without effect; leave reward.judge.kind out."
     if judge.alone and config.env.reasoning:
-        yield "reward.judge.alone=true has no rule for thinking again (env.reasoning); use one of them."
+        yield "reward.judge.alone=true does not say whether to think again (env.reasoning); use one of them."
     if judge.alone and config.reward.path is not None and config.env.mixture is None:
-        yield (
-            f"reward.judge.alone=true leaves no place for the functions {', '.join(map(str, reward_names(config)))} of "
-            "reward.path; leave one of them out."
-        )
+        names = ", ".join(map(str, reward_names(config)))
+        yield f"reward.judge.alone=true replaces the functions {names} of reward.path; leave one of them out."
 
 
 def _url_faults(url: str) -> Iterator[str]:
@@ -453,59 +288,16 @@ def _url_faults(url: str) -> Iterator[str]:
     if address.scheme not in ("http", "https") or not host:
         yield f"reward.judge.url={one_line(url)} is no address of a server; write http://HOST:PORT."
     if address.username is not None or address.password is not None or address.query:
-        yield (
-            "reward.judge.url has a user name, a password or a query in it, which the run would save; the key of a "
-            "judge is the environment variable SOTA_GRPO_JUDGE_KEY."
-        )
+        text = "reward.judge.url has a user name, a password or a query in it, which the run would save"
+        yield f"{text}; set the key of a judge in SOTA_GRPO_JUDGE_KEY."
 
 
-_MAPPINGS = (
-    *("env.chat_template_kwargs", "inference_model.engine_kwargs", "model.load_kwargs"),
-    "reward.judge.extra_body",
-)
-
-
-def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
-    for name, _, value in walk(config):
-        is_named = isinstance(value, Mapping) and all(isinstance(one, str) for one in value)
-        if name in _MAPPINGS and value is not None and not is_named:
-            yield f"{name}={value} is no mapping of names; write {name}={{NAME: VALUE}}."
-
-
-_OF_TEMPLATES = (  # what this program gives to apply_chat_template, or what changes what that returns
+_OF_TEMPLATES = (  # arguments of apply_chat_template that this program sets, or that change what it returns
     *("conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("tokenizer_kwargs", "tools", "documents", "processor_kwargs"),
 )
-
-
-def a_chat_template_is_given_nothing_of_ours(config: Config) -> Iterator[str]:
-    for name in config.env.chat_template_kwargs or ():
-        if name in _OF_TEMPLATES or name.endswith("_token"):
-            yield (
-                f"env.chat_template_kwargs has {name}, which prompts are made with here; leave it out (tools are "
-                "offered by tasks)."
-            )
-
-
-def every_stop_string_is_text(config: Config) -> Iterator[str]:
-    stop = config.inference_model.stop
-    if not all(stop) or len(set(stop)) < len(stop):
-        yield f"inference_model.stop={list(stop)} has an empty text, or one twice; leave that out."
-
-
-def further_arguments_go_to_a_vllm_that_is_started_here(config: Config) -> Iterator[str]:
-    name = config.engine.name
-    if not config.inference_model.engine_kwargs:
-        return
-    if name in ENGINES and not ENGINES[name].takes_kwargs:
-        others = ", ".join(one for one, kind in ENGINES.items() if kind.takes_kwargs)
-        yield f"inference_model.engine_kwargs has no effect on engine={name}; leave it out or use {others}."
-    if config.engine.url is not None:
-        yield "inference_model.engine_kwargs has no effect on a server that runs already (engine.url); leave it out."
-
-
-_OF_LOADING = {  # arguments of from_pretrained that have no effect or a wrong one, and what stands for them
+_OF_LOADING = {  # arguments of from_pretrained that have no effect or a wrong one, and the option instead
     **dict.fromkeys(("config", "state_dict", "output_loading_info"), "the model is loaded as it was saved"),
     **dict.fromkeys(("dtype", "torch_dtype"), "use train_model.torch_dtype and ref_model.torch_dtype"),
     **{"trust_remote_code": "use model.trust_remote_code", "attn_implementation": "use model.attn_implementation"},
@@ -514,30 +306,41 @@ _OF_LOADING = {  # arguments of from_pretrained that have no effect or a wrong o
     **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), "use model.quantization"),
     "gguf_file": "weights are trained whole",
     **dict.fromkeys(("revision", "code_revision", "subfolder"), "engine and tokenizer need it too: give the folder"),
-    **dict.fromkeys(("token", "use_auth_token"), "it would be saved with the run; use HF_TOKEN"),
+    **dict.fromkeys(("token", "use_auth_token"), "the run would save it; use HF_TOKEN"),
     "weights_only": "a pickle is code",
 }
 
 
-def a_model_is_loaded_with_nothing_of_ours(config: Config) -> Iterator[str]:
-    for name in config.model.load_kwargs or ():
+def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
+    template, load = config.env.chat_template_kwargs, config.model.load_kwargs
+    options = {"env.chat_template_kwargs": template, "model.load_kwargs": load}
+    options["inference_model.engine_kwargs"] = config.inference_model.engine_kwargs
+    options["reward.judge.extra_body"] = config.reward.judge.extra_body
+    for option, value in options.items():
+        if value is not None and not (isinstance(value, Mapping) and all(isinstance(one, str) for one in value)):
+            yield f"{option}={value} is no mapping of names; write {option}={{NAME: VALUE}}."
+    for name in template or ():
+        if name in _OF_TEMPLATES or name.endswith("_token"):
+            yield f"env.chat_template_kwargs has {name}, which this program sets itself; leave it out."
+    for name in load or ():
         if name in _OF_LOADING:
             yield f"model.load_kwargs has {name}: {_OF_LOADING[name]}; leave it out."
 
 
+def every_stop_string_is_text(config: Config) -> Iterator[str]:
+    stop = config.inference_model.stop
+    if not all(stop) or len(set(stop)) < len(stop):
+        yield f"inference_model.stop={list(stop)} has an empty text, or one twice; leave that out."
+
+
 def tasks_of_a_mixture_keep_the_rules(config: Config) -> Iterator[str]:
-    if config.env.mixture is None:
-        return
-    for name, each in task_configs(config).items():
+    for name, each in task_configs(config).items() if config.env.mixture is not None else ():
         yield from (f"env.mixture.{name}: {sentence}" for rule in RULES for sentence in rule(each))
 
 
-def options_beside_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterator[str]:
+def options_of_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterator[str]:
     for name, value, default in unread_options(config):
-        yield (
-            f"{name}={value} has no effect on any task of env.mixture; leave it at "
-            f"{'null' if default is None else default}, or give it to a task that reads it."
-        )
+        yield f"{_unused(name, value, default, 'on any task of env.mixture')}, or give it to a task that reads it."
 
 
 def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[str]:
@@ -545,10 +348,8 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
     for name, each in task_configs(config).items() if config.env.mixture is not None else ():
         limit, longest = each.inference_model.max_tokens, longest_response(config)
         if limit > most:
-            yield (
-                f"env.mixture.{name}.max_tokens={limit} is more than inference_model.max_tokens={most}, the "
-                f"most of any task; use inference_model.max_tokens={limit}."
-            )
+            option = f"env.mixture.{name}.max_tokens={limit}"
+            yield f"{option} exceeds inference_model.max_tokens={most}; use inference_model.max_tokens={limit}."
         if (own := limit * each.env.max_steps) < longest and buffer:
             yield (
                 f"algorithm.overlong_buffer={buffer} counts back from {longest} tokens, the most of any task, and "
@@ -560,14 +361,14 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
 _MODULES = (algorithm_rules, memory_rules)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
-RULES = (  # in their order; of entries before what is made of them
+RULES = (  # in their order; entries of a mixture before the configs made of them
     a_mixture_names_tasks_and_their_options,
     *(one for one in _EVERY if isgeneratorfunction(one) and one.__module__ in _HERE and one.__name__[0] != "_"),
 )
 
 
 class ConfigError(UserError, ValueError):
-    """The config cannot be run; the message says why and what to change."""
+    """A config that breaks a rule."""
 
 
 def validate(config: Config) -> None:

@@ -35,7 +35,7 @@ from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_folder
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
-from sota_grpo.migration.verl import Account, Facts, verl_options, verl_rows, verl_script, write_parquet
+from sota_grpo.migration.verl import Facts, Report, verl_options, verl_rows, verl_script, write_parquet
 from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
@@ -97,7 +97,7 @@ def write_hf(
     return steps
 
 
-def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Account:
+def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
     """verl's command line, its data and its reward function; ``trust`` as in :func:`write_hf`."""
     from omegaconf import OmegaConf
 
@@ -115,7 +115,7 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Account:
     if Path(model).is_dir():
         model = str(Path(model).resolve())
     facts = Facts(model, script_name(run_dir), env.check_prompts(), len(task.train))
-    options, account = verl_options(config, facts)
+    options, report = verl_options(config, facts)
     heading = [
         f"{facts.name}, a run of sota_grpo {_versions()['sota_grpo']}, as a command of verl {VERL_VERSION}, whose",
         f"options are in verl/trainer/config at the tag v{VERL_VERSION} of github.com/verl-project/verl.",
@@ -134,9 +134,9 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Account:
         (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
         (folder / "reward.py").write_text(_VERL_REWARD.format(name=facts.name), encoding="utf-8")
         script = folder / "run_verl.sh"
-        script.write_text(verl_script(options, account, heading), encoding="utf-8")
+        script.write_text(verl_script(options, report, heading), encoding="utf-8")
         script.chmod(0o755)
-    return account
+    return report
 
 
 def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) -> None:

@@ -49,9 +49,9 @@ def test_verl_takes_the_command_line(name: str, algorithm: str, variant: str, tm
     overrides = (f"algorithm={algorithm}", *VARIANTS[variant])
     if algorithm == "rloo" and variant == "corrected":
         overrides = (*overrides, "train.epochs=1")
-    options, account = verl_options(composed(name, *overrides), FACTS)
+    options, report = verl_options(composed(name, *overrides), FACTS)
     script, python = tmp_path / "run_verl.sh", tmp_path / "python3"
-    script.write_text(verl_script(options, account, [VERSION]))
+    script.write_text(verl_script(options, report, [VERSION]))
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}

@@ -1,4 +1,4 @@
-"""A config as verl's options: nothing is dropped in silence, and what is carried over has an effect."""
+"""A config as verl's options: nothing is dropped in silence, and what is mapped has an effect."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sota_grpo.config.spelling import walk, with_options
 from sota_grpo.migration.export import model_card, published
 from sota_grpo.migration.verl import (
     FILES,
-    Account,
     Beside,
     Facts,
+    Report,
     example_columns,
     verl_options,
     verl_reward,
@@ -48,7 +48,9 @@ def others(config: Config, option: str) -> list[Config]:
     """The same config with other values of one option."""
     item, value = next((item, value) for name, item, value in walk(config) if name == option)
     kind = str(item.type)
-    if item.metadata["choices"]:
+    if "int" in kind and "str" in kind:
+        values = [1 << 20]
+    elif item.metadata["choices"]:
         values = [choice for choice in item.metadata["choices"] if choice != value]
     elif isinstance(value, bool) or (value is None and "bool" in kind):
         values = [not value]
@@ -58,19 +60,17 @@ def others(config: Config, option: str) -> list[Config]:
         values = [[0, 1]]
     elif value is None and ("int" in kind or "float" in kind):
         values = [4]
-    elif value == "auto" and "int" in kind:
-        values = [1 << 20]
     else:
         values = ["another"]
     return [with_options(config, {option: other}) for other in values]
 
 
 def verl_text(config: Config) -> str:
-    options, account = verl_options(config, FACTS)
-    return json.dumps([options, account.comment()])
+    options, report = verl_options(config, FACTS)
+    return json.dumps([options, report.lines()])
 
 
-def verl_account(config: Config) -> Account:
+def verl_report(config: Config) -> Report:
     return verl_options(config, FACTS)[1]
 
 
@@ -78,10 +78,10 @@ STANDS_ELSEWHERE = ("model.name", "model.size", "engine.url")  # the model is a 
 
 
 @pytest.mark.parametrize("overrides", [(), RICH, (*RICH, "mode=async")], ids=["preset", "rich", "async"])
-def test_an_option_that_is_carried_over_has_an_effect(overrides) -> None:
+def test_an_option_that_is_mapped_has_an_effect(overrides) -> None:
     config = config_of(*overrides)
     plain = verl_text(config)
-    for option in sorted(verl_account(config).carried - {*FILES, *STANDS_ELSEWHERE, "eval.avg_at_k"}):
+    for option in sorted(verl_report(config).mapped - {*FILES, *STANDS_ELSEWHERE, "eval.avg_at_k"}):
         assert any(verl_text(other) != plain for other in others(config, option)), option
 
 
@@ -90,11 +90,11 @@ def test_an_option_that_is_carried_over_has_an_effect(overrides) -> None:
 def test_every_option_is_named_in_the_script(name: str, overrides: tuple[str, ...]) -> None:
     """As an option, in a note, among those without a counterpart, or among those of the files."""
     config = config_of(*overrides, name=name)
-    account = verl_account(config)
-    comment = "\n".join(account.comment())
-    named = account.carried | {option for option, _, _ in walk(config) if option in comment}
+    report = verl_report(config)
+    comment = "\n".join(report.lines())
+    named = report.mapped | {option for option, _, _ in walk(config) if option in comment}
     assert named == {option for option, _, _ in walk(config)}
-    assert not set(account.left()) & account.carried
+    assert not set(report.unsupported()) & report.mapped
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -207,9 +207,9 @@ def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
 
     facts = Facts("/models/with space/it's", "10-00-00", longest_prompt=100, num_train=1000)
     overrides = (*RICH, "algorithm.correction_mode=mask", "train.precision=fp32", "optimizer.eps=1e-5")
-    options, account = verl_options(config_of(*overrides), facts)
+    options, report = verl_options(config_of(*overrides), facts)
     script, python = tmp_path / "run_verl.sh", tmp_path / "python3"
-    script.write_text(verl_script(options, account, ["A heading."]))
+    script.write_text(verl_script(options, report, ["A heading."]))
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     command = ["bash", str(script), "trainer.total_epochs=2"]

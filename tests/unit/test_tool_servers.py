@@ -69,7 +69,7 @@ def test_tools_are_functions_and_a_server_needs_turns() -> None:
     with pytest.raises(ConfigError, match="leaves no turn"):
         validate(config)
     config.env.max_steps, config.env.environment, config.env.tools = 4, None, "mcp:python server"
-    with pytest.raises(ConfigError, match=r"env.tools=mcp:python server is no FILE.py:NAME; name the file"):
+    with pytest.raises(ConfigError, match=r"env.tools=mcp:python server is no FILE.py:NAME"):
         validate(config)
 
 
