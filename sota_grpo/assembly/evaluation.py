@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sota_grpo.assembly.build import build, make_evaluator, make_weight_sync, subject_of, with_dialogs
+from sota_grpo.assembly.build import build, make_evaluator, make_weight_sync, with_dialogs
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
@@ -44,8 +44,7 @@ from sota_grpo.training.evaluate import (
     num_right,
     pass_accuracy,
 )
-from sota_grpo.training.gate import run_gate, write_gate
-from sota_grpo.training.subject import Check
+from sota_grpo.training.gate import Check, run_gate, write_gate
 
 PRESET_OF = {
     **{"gsm8k": "grpo_gsm8k", "math": "grpo_math", "ifeval": "grpo_ifeval", "reasoning": "grpo_reasoning"},
@@ -293,7 +292,7 @@ def check(
         opened.callback(gate.setLevel, gate.level)
         gate.setLevel(logging.CRITICAL)  # its own lines repeat what on_check is told
         parts.weight_sync.send(version=parts.learner.version)
-        checks = run_gate(subject_of(config, parts), "warn", on_check=on_check)
+        checks = run_gate(parts, "warn", on_check=on_check)
         if run_dir is not None:
             write_gate(run_dir, "warn", checks)
         return checks

@@ -218,7 +218,7 @@ def trainer_precision(config: Config, device_type: str) -> str:
 def make_learner(
     config: Config,
     policy: CausalPolicy,
-    pad_token_id: int,
+    tokenizer: PreTrainedTokenizerBase,
     device_type: str,
     run_dir: Path,
     ranks: Ranks | None = None,
@@ -230,7 +230,16 @@ def make_learner(
         objective: a subclass watches what the loss does.
     """
     settings, loss = make_settings(config, device_type), make_loss(config, policy, objective)
-    return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed, ranks=ranks)
+    return Learner(
+        policy,
+        loss,
+        settings,
+        pad_token_id=tokenizer.pad_token_id,
+        dump_dir=run_dir,
+        seed=config.seed,
+        ranks=ranks,
+        tokenizer=tokenizer,
+    )
 
 
 def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPOLoss) -> GRPOLoss:
@@ -396,6 +405,6 @@ def learner_worker(
         )
         if ranks.size > 1:
             shard(policy, ranks)
-        return make_learner(config, policy, tokenizer.pad_token_id, device_type, Path(run_dir), ranks)
+        return make_learner(config, policy, tokenizer, device_type, Path(run_dir), ranks)
 
-    return LearnerWorker(make, tokenizer)
+    return LearnerWorker(make)

@@ -160,7 +160,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
             torch.set_num_threads(min(origin.num_threads, os.cpu_count() or 1))
         with TemporaryDirectory() as dump, torch.random.fork_rng(devices=[]):
             policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
-            learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=CountedLoss)
+            learner = make_learner(config, policy, tokenizer, "cpu", Path(dump), objective=CountedLoss)
             if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
                 learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
             if origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -13,10 +14,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
-from sota_grpo.assembly.judging import judged_task
-from sota_grpo.config import Config, model_name, most_kept, reward_names
+from sota_grpo.config import Config, model_name, most_kept, reward_names, rubric_file
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
-from sota_grpo.config.secrets import API_KEY, key_of
+from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
@@ -30,8 +30,12 @@ from sota_grpo.policy.load import from_pretrained
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
-from sota_grpo.rl.records import Sampling
-from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
+from sota_grpo.rewards.judge.grader import TERM, JudgedGrader
+from sota_grpo.rewards.judge.grader import Rules as JudgeRules
+from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
+from sota_grpo.rl.records import Example, Sampling
+from sota_grpo.rl.task import Task, scorer_of, without_examples
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, hash_ordered, load_rows, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
@@ -396,3 +400,67 @@ def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedM
         reason = " ".join(str(error).split())
         fix = "; install vLLM again, or use engine=transformers" if isinstance(error, ImportError) else ""
         raise RunFailed(f"engine=vllm cannot start ({type(error).__name__}: {reason}){fix}.") from error
+
+
+CACHE_FILE = "judge.jsonl"
+_LONGEST_RUBRIC = 1 << 16
+
+
+def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
+    """``task`` with a judge's terms, and its grader; both as they would be without one, where the config names none.
+
+    Nobody knows how much of a judge's term a gold answer earns, so the task has no gold responses then.
+
+    Args:
+        make_grader: of a task without a judge's terms.
+        run_dir: where what the judge says is kept; None: nowhere.
+    """
+    options = config.reward.judge
+    if options.kind is None:
+        return task, make_grader(task)
+    assert options.url is not None
+    if config.env.mixture is None:
+        rules: dict[str | None, JudgeRules] = {None: _rules_of(config, TERM)}
+    else:
+        configs = task_configs(config).items()
+        rules = {
+            name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None
+        }
+    starting("Asking for the judge")
+    endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
+    cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
+    judge = JudgeClient(options.url, endpoint, cache, api_key=key_of(JUDGE_KEY))
+    try:
+        judge.connect()
+        grader = JudgedGrader(make_grader(task), judge, without_examples(task), rules)
+    except BaseException:
+        judge.close()
+        raise
+    changed = copy.copy(task)
+    vars(changed).update(term_weights=grader.term_weights, gold_response=_no_gold_response, is_judged=True)
+    return changed, grader
+
+
+def _no_gold_response(example: Example) -> None: ...
+
+
+def _rules_of(config: Config, term: str) -> JudgeRules:
+    options = config.reward.judge
+    rubric, file = options.rubric or RUBRIC, rubric_file(options.rubric)
+    if file is not None:
+        try:
+            rubric = file.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            kind = type(error).__name__
+            raise UserError(f"reward.judge.rubric={options.rubric} cannot be read ({kind}); correct it.") from error
+        if not rubric.strip() or len(rubric) > _LONGEST_RUBRIC:
+            raise UserError(
+                f"reward.judge.rubric={options.rubric} is empty, or longer than {_LONGEST_RUBRIC} characters; mend it."
+            )
+    success_above = config.reward.success_above if options.alone else None
+    return JudgeRules(term, options.weight, rubric, options.reference, success_above)
+
+
+def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
+    """``others``, with the judge's metrics where ``grader`` has a judge."""
+    return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others

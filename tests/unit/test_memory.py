@@ -11,8 +11,8 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from benchmarks.trainer_work import SHAPES
 from sota_grpo import keys
-from sota_grpo.assembly import memory
-from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
+from sota_grpo.assembly import estimate as memory
+from sota_grpo.assembly.estimate import Learning, MicroBatch, learner_memory
 from sota_grpo.policy.load import ModelNotFoundError, architecture_from, find_architecture
 from sota_grpo.policy.model_sizes import Architecture, architecture_of
 from sota_grpo.rl.collate import pad_rows

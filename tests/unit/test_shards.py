@@ -25,9 +25,8 @@ from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import Kept, StoredTensor, TensorFileError, in_memory, stored_tensors, write_tensors
-from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
+from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore, Shards, ShardWriter, emptied, filled
 from sota_grpo.training.remote_learner import LearnerWorker
-from sota_grpo.training.shards import Shards, ShardWriter, emptied, filled
 from sota_grpo.workers.base import WorkerDied, WorkerThread
 from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
@@ -336,7 +335,7 @@ def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
         return write(*args, **options)
 
     progress: list[str] = []
-    monkeypatch.setattr("sota_grpo.training.shards.write_tensors", slow)
+    monkeypatch.setattr("sota_grpo.training.checkpoint.write_tensors", slow)
     monkeypatch.setattr(WorkerThread, "progress", lambda thread: progress.append(thread.name))
     writer = ShardWriter(Ranks())
     writer.begin(tmp_path / "a", {"w": weight})
@@ -355,7 +354,7 @@ def test_a_copy_that_fails_lets_training_go_on_and_is_told(tmp_path: Path, monke
     def full(*_: Any) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("sota_grpo.training.shards.copy_to_host", full)
+    monkeypatch.setattr("sota_grpo.training.checkpoint.copy_to_host", full)
     writer = ShardWriter(Ranks())
     writer.begin(tmp_path / "a", {"w": torch.ones(3)})
     writer.wait_copied()
