@@ -147,8 +147,8 @@ class Planner:
         batches = [b for epoch in range(settings.epochs) for b in self.mini_batches(rows, prompts, epoch, version)]
         scoring: list[list[tuple[list[int], bool]]] = [[] for _ in range(self.num_ranks)]
         if settings.recompute or self.drops_out:
-            scored = range(len(rows)) if settings.recompute else batches[0]
-            scoring = self.micro_batches(scored, prompts, settings.scoring_tokens)
+            chosen = range(len(rows)) if settings.recompute else batches[0]
+            scoring = self.micro_batches(chosen, prompts, settings.scoring_tokens)
         steps = [self.passes(rows, batch, prompts, settings.micro_batch_tokens) for batch in batches]
         shares = []
         for own, scored in zip(map(list, zip(*steps)), scoring):

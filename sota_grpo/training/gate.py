@@ -627,6 +627,7 @@ def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) ->
 
 def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
     """Return the rows that earn another reward when graded again, with that reward; and how many were compared."""
+    weights = run.rollouts.env.task.term_weights
     rows, groups = run.rows.rows(), list(_places(run.rows.get(keys.GROUP_ID).tolist()).values())
 
     def pair(row: Row) -> tuple[SampledText, Example]:
@@ -646,16 +647,12 @@ def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
         for group, future in zip(graded, futures):
             for place, score in zip(group, future.result(), strict=True):
                 if score.error is None and not failed[place]:
-                    rewards[place] = _earned(run, rows[place], score)
+                    # terms that are not the grader's (a judge's, penalties) are the row's
+                    own = {key[-1]: float(v) for key, v in rows[place].items() if key[:-1] == keys.REWARD_TERMS}
+                    rewards[place] = total_reward({**own, **score.terms}, {**dict.fromkeys(own, 1.0), **weights})
     unsteady = {place for place, value in second.items() if place in first and not _equal(value, first[place])}
     wrong = [(place, value) for place, value in second.items() if place in odd and place not in unsteady]
     return wrong, len(first) - len(unsteady)
-
-
-def _earned(run: TrainingComponents, row: Row, score: Score) -> float:
-    """Return the reward of a row under another score; terms that are not the grader's (a judge's) are the row's."""
-    own = {key[-1]: float(value) for key, value in row.items() if key[:-1] == keys.REWARD_TERMS}
-    return total_reward({**own, **score.terms}, {**dict.fromkeys(own, 1.0), **run.rollouts.env.task.term_weights})
 
 
 def _equal(one: float, other: float) -> bool:

@@ -32,7 +32,6 @@ from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
 from sota_grpo.training.gate import (
     ENOUGH,
-    NUM_GROUPS,
     NUM_SAMPLES,
     CheckError,
     NamedReference,
@@ -236,36 +235,6 @@ def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> 
     assert "raise inference_model.max_tokens (now 2)" in check.sentence
 
 
-def test_the_checks_pass_no_more_tokens_forward_than_an_optimizer_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A backward pass counts as two. Of 12 rows of at most 256 tokens a step passes 9,216 of responses forward."""
-    subject = make_subject(tmp_path, max_tokens=256, optim_batch_size=12, precision="bf16")
-    subject.sampling = replace(subject.sampling, ignore_eos=True)
-    assert subject.max_tokens == 128
-    passed, padded = [], subject.learner.padded
-
-    def counted(rows, weights=None):
-        passed.append(sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows) * (3 if learns else 1))
-        return padded(rows, weights)
-
-    learns, run = False, subject.learner._run
-
-    def noted(rows, passes):
-        nonlocal learns
-        learns = any(one.learns for one in passes)
-        try:
-            return run(rows, passes)
-        finally:
-            learns = False
-
-    monkeypatch.setattr(subject.learner, "padded", counted)
-    monkeypatch.setattr(subject.learner, "_run", noted)
-    assert failed(subject) == []
-    assert [int(row[keys.ASSISTANT_MASK].sum()) for row in subject.rows] == [128] * 8
-    assert 0.7 * 9216 < sum(passed) - 5 * 8 * gate.PROBE_TOKENS <= 9216
-
-
 def test_that_responses_end_is_not_said_of_longer_ones_than_were_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,23 +254,6 @@ def test_responses_that_are_cut_by_chance_are_not_the_rule(
     subject.sampling = replace(subject.sampling, ignore_eos=True)
     monkeypatch.setattr(subject, "sample", None)
     assert gate.responses_end_and_are_graded(subject).passed  # they need not end
-
-
-def test_a_reward_that_fails_at_every_dialog_and_at_no_text_is_found(subject: Components) -> None:
-    """As one that reads what an environment has left behind, which the gate's own texts have not."""
-    subject.task = with_gold(subject.task)
-
-    def broken(response: str, example: Example) -> Score:
-        if response:
-            raise AttributeError("no attribute 'accounts'")
-        return Score({"correct": None}, False)
-
-    graded_by(subject, broken)
-    assert gate.gold_answers_earn_the_full_reward(subject).passed is None  # nothing was looked at
-    subject.rows = graded_rows(subject)
-    check = gate.responses_end_and_are_graded(subject)
-    assert check.passed is False
-    assert "the grader failed at every response, the first time: AttributeError: no attribute 'acc" in check.sentence
 
 
 def test_each_task_of_a_mixture_is_looked_at(subject: Components) -> None:
@@ -446,25 +398,6 @@ def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(
     assert gate.every_sampled_token_is_trained(subject).passed
 
 
-@pytest.mark.parametrize("place", [0, -1], ids=["first", "end"])
-def test_a_token_to_which_the_learner_gives_no_weight_is_found(
-    place: int, subject: Components, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    padded = subject.learner.padded
-
-    def unweighed(rows, weights=None):
-        batch = padded(rows, weights)
-        if weights is not None:
-            for mask, own in zip(batch[keys.ASSISTANT_MASK], batch[keys.LOSS_WEIGHT]):
-                own[mask.nonzero()[place]] = 0.0
-        return batch
-
-    monkeypatch.setattr(subject.learner, "padded", unweighed)
-    check = {check.name: check for check in run_gate(subject, "warn")}["the objective raises better responses"]
-    assert check.passed is False
-    assert check.sentence.endswith("; 4 have no gradient")  # one of each row
-
-
 def flipped(log_ratio, advantage):
     return advantage * log_ratio.exp()
 
@@ -480,11 +413,9 @@ def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_p
     with pytest.raises(CheckError, match=sentence) as raised:
         run_gate(make_subject(tmp_path, objective=objective), "strict")
     assert raised.value.check.name == "the objective raises better responses"
-
-
-def test_an_objective_without_a_gradient_is_named_where_checks_only_warn(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"algorithm\.objective gives no log-prob a gradient"):
-        run_gate(make_subject(tmp_path, objective=without_gradient), "warn")
+    if objective is without_gradient:  # where checks only warn, the loss refuses it
+        with pytest.raises(UserError, match=r"algorithm\.objective gives no log-prob a gradient"):
+            run_gate(make_subject(tmp_path, objective=objective), "warn")
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
@@ -543,12 +474,6 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
     seen.clear()
     assert gate.gradient_does_not_depend_on_the_split(subject).passed
     assert sorted(set(map(len, seen))) == [1, gate.NUM_COMPARED]
-
-
-def test_a_push_that_does_not_land_is_found(subject: Components) -> None:
-    subject.weight_sync.policy_weights = lambda: []
-    subject.rollouts.engine.update_weights = lambda weights, version: None
-    assert failed(subject) == ["pushed weights landed"]
 
 
 ONE = "one matrix"  # within the bound of half precision, found in float32
@@ -697,26 +622,6 @@ def test_a_function_of_whole_groups_is_asked_about_a_whole_group(subject: Compon
     assert ("failed at" in check.sentence) == bool(more)
 
 
-class FailsAtOneQuestion(NeedsEverySibling):
-    def score_group(self, asked: list[tuple[str, Example]]) -> list[Score]:
-        if asked[0][1].query == self.question:
-            raise ValueError("an odd row")
-        return super().score_group(asked)
-
-
-def test_one_example_that_a_function_of_groups_cannot_grade_is_told_and_no_more(subject: Components) -> None:
-    subject.task = with_gold(subject.task)
-    subject.task.score = FailsAtOneQuestion(subject.rollouts.env.repeats)
-    subject.task.score.question = subject.task.train[0].query
-    graded_by(subject, subject.task.score)
-    check = gate.gold_answers_earn_the_full_reward(subject)
-    assert check.passed
-    assert (
-        f"failed at {subject.rollouts.env.repeats} of {NUM_GROUPS * subject.rollouts.env.repeats} texts"
-        in check.sentence
-    )
-
-
 @pytest.mark.parametrize("share_device", [True, False])
 def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
     share_device: bool, subject: Components, monkeypatch: pytest.MonkeyPatch
@@ -793,20 +698,6 @@ def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject
     assert not check.passed
     assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")
     assert len(texts) == ENOUGH, "a grader that hangs may take its deadline each time"
-
-
-def test_empty_answers_that_cannot_be_graded_are_told_where_the_gold_ones_can(subject: Components) -> None:
-    task = subject.task
-    subject.rollouts.env.grader = LocalGrader(
-        lambda text, example: task.score(text[1:] + text[0], example), task.term_weights
-    )
-    subject.task = with_gold(
-        task, lambda example: " " + task.gold_response(example), train=task.train[:2], heldout=task.heldout[:1]
-    )
-    check = gate.gold_answers_earn_the_full_reward(subject)
-    assert check.passed
-    assert "3 of 3 gold answers" in check.sentence
-    assert "failed at 3 of 6 texts, the first: IndexError" in check.sentence
 
 
 def test_a_held_out_question_in_the_training_split_is_found(subject: Components) -> None:
