@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,15 +32,7 @@ from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
-    Accuracy,
-    Counts,
     Evaluator,
-    Response,
-    accuracy,
-    mean_reward,
-    num_failed,
-    num_right,
-    pass_accuracy,
 )
 from sota_grpo.training.gate import Check, run_gate, write_gate
 
@@ -209,59 +199,6 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         if isinstance(grader, GradingPool):
             grader.wait_ready()
         yield make_evaluator(config, env.task, Rollouts(env, with_dialogs(config, env, engine, instances)))
-
-
-def evaluate(
-    evaluator: Evaluator,
-    *,
-    temperature: float = 1.0,
-    on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
-) -> dict[str, Any]:
-    """Measure greedy accuracy, and with ``avg_at_k`` samples per problem avg@k and pass@1 to pass@k.
-
-    The responses are those of an evaluation during training, for the same policy, seed and temperature of samples.
-
-    Args:
-        on_graded: called with whether the responses are greedy, the index of their problem, and the responses.
-
-    Returns:
-        Plain values for JSON; accuracies are shares with the standard error over problems. ``counts`` has hits and
-        trials of the greedy accuracies problem by problem, for :func:`gains`.
-    """
-    problems = evaluator.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
-    own = evaluator.benchmark(problems)
-    counts = {"accuracy": [(float(num_right(responses)), 1.0) for responses in problems], **own}
-    weights = evaluator.rollouts.env.task.term_weights
-    result: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems, weights), "counts": counts}
-    result["greedy"] |= {name: _share(Accuracy.of_counts(own[name])) for name in own}
-    failed, count = num_failed(problems), evaluator.avg_at_k
-    if count:
-        problems = evaluator.responses(count, temperature=temperature, on_graded=partial(on_graded, False))
-        failed += num_failed(problems)
-        powers_of_two = (1 << power for power in range(count.bit_length()))
-        passes = {str(k): _share(pass_accuracy(problems, k)) for k in sorted({*powers_of_two, count})}
-        result |= {"k": count, "temperature": temperature, "sampled": _shares(problems, weights), "pass_at_k": passes}
-    return result | {"grader_errors": failed}
-
-
-def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """Return ``after`` minus ``before`` with its error, by greedy accuracy, from ``counts`` of :func:`evaluate`."""
-    return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in after if name in before}
-
-
-def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> dict[str, Any]:
-    responses = [response for group in problems for response in group]
-    reward = mean_reward(problems, weights)
-    return _share(accuracy(problems)) | {
-        "reward": reward.mean,
-        "reward_stderr": reward.stderr,
-        "truncated": sum(response.truncated for response in responses) / len(responses),
-        "response_tokens": sum(response.num_tokens for response in responses) / len(responses),
-    }
-
-
-def _share(measured: Any) -> dict[str, float]:
-    return {"accuracy": measured.mean, "stderr": measured.stderr}
 
 
 def check(

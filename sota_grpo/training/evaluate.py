@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from statistics import fmean
+from typing import Any
 
 from sota_grpo import keys
 from sota_grpo.rl.records import VERDICTS, Example, Sample, Sampling, Score, sample_seed, total_reward
@@ -84,16 +86,6 @@ class Response:
     asked_again: bool = False
 
 
-def accuracy(problems: Sequence[Sequence[Response]]) -> Accuracy:
-    """Return avg@k of k responses to each problem; greedy accuracy of one."""
-    return Accuracy.of([num_right(responses) / len(responses) for responses in problems])
-
-
-def pass_accuracy(problems: Sequence[Sequence[Response]], k: int) -> Accuracy:
-    """Return the mean :func:`pass_at_k` over problems."""
-    return Accuracy.of([pass_at_k(num_right(responses), len(responses), k) for responses in problems])
-
-
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     """Return the unbiased estimate, from ``n >= k`` samples, that at least one of ``k`` is right.
 
@@ -112,19 +104,25 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def num_right(responses: Sequence[Response]) -> int:
-    """Return the number of right responses."""
-    return sum(response.score.success for response in responses)
+def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
+    """Return ``after`` minus ``before`` with its error, from ``counts`` of :meth:`Evaluator.evaluate`."""
+    return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in after if name in before}
 
 
-def mean_reward(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> Accuracy:
-    """Return the mean reward of the responses, ``sum_k weight_k * term_k``, with its error over problems."""
-    return Accuracy.of([fmean(total_reward(one.score.terms, weights) for one in each) for each in problems])
+def _share(measured: Accuracy) -> dict[str, float]:
+    return {"accuracy": measured.mean, "stderr": measured.stderr}
 
 
-def num_failed(problems: Sequence[Sequence[Response]]) -> int:
-    """Return the number of responses at which the grader failed."""
-    return sum(response.score.error is not None for responses in problems for response in responses)
+def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> dict[str, Any]:
+    responses = [response for group in problems for response in group]
+    accuracy = Accuracy.of([sum(one.score.success for one in group) / len(group) for group in problems])
+    reward = Accuracy.of([fmean(total_reward(one.score.terms, weights) for one in group) for group in problems])
+    return _share(accuracy) | {
+        "reward": reward.mean,
+        "reward_stderr": reward.stderr,
+        "truncated": sum(response.truncated for response in responses) / len(responses),
+        "response_tokens": sum(response.num_tokens for response in responses) / len(responses),
+    }
 
 
 @dataclass(eq=False)
@@ -149,24 +147,61 @@ class Evaluator:
         """Return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of
         greedy responses also ``eval/reward`` with its error and terms, the benchmark's accuracies (:meth:`benchmark`,
         ``eval/task/<name>``), and ``eval/first_turn_accuracy`` where some wrong ones had a second turn."""
-        began = time.perf_counter()
-        problems = self.responses(1, temperature=0.0)
-        greedy = accuracy(problems)
-        metrics = {"eval/accuracy": greedy.mean, "eval/stderr": greedy.stderr, "eval/num_samples": greedy.num_problems}
-        metrics |= self._rewards(problems)
-        for name, counts in self.benchmark(problems).items():
-            share = Accuracy.of_counts(counts)
-            metrics |= {f"eval/task/{name}": share.mean, f"eval/task_stderr/{name}": share.stderr}
+        began, by_problem = time.perf_counter(), dict[int, Sequence[Response]]()
+
+        def keep(is_greedy: bool, problem: int, responses: Sequence[Response]) -> None:
+            if is_greedy:
+                by_problem[problem] = responses
+
+        found = self.evaluate(on_graded=keep)
+        problems, greedy = [by_problem[index] for index in range(len(by_problem))], found["greedy"]
+        metrics = {"eval/accuracy": greedy["accuracy"], "eval/stderr": greedy["stderr"]}
+        metrics |= {"eval/num_samples": len(problems)}
+        metrics |= {f"eval/{name}": greedy[name] for name in ("reward", "reward_stderr")} | self._terms(problems)
+        for name in self.benchmark(problems):
+            metrics |= {
+                f"eval/task/{name}": greedy[name]["accuracy"],
+                f"eval/task_stderr/{name}": greedy[name]["stderr"],
+            }
         if any(response.asked_again for responses in problems for response in responses):
             at_once = [fmean(one.score.success and not one.asked_again for one in responses) for responses in problems]
             metrics["eval/first_turn_accuracy"] = fmean(at_once)
-        failed = num_failed(problems)
         if self.avg_at_k:
-            problems = self.responses(self.avg_at_k, temperature=1.0)
-            sampled = accuracy(problems)
-            failed += num_failed(problems)
-            metrics |= {"eval/avg_at_k": sampled.mean, "eval/avg_at_k_stderr": sampled.stderr}
-        return metrics | {"eval/grader_errors": failed, "time/eval_s": time.perf_counter() - began}
+            sampled = found["sampled"]
+            metrics |= {"eval/avg_at_k": sampled["accuracy"], "eval/avg_at_k_stderr": sampled["stderr"]}
+        return metrics | {"eval/grader_errors": found["grader_errors"], "time/eval_s": time.perf_counter() - began}
+
+    def evaluate(
+        self,
+        *,
+        temperature: float = 1.0,
+        on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
+    ) -> dict[str, Any]:
+        """Measure greedy accuracy, and with ``avg_at_k`` samples per problem avg@k and pass@1 to pass@k.
+
+        Args:
+            temperature: of the samples.
+            on_graded: called with whether the responses are greedy, the index of their problem, and the responses.
+
+        Returns:
+            Plain values for JSON; accuracies are shares with the standard error over problems. ``counts`` has hits and
+            trials of the greedy accuracies problem by problem, for :func:`gains`.
+        """
+        problems = self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
+        own, weights = self.benchmark(problems), self.rollouts.env.task.term_weights
+        counts = {"accuracy": [(float(one.score.success), 1.0) for (one,) in problems], **own}
+        greedy = _shares(problems, weights) | {name: _share(Accuracy.of_counts(own[name])) for name in own}
+        result: dict[str, Any] = {"num_problems": len(problems), "greedy": greedy, "counts": counts}
+        responses, count = [one for group in problems for one in group], self.avg_at_k
+        if count:
+            problems = self.responses(count, temperature=temperature, on_graded=partial(on_graded, False))
+            responses += [one for group in problems for one in group]
+            right = [sum(one.score.success for one in group) for group in problems]
+            ks = sorted({count, *(1 << power for power in range(count.bit_length()))})
+            passes = {str(k): _share(Accuracy.of([pass_at_k(each, count, k) for each in right])) for k in ks}
+            result |= {"k": count, "temperature": temperature, "sampled": _shares(problems, weights)}
+            result |= {"pass_at_k": passes}
+        return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
         """Describe the last evaluation: by the mean reward where no verdict says which responses are right."""
@@ -178,10 +213,9 @@ class Evaluator:
             return f"Held-out mean reward {after}: {reward:.3g} ({accuracy:.1f} % of the responses above {above})"
         return f"Held-out accuracy {after}: {accuracy:.1f} %, mean reward {reward:.3g}"
 
-    def _rewards(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
-        weights = self.rollouts.env.task.term_weights
-        reward = mean_reward(problems, weights)
-        metrics = {"eval/reward": reward.mean, "eval/reward_stderr": reward.stderr}
+    def _terms(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
+        """Return the mean of each reward term; warn once where success does not vary although rewards do."""
+        weights, metrics = self.rollouts.env.task.term_weights, dict[str, float]()
         scores = [response.score for responses in problems for response in responses]
         for name in weights:
             values = [value for value in (score.terms.get(name) for score in scores) if value is not None]
