@@ -38,7 +38,7 @@ from benchmarks.fleet_constants import GROUP, Measured, fleet_costs, measure
 from benchmarks.roofline_rates import DEVICES
 from benchmarks.scale import make_env, resident_kib, table, tune_gc
 from benchmarks.simulation import Outcome, Scenario, Simulation
-from sota_grpo.assembly.memory import Learning, MicroBatch, kv_bytes_per_token, learner_memory, vllm_pool_bytes
+from sota_grpo.assembly.estimate import Learning, MicroBatch, kv_bytes_per_token, learner_memory, vllm_pool_bytes
 from sota_grpo.envs import TaskEnv
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.staleness import max_groups_admitted

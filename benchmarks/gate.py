@@ -40,7 +40,7 @@ from tensordict import TensorDictBase
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sota_grpo import keys
-from sota_grpo.assembly.build import build, subject_of
+from sota_grpo.assembly.build import build
 from sota_grpo.assembly.compose import compose
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.validators import validate
@@ -50,8 +50,7 @@ from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.table import RowTable
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training import gate
-from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, allowed_gaps
-from sota_grpo.training.subject import Check, Subject
+from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, Check, TrainingComponents, allowed_gaps
 
 DTYPES = {
     "fp32": ["train.precision=fp32", "inference_model.torch_dtype=float32"],
@@ -110,7 +109,7 @@ def measure(config: Config, seeds: Sequence[int], cases: Sequence[str]) -> Itera
     with tempfile.TemporaryDirectory() as folder, closing(build(config, Path(folder))) as parts:
         parts.weight_sync.send(version=parts.learner.version)
         for seed in seeds:
-            subject = subject_of(config, parts)
+            subject = replace(parts, rows=RowTable(0, {}))
             first = 4 * seed % max(1, len(subject.task.train) - 4)
             subject.task = SimpleNamespace(train=list(subject.task.train[first : first + 4]))  # type: ignore[assignment]
             subject.seed = seed
@@ -128,7 +127,7 @@ def measure(config: Config, seeds: Sequence[int], cases: Sequence[str]) -> Itera
                 }  # fmt: skip
 
 
-def judged(subject: Subject, checks: Sequence[Callable[[Subject], Check]]) -> list[Check]:
+def judged(subject: TrainingComponents, checks: Sequence[Callable[[TrainingComponents], Check]]) -> list[Check]:
     """The outcomes up to the first that refuses, with their seconds."""
     made: list[Check] = []
     for check in checks:
@@ -140,7 +139,7 @@ def judged(subject: Subject, checks: Sequence[Callable[[Subject], Check]]) -> li
     return made
 
 
-def shares(subject: Subject) -> dict[str, float]:
+def shares(subject: TrainingComponents) -> dict[str, float]:
     """How near each figure of the rows is to its bound, which is 1."""
     gaps, allowed = subject.gaps, allowed_gaps(subject)
     slope, ratio = temperature_slope(gaps, *subject.said), mean_ratio(gaps)
@@ -152,16 +151,16 @@ def shares(subject: Subject) -> dict[str, float]:
     }
 
 
-Changed = Iterator[tuple[Subject, Sequence[Callable[[Subject], Check]]]]
+Changed = Iterator[tuple[TrainingComponents, Sequence[Callable[[TrainingComponents], Check]]]]
 
 
 @contextmanager
-def healthy(subject: Subject, seed: int) -> Changed:
+def healthy(subject: TrainingComponents, seed: int) -> Changed:
     yield subject, [check for check in gate.CHECKS if check not in gate.WITHOUT_SAMPLES]
 
 
 @contextmanager
-def temperature(subject: Subject, seed: int) -> Changed:
+def temperature(subject: TrainingComponents, seed: int) -> Changed:
     scorer = _policy(subject).scorer
     own = scorer.temperature
     scorer.temperature = 0.8 * own
@@ -172,7 +171,7 @@ def temperature(subject: Subject, seed: int) -> Changed:
 
 
 @contextmanager
-def layer(subject: Subject, seed: int) -> Changed:
+def layer(subject: TrainingComponents, seed: int) -> Changed:
     learner, prefix = subject.learner, f"layers.{_layer(subject, seed)}."
     learner.perturb([name for name in learner.trainable_names() if prefix not in name])
     try:
@@ -182,7 +181,7 @@ def layer(subject: Subject, seed: int) -> Changed:
 
 
 @contextmanager
-def system(subject: Subject, seed: int) -> Changed:
+def system(subject: TrainingComponents, seed: int) -> Changed:
     yield (
         replace(subject, rows=[_without_system_turn(row, subject.rollouts.env.tokenizer) for row in subject.rows]),
         AGREEMENT,
@@ -190,14 +189,14 @@ def system(subject: Subject, seed: int) -> Changed:
 
 
 @contextmanager
-def top_p(subject: Subject, seed: int) -> Changed:
+def top_p(subject: TrainingComponents, seed: int) -> Changed:
     changed = replace(subject, sampling=replace(subject.sampling, top_p=0.9), rows=RowTable(0, {}))
     changed.rows = gate.graded_rows(changed).without(keys.KEPT_IDS, keys.KEPT_COUNTS)
     yield changed, AGREEMENT
 
 
 @contextmanager
-def stale(subject: Subject, seed: int) -> Changed:
+def stale(subject: TrainingComponents, seed: int) -> Changed:
     """The push of the gate leaves one layer as it was; afterwards the engine has the right weights again."""
     push, prefix = subject.weight_sync, f"layers.{_layer(subject, seed)}."
     old = {name: weight.clone() for name, weight in push.policy_weights() if prefix in name}
@@ -211,11 +210,11 @@ def stale(subject: Subject, seed: int) -> Changed:
 CHANGES = {one.__name__: one for one in (healthy, temperature, layer, system, top_p, stale)}
 
 
-def _policy(subject: Subject) -> Any:
+def _policy(subject: TrainingComponents) -> Any:
     return subject.learner.policy  # type: ignore[attr-defined]
 
 
-def _layer(subject: Subject, seed: int) -> int:
+def _layer(subject: TrainingComponents, seed: int) -> int:
     """Another layer for every seed, spread over all."""
     return 7 * seed % len(base_model(_policy(subject).model).get_decoder().layers)
 

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from transformers import PrinterCallback, TrainerCallback
 
 from sota_grpo import keys
-from sota_grpo.assembly.build import Parts, build
+from sota_grpo.assembly.build import RunComponents, build
 from sota_grpo.assembly.learning import trainer_precision
 from sota_grpo.config import Config, model_name, register
 from sota_grpo.config.memory_rules import micro_batch_tokens
@@ -155,7 +155,7 @@ def trl_arguments(config: Config, folder: Path, max_steps: int) -> Any:
     )
 
 
-def trl_trainer(config: Config, parts: Parts, folder: Path, *, max_steps: int, rollout_func: Any = None) -> Any:
+def trl_trainer(config: Config, parts: RunComponents, folder: Path, *, max_steps: int, rollout_func: Any = None) -> Any:
     """TRL's trainer of a fresh copy of the policy.
 
     Args:
@@ -204,7 +204,7 @@ class Examiner(TrainerCallback):
     What it has so far stands in ``curve.json`` in ``folder``.
     """
 
-    def __init__(self, config: Config, parts: Parts, model: Any, folder: Path):
+    def __init__(self, config: Config, parts: RunComponents, model: Any, folder: Path):
         self.folder = folder
         self.every = config.eval.every
         self.rows_per_step = config.train.optim_batch_size
@@ -272,7 +272,7 @@ def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, thread
         )
 
 
-def _greedy(config: Config, parts: Parts, count: int) -> list[list[int]]:
+def _greedy(config: Config, parts: RunComponents, count: int) -> list[list[int]]:
     """Our engine's greedy responses to the first ``count`` problems."""
     examples = drawn_examples(config, parts.task)[:count]
     requests = [parts.rollouts.request(Prompt(index, one, num_samples=1, seed=0)) for index, one in enumerate(examples)]
@@ -287,7 +287,7 @@ def with_trl_eps(config: Config, rows: RowTable) -> RowTable:
     return GroupAdvantage(algorithm.baseline, algorithm.scale, TRL_EPS)(rows.without(keys.ADVANTAGE))
 
 
-def step_gap(config: Config, parts: Parts, rows: RowTable, folder: Path) -> float:
+def step_gap(config: Config, parts: RunComponents, rows: RowTable, folder: Path) -> float:
     """``|d_ours - d_trl| / |d_ours|``: how the first step moves the weights; the learner is put back afterwards.
 
     Args:

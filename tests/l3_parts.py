@@ -27,8 +27,8 @@ from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.forward_passes import LearnerSettings
+from sota_grpo.training.gate import TrainingComponents
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.subject import Subject
 from tests.unit.graders import WEIGHTS
 
 TEMPERATURE = 0.8
@@ -92,7 +92,7 @@ def make_subject(
     seed: int = 0,
     objective: Any = "clipped",
     **settings,
-) -> Subject:
+) -> TrainingComponents:
     """``engine_dtype`` or a ``precision`` other than float32 gives the bounds of half precision."""
     torch.manual_seed(0)
     env = make_env()
@@ -105,7 +105,7 @@ def make_subject(
     loss = GRPOLoss(policy, entropy_bonus=False, objective=objective)
     chosen = LearnerSettings(**{"lr": 1e-4, "total_steps": 4, "optim_batch_size": 24, **settings})
     learner = Learner(policy, loss, chosen, pad_token_id=tokenizer.pad_token_id, dump_dir=tmp_path)
-    return Subject(
+    return TrainingComponents(
         task=env.task,
         rollouts=Rollouts(env, engine),
         learner=learner,

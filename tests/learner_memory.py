@@ -19,8 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from benchmarks.peers.memory import peak_bytes
 from sota_grpo import keys
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.estimate import GIB, Machine, RunMemory
-from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
+from sota_grpo.assembly.estimate import GIB, Learning, Machine, MicroBatch, RunMemory, learner_memory
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora, quantize

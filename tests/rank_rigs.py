@@ -104,7 +104,9 @@ def build_learner(
         shard(policy, ranks)
     loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=kl_coef)
     settings = learner_settings(**settings)
-    learner = Learner(policy, loss, settings, pad_token_id=0, dump_dir=Path(dump_dir), ranks=ranks)
+    learner = Learner(
+        policy, loss, settings, pad_token_id=0, dump_dir=Path(dump_dir), ranks=ranks, tokenizer=make_tokenizer()
+    )
     if in_float32:
         learner.optimizer.step = patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)(learner.optimizer.step)
     return learner
@@ -138,7 +140,7 @@ class Bench:
             ranks = Ranks(self.ranks.rank, self.ranks.size, **layout)
             return build_learner(ranks, self.dump_dir, **options)
 
-        self.worker = LearnerWorker(make, make_tokenizer())
+        self.worker = LearnerWorker(make)
 
     def load(self, config: Config) -> None:
         """Put the learner in place that a run of ``config`` has, among the ranks that there are."""

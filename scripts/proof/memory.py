@@ -17,8 +17,7 @@ from benchmarks.trainer_work import SHAPES, Case, make_rows
 from scripts.proof import Finding, Options
 from scripts.proof.kernels import synchronised
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.estimate import GIB, Machine, RunMemory
-from sota_grpo.assembly.memory import Learning, MicroBatch, Parts, learner_memory
+from sota_grpo.assembly.estimate import GIB, Learning, Machine, MicroBatch, Parts, RunMemory, learner_memory
 from sota_grpo.functional.log_probs import kept_limit
 from sota_grpo.policy.load import architecture_from
 from sota_grpo.policy.lora import engine_weights

@@ -1,7 +1,7 @@
-"""One run is put together: what is cheap and can be wrong first, then learner, engine and collector.
+"""Build a run: what is cheap and can be wrong first, then learner, engine and collector.
 
-In synchronous mode on one machine all of them live in this process; else engines, references and, where there are
-several, the ranks of the learner are workers.
+In synchronous mode on one machine all of them are in this process; else engines, references and the ranks of a learner
+of several are workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from transformers import AutoConfig
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
 from sota_grpo.assembly.devices import Plan, device_name, make_plan, num_engines, resolve_device
 from sota_grpo.assembly.estimate import with_micro_batches
-from sota_grpo.assembly.judging import judge_metrics
 from sota_grpo.assembly.learning import (
     kl_in_reward,
     make_advantage,
@@ -45,6 +44,7 @@ from sota_grpo.assembly.sampling import (
     dialog_rules,
     engine_dtype,
     engine_options,
+    judge_metrics,
     make_sampling,
     max_model_len,
     open_env,
@@ -60,21 +60,20 @@ from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.policy.causal import KNOWN_TO_PACK
-from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
+from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path
 from sota_grpo.policy.lora import AdapterPack, MergedWeights, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
-from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.gate import NamedReference, TrainingComponents
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import RemoteLearner
-from sota_grpo.training.subject import NamedReference, Subject
 from sota_grpo.workers.fleet import Fleet, worker_metrics
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import MAX_ATTEMPTS, ReferenceService
@@ -87,50 +86,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
+#: Engine, learner, weight sync, the transforms of a batch with their phases, and options of the collector.
+Made = tuple[Engine, Learner | RemoteLearner, EngineWeightSync, list[tuple[str, Any]], dict[str, Any]]
 
 
-@dataclass
-class Roles:
-    """Who samples, learns and refers: all that depends on whether the run has workers.
+@dataclass(kw_only=True)
+class RunComponents(TrainingComponents):
+    """The components of a run; ``opened`` closes those that are in other processes or hold a device, last one first."""
 
-    Attributes:
-        learner: a :class:`~sota_grpo.training.learner.Learner`, or its facade when it spans several processes.
-        transforms: what a batch goes through before it is trained on, by phase, for the gate.
-        export: writes the trained model to a folder.
-        collector_options: of the collector, that follow from it.
-        attend: called now and then while samples are waited for.
-    """
-
-    engine: Engine
-    learner: Any
-    weight_sync: EngineWeightSync
-    transforms: Sequence[tuple[str, Any]]
-    export: Callable[[Path], object]
-    collector_options: Mapping[str, Any]
-    attend: Callable[[], object] | None
-
-
-@dataclass
-class Parts(Roles):
-    """Everything a run is made of.
-
-    Attributes:
-        rollouts: of the task's environment and the engine; the gate, the evaluator and the collector all use them.
-        exact: engine and trainer both compute in float32, so that their log-probs differ by rounding only.
-        opened: what lives in other processes or holds a device; the last one is closed first.
-    """
-
-    task: Task
-    rollouts: Rollouts
     tokenizer: Any
     collector: PromptGroupCollector
     evaluator: Evaluator
-    sampling: Sampling
-    exact: bool
     opened: ExitStack
 
     def close(self) -> None:
-        """End what lives in other processes or holds a device, each even if another fails; idempotent."""
+        """Close them, each even if another fails; idempotent."""
         self.opened.close()
 
 
@@ -139,12 +109,12 @@ def build(
     run_dir: Path,
     should_stop: Callable[[], bool] = lambda: False,
     functions: Functions | None = None,
-) -> Parts:
-    """Assemble the run. What is cheap and can be wrong (data, prompts, devices) comes before what is slow.
+) -> RunComponents:
+    """Build the components of a run.
 
     Args:
-        should_stop: asked while a batch is waited for; true ends the wait (``Interrupted``).
-        functions: reward functions that were passed as objects (:mod:`sota_grpo.assembly.passed`).
+        should_stop: polled while a batch is waited for; true ends the wait (``Interrupted``).
+        functions: reward functions that are Python objects (:mod:`sota_grpo.assembly.passed`).
     """
     from sota_grpo.source.collector import PromptGroupCollector  # TorchRL's collectors take seconds to import
 
@@ -158,41 +128,75 @@ def build(
         torch.manual_seed(config.seed)
         own = with_micro_batches(config, plan, env.longest_prompt)
         if plan.workers:
-            roles = _roles_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened)
+            made = _make_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
-            roles = _roles_here(own, plan, env, tokenizer, run_dir, opened)
+            made = _make_here(own, plan, env, tokenizer, run_dir, opened)
+        engine, learner, weight_sync, transforms, options = made
         sampled_in, trained_in = config.inference_model.torch_dtype, config.train_model.torch_dtype
         in_float32 = engine_dtype(sampled_in, plan.device_type) == "float32" and trained_in in ("auto", "float32")
-        sampling, engine = make_sampling(config), with_dialogs(config, env, roles.engine, instances)
+        sampling = make_sampling(config)
         collector = PromptGroupCollector(
             env,
-            engine,
+            with_dialogs(config, env, engine, instances),
             sampling=sampling,
             dialog_turns_per_batch=groups_per_step(config) * env.repeats,
-            weight_sync=roles.weight_sync,
+            weight_sync=weight_sync,
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
-            attend=roles.attend,
+            attend=learner.attend if isinstance(learner, RemoteLearner) else None,
             as_table=True,
-            **roles.collector_options,
+            **options,
         )
         collector.metrics_extra = judge_metrics(env.grader, collector.metrics_extra)
         opened.callback(collector.close)
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
-            grader.wait_ready()  # it has started beside the rest; what keeps it from starting is told before the gate
-        tell_of_few_problems(config, task)
-        return Parts(
-            **vars(roles),
+            grader.wait_ready()  # it has been starting since; a failure to start is raised before the gate
+        if config.eval.mode == "on" and len(task.heldout) < (wanted := config.eval.num_samples):
+            logger.info("All %d held-out problems are measured (eval.num_samples=%d).", len(task.heldout), wanted)
+        return RunComponents(
             task=task,
             rollouts=collector.rollouts,
+            learner=learner,
+            weight_sync=weight_sync,
+            sampling=sampling,
+            seed=config.seed,
+            exact=in_float32 and trainer_precision(config, plan.device_type) == "fp32",
+            transforms=[transform for _, transform in transforms],
+            stop=tuple(config.inference_model.stop),
             tokenizer=tokenizer,
             collector=collector,
             evaluator=make_evaluator(config, task, collector.rollouts),
-            sampling=sampling,
-            exact=in_float32 and trainer_precision(config, plan.device_type) == "fp32",
             opened=opened.pop_all(),
+            **_of_the_models(config),
         )
+
+
+def _of_the_models(config: Config) -> dict[str, Any]:
+    """Return what the gate reads from the configs of the policy and of its reference."""
+    name, trusts = config.ref_model.name, config.model.trust_remote_code
+
+    def described(name: str) -> Any:
+        return from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trusts).get_text_config()
+
+    policy, reference, reference_exact = described(model_name(config)), None, None
+    if name is not None:
+        reference = NamedReference(
+            name=name,
+            policy=model_name(config),
+            vocabulary=load_tokenizer(name, trust_remote_code=trusts).get_vocab(),
+            context=getattr(described(name), "max_position_embeddings", None),
+            longest=max_model_len(config),
+        )
+    elif has_reference(config):
+        learners = config.train_model.torch_dtype
+        reference_exact = reference_dtype(config) == ("float32" if learners == "auto" else learners)
+    return {
+        "num_layers": policy.num_hidden_layers,
+        "packs": config.model.attn_implementation is None and policy.model_type in KNOWN_TO_PACK,
+        "reference": reference,
+        "reference_exact": reference_exact,
+    }
 
 
 def _planned(config: Config) -> Plan:
@@ -212,18 +216,18 @@ def _planned(config: Config) -> Plan:
 
 
 def with_dialogs(config: Config, env: TaskEnv, engine: Engine, instances: Mapping[str, Instances]) -> Engine:
-    """``engine`` itself, or what samples whole dialogs with it, where a task has several turns."""
+    """Return ``engine``, or a :class:`DialogEngine` around it where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
     return DialogEngine(engine, rules) if rules else engine
 
 
 def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
-    """One transform of a batch, of these in order; each phase's seconds are a metric."""
+    """Compose the transforms of a batch; the seconds of each phase are a metric."""
     return Compose(*(Timed(phase, transform) for phase, transform in transforms))
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
-    """The evaluator on the first ``eval.num_samples`` held-out problems."""
+    """Return the evaluator on the first ``eval.num_samples`` held-out problems."""
     # a success may be no more than a reward above the limit
     is_replaced = config.reward.path is not None and "builtin" not in reward_names(config)
     rewards_decide = config.env.mixture is None and (is_replaced or judges_alone(config))
@@ -237,17 +241,10 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     )
 
 
-def tell_of_few_problems(config: Config, task: Task) -> None:
-    """Where fewer problems are held out than are to be measured."""
-    wanted, count = config.eval.num_samples, len(task.heldout)
-    if config.eval.mode == "on" and count < wanted:
-        logger.info("All %d held-out problems are measured (eval.num_samples=%d).", count, wanted)
-
-
 def make_weight_sync(
     config: Config, model: nn.Module, engine: Engine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
-    """The weights of ``model``, those of an adapter merged, or its adapter alone, pushed to ``engine``."""
+    """Push the weights of ``model``, merged under an adapter, or its adapter alone, to an engine of this process."""
     weights: Callable[[nn.Module], Any] = _state
     if config.train_model.lora.enabled:
         weights = AdapterPack.of if config.inference_model.serve_adapter else MergedWeights.of
@@ -255,41 +252,32 @@ def make_weight_sync(
 
 
 def _state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """What a rollout engine loads of a whole model without an adapter; a tied head comes under its own name too."""
-    return model.state_dict().items()
+    return model.state_dict().items()  # a tied head has its own name too
 
 
-def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Roles:
-    """Learner, engine and reference in this process, taking turns (the reference may have a process of its own)."""
+def _make_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Made:
+    """Build learner, engine and reference in this process, where they take turns."""
     device_type, placement = plan.device_type, plan.placement
     share_device = placement.colocated and device_type == "cuda"
     starting(f"Loading the policy {model_name(config)}")
     device = torch.device(device_name(device_type, placement.train))
     base = make_model(config, device)
     starting(f"Starting the engine {plan.engine}")
-    # the engine copies the model while that has no adapter
+    # the engine copies the model before that has an adapter
     engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
     opened.callback(engine.close)
     starting("Putting the learner together")
-    policy = make_policy(config, base, device_type, device)
-    learner = make_learner(config, policy, tokenizer.pad_token_id, device_type, run_dir)
+    learner = make_learner(config, make_policy(config, base, device_type, device), tokenizer, device_type, run_dir)
     reference = make_reference(config, learner.policy, placement, device_type, learner.autocast)
     if reference is not None:
         opened.callback(reference.close)
     transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, device_type)
-    model = learner.policy.model
-    return Roles(
-        engine=engine,
-        learner=learner,
-        weight_sync=make_weight_sync(config, model, engine, make_room=learner.give_back if share_device else None),
-        collector_options={"sleep_engine": share_device, "postproc": timed(transforms)},
-        transforms=transforms,
-        export=partial(save_hf, model, tokenizer),
-        attend=None,
-    )
+    make_room = learner.give_back if share_device else None
+    weight_sync = make_weight_sync(config, learner.policy.model, engine, make_room=make_room)
+    return engine, learner, weight_sync, transforms, {"sleep_engine": share_device, "postproc": timed(transforms)}
 
 
-def _roles_in_workers(
+def _make_in_workers(
     config: Config,
     plan: Plan,
     env: TaskEnv,
@@ -297,8 +285,8 @@ def _roles_in_workers(
     run_dir: Path,
     should_stop: Callable[[], bool],
     opened: ExitStack,
-) -> Roles:
-    """Rollout, reference and reward workers, and perhaps a learner of several ranks: all start at once."""
+) -> Made:
+    """Start the workers of engines, reference and perhaps several ranks of the learner, all at once."""
     starting(f"Starting the workers, engine={plan.engine}")
     cluster = opened.enter_context(closing(Cluster(config, plan, run_dir)))
     engine = FleetEngine(
@@ -309,87 +297,64 @@ def _roles_in_workers(
         deadline_s=config.ray.timeout_s,
     )
     if plan.shared:
-        engine.fleet.wait_ready()  # an engine measures what is free, so nobody else may take memory meanwhile
+        engine.fleet.wait_ready()  # an engine measures the free memory, so no other process may take any meanwhile
     reference = _reference_service(config, plan, tokenizer, cluster) if plan.placement.ref else None
     if reference is not None:
         opened.callback(reference.close)
     starting(f"Loading the policy {model_name(config)}")
-    learner, export = _learner_beside_workers(config, plan, tokenizer, cluster, run_dir, opened)
-    starting("Waiting for the workers")
-    fleets = [engine.fleet, *([reference.fleet] if reference else [])]
-    for fleet in fleets:
-        fleet.wait_ready()
-    if isinstance(learner, RemoteLearner):
-        learner.require_folder(run_dir)
-        engine.fleet.attend = learner.attend  # weights are pushed where both may be lost at once
-    grader = own_grader(env.grader)
-    if isinstance(grader, GradingPool):  # waited for by whoever started it
-        fleets.append(grader.fleet)
-    of_rows = tokenizer.pad_token_id, env.task.term_weights
-    transforms = make_transforms(config, reference, *of_rows, plan.device_type)
-    in_turn = {"sleep_engine": True, "postproc": timed(transforms)}
-    return Roles(
-        engine=engine,
-        learner=learner,
-        weight_sync=_weight_sync(config, plan, engine, learner),
-        collector_options={
-            **(in_turn if plan.shared else _beside(config, env, reference)),
-            "should_stop": should_stop,
-            "wait_deadline_s": WAIT_S,
-            "metrics_extra": partial(worker_metrics, fleets),
-        },
-        transforms=transforms,
-        export=export,
-        attend=learner.attend if isinstance(learner, RemoteLearner) else None,
-    )
-
-
-def _beside(config: Config, env: TaskEnv, reference: ReferenceService | None) -> dict[str, Any]:
-    """Of a collector that fills a replay buffer: groups go to the reference one by one, while others are sampled."""
-    num_groups, age = groups_per_step(config), config.train.max_policy_age
-    advantage = timed(make_advantage(config, env.task.term_weights))
-    return {
-        "max_policy_age": age,
-        "replay_buffer": GroupReplayBuffer(
-            max_groups_admitted(age, num_groups), num_groups, transform=advantage, as_table=True
-        ),
-        "group_transforms": [transform for _, transform in make_overlong(config)],
-        "reference": reference.submit if reference else None,
-    }
-
-
-def _learner_beside_workers(
-    config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path, opened: ExitStack
-) -> tuple[Learner | RemoteLearner, Callable[[Path], object]]:
-    """The learner, of several ranks or of this process, and what writes its model to a folder."""
+    learner: Learner | RemoteLearner
     if cluster.num_ranks:
-        remote = RemoteLearner(
+        learner = RemoteLearner(
             cluster.start_ranks(),
             make_settings(config, plan.device_type),
             share=cluster.launcher.share,
             silence_s=config.ray.timeout_s,
             start_silence_s=config.ray.timeout_s,
         )
-        opened.callback(remote.close)
-        return remote, remote.export_hf
-    if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cluster.threads)
-    device = torch.device(device_name(plan.device_type, plan.placement.train))
-    policy = make_policy(config, make_model(config, device), plan.device_type, device)
-    learner = make_learner(config, policy, tokenizer.pad_token_id, plan.device_type, run_dir)
-    return learner, partial(save_hf, policy.model, tokenizer)
+        opened.callback(learner.close)
+    else:
+        if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(cluster.threads)
+        device = torch.device(device_name(plan.device_type, plan.placement.train))
+        policy = make_policy(config, make_model(config, device), plan.device_type, device)
+        learner = make_learner(config, policy, tokenizer, plan.device_type, run_dir)
+    starting("Waiting for the workers")
+    fleets = [engine.fleet, *([reference.fleet] if reference else [])]
+    for fleet in fleets:
+        fleet.wait_ready()
+    if isinstance(learner, RemoteLearner):
+        learner.require_folder(run_dir)
+        engine.fleet.attend = learner.attend  # a push waits for both
+    grader = own_grader(env.grader)
+    if isinstance(grader, GradingPool):  # build waits for it
+        fleets.append(grader.fleet)
+    term_weights = env.task.term_weights
+    transforms = make_transforms(config, reference, tokenizer.pad_token_id, term_weights, plan.device_type)
+    metrics = partial(worker_metrics, fleets)
+    options: dict[str, Any] = {"should_stop": should_stop, "wait_deadline_s": WAIT_S, "metrics_extra": metrics}
+    if plan.shared:
+        options |= {"sleep_engine": True, "postproc": timed(transforms)}
+    else:  # the collector fills a replay buffer: groups go to the reference one by one, while others are sampled
+        age, num_groups = config.train.max_policy_age, groups_per_step(config)
+        slots, advantage = max_groups_admitted(age, num_groups), timed(make_advantage(config, term_weights))
+        options |= {
+            "max_policy_age": age,
+            "replay_buffer": GroupReplayBuffer(slots, num_groups, transform=advantage, as_table=True),
+            "group_transforms": [transform for _, transform in make_overlong(config)],
+            "reference": reference.submit if reference else None,
+        }
+    return engine, learner, _weight_sync(config, plan, engine, learner), transforms, options
 
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
     shared_by = num_engines(config, plan)
     options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, shared_by)
     groups = max(1, int(options.max_rows / mean_group_size(config)))
-    kind = SleepingFleet if plan.shared else Fleet
-    return kind(
+    return (SleepingFleet if plan.shared else Fleet)(
         "rollout",
         cluster.start_rollout(options),
         cluster.num_engines,
-        capacity=options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
+        capacity=options.max_rows if has_dialogs(config) else groups,  # a dialog is one sample
         silence_s=config.ray.timeout_s,
         start_silence_s=config.ray.timeout_s,
     )
@@ -407,7 +372,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         "reference",
         cluster.start_reference(options),
         count,
-        capacity=2,  # the next group is there when one is answered
+        capacity=2,  # one waits while another is computed
         max_attempts=MAX_ATTEMPTS,
         silence_s=config.ray.timeout_s,
         start_silence_s=config.ray.timeout_s,
@@ -416,7 +381,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
 
 
 def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learner | RemoteLearner) -> EngineWeightSync:
-    """A push hands over an adapter alone (and all weights, merged, where it is asked for them), or all weights."""
+    """Push an adapter alone (all weights, merged, on request), or all weights, to the engines of workers."""
     make_room = learner.give_back if plan.shared else None
     if isinstance(learner, RemoteLearner):
         if not config.train_model.lora.enabled:
@@ -428,39 +393,3 @@ def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learn
         return EngineWeightSync(lambda: WeightPack.of(_state(model), dtype=engine.weight_dtype), engine, make_room)
     engine.base = partial(packed_weights, model, merged=False)
     return EngineWeightSync(partial(AdapterPack.of, model), engine, make_room, partial(packed_weights, model))
-
-
-def subject_of(config: Config, parts: Parts) -> Subject:
-    """What the gate checks of a run that is put together."""
-    name, trusts = config.ref_model.name, config.model.trust_remote_code
-
-    def described(name: str) -> Any:
-        return from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trusts).get_text_config()
-
-    loaded, reference, reference_exact = described(model_name(config)), None, None
-    if name is not None:
-        reference = NamedReference(
-            name=name,
-            policy=model_name(config),
-            vocabulary=load_tokenizer(name, trust_remote_code=trusts).get_vocab(),
-            context=getattr(described(name), "max_position_embeddings", None),
-            longest=max_model_len(config),
-        )
-    elif has_reference(config) and parts.learner.version == 0:  # it is the policy at its start
-        learners = config.train_model.torch_dtype
-        reference_exact = reference_dtype(config) == ("float32" if learners == "auto" else learners)
-    return Subject(
-        task=parts.task,
-        rollouts=parts.rollouts,
-        learner=parts.learner,
-        weight_sync=parts.weight_sync,
-        sampling=parts.sampling,
-        seed=config.seed,
-        exact=parts.exact,
-        transforms=[transform for _, transform in parts.transforms],
-        packs=config.model.attn_implementation is None and loaded.model_type in KNOWN_TO_PACK,
-        num_layers=loaded.num_hidden_layers,
-        reference=reference,
-        reference_exact=reference_exact,
-        stop=tuple(config.inference_model.stop),
-    )

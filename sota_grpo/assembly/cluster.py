@@ -1,4 +1,4 @@
-"""Where the workers of a run are started: Ray, with a bundle for each, or this process for engines that are servers."""
+"""The workers of a run: started in Ray, with a bundle for each, or in threads for engines that are servers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,17 @@ from sota_grpo.workers.processes import ThreadLauncher
 
 
 class Cluster:
-    """The launchers of a run and the places of its workers.
+    """The launchers of a run, and the bundles and GPUs of its workers.
 
-    On this machine alone a worker sees the GPUs that the plan gives it; on a running cluster Ray chooses them. The
-    learner is one of the workers where it has several ranks, or where there is a cluster. Engines on the learner's
-    devices share their bundle with the ranks on the same ones; Ray gives a GPU to one of them only, so each is told by
-    its environment which of the bundle's GPUs are its own.
-
-    Args:
-        config, plan: of the run.
-        run_dir: where servers that are started here write their logs.
+    On one machine the plan assigns GPUs; on a running cluster Ray does. The learner is a worker if it has several
+    ranks, or on a cluster. Engines on the learner's devices share a bundle with its ranks; Ray assigns a GPU to one
+    process only, so an environment variable assigns the bundle's GPUs.
 
     Attributes:
         launcher: of the workers, which shares large values with them.
-        engine_launcher: of the engines' workers: servers are threads of this process, whoever else is in Ray.
-        num_engines: that are to be started.
-        num_ranks: of the learner in processes of their own; 0 where it lives in this one.
+        engine_launcher: of the engines' workers: servers are threads of this process.
+        num_engines: number of engines.
+        num_ranks: number of ranks in other processes; 0: the learner is in this one.
 
     Raises:
         UserError: Ray is needed and not installed, or the cluster does not have what the plan asks for.
@@ -67,10 +62,7 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads of each process that computes, so that together they have as many as there are cores.
-
-        On a cluster of GPUs, where Ray places them, each has its GPU's share of the cores of its node.
-        """
+        """CPU threads of each process: a share of the cores, on a cluster of GPUs its GPU's share of its node's."""
         if self._gpus_by_ray:
             from sota_grpo.workers.ray_cluster import cores_per_gpu
 
@@ -79,7 +71,7 @@ class Cluster:
         return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
 
     def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
-        """A server is a process of its own already: a thread of this process talks to it."""
+        """Return the function that starts engine ``slot``; the client of a server is a thread of this process."""
         threads = self.threads if self._plan.device_type == "cpu" else None
 
         def spec_of(options: EngineOptions) -> WorkerSpec:
@@ -100,11 +92,11 @@ class Cluster:
         return self._starter("reference", spec, self._references, first=self._engines_in_ray)
 
     def start_ranks(self) -> list[Worker]:
-        """One worker for each rank of the learner; they find each other by themselves."""
+        """Start a worker for each rank of the learner; ranks find each other by themselves."""
         first, per_engine = self._engines_in_ray + len(self._references), len(self._engines[0])
         ranks = range(self.num_ranks)
         bundles = [rank // per_engine if self._ranks_beside_engines else first + rank for rank in ranks]
-        if self._on_cluster:  # they meet at an address of rank 0's machine, here at a file
+        if self._on_cluster:  # ranks meet at an address of rank 0's machine, here at a file
             meeting = f"tcp://{self._asked('address', bundles[:1])[0]}"
         else:
             self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
@@ -125,7 +117,7 @@ class Cluster:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Of each shared GPU, by its index in the plan, on its node: what Ray gives to a worker with a whole bundle."""
+        """The name of each shared GPU on its node, by its index in the plan, from a worker with a whole bundle."""
         if not (self._ranks_beside_engines and self._gpus_by_ray):
             return {}
         per_engine = len(self._engines[0])
@@ -139,7 +131,7 @@ class Cluster:
         return dict(zip(self._plan.placement.inference, names))
 
     def _asked(self, method: str, bundles: Sequence[int], **options: Any) -> list[str]:
-        """What an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` says in each of these bundles."""
+        """Return the answer of an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` in each of these bundles."""
         spec = WorkerSpec("sota_grpo.workers.ray_cluster:AddressWorker")
         hosts = [self.launcher.start("address", spec, bundle=bundle, **options) for bundle in bundles]
         try:
@@ -174,7 +166,7 @@ class Cluster:
             return RayLauncher(bundles, address=self._config.ray.address, deadline_s=self._config.ray.timeout_s)
 
     def close(self) -> None:
-        """End what is left of the workers; idempotent."""
+        """End the remaining workers; idempotent."""
         for launcher in dict.fromkeys((self._servers, self.launcher)):
             launcher.close()
         if self._rendezvous_file is not None:  # killed ranks leave it behind
@@ -182,7 +174,7 @@ class Cluster:
 
 
 def visible_gpus(config: Config) -> int:
-    """GPUs of this machine, or of the running cluster."""
+    """Return the number of GPUs of this machine, or of the running cluster."""
     if config.ray.address is None:
         return torch.cuda.device_count()
     with _ray_mistakes(config.ray.address):
@@ -192,7 +184,7 @@ def visible_gpus(config: Config) -> int:
 
 
 def visible_names(gpus: Sequence[int]) -> str:
-    """``CUDA_VISIBLE_DEVICES`` for a worker: the plan counts the devices that this process sees, from 0."""
+    """Return ``CUDA_VISIBLE_DEVICES`` for a worker; the plan counts the devices of this process from 0."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = seen.split(",") if seen else None
     return ",".join(names[index].strip() if names else str(index) for index in gpus)
@@ -200,7 +192,7 @@ def visible_names(gpus: Sequence[int]) -> str:
 
 @contextmanager
 def _ray_mistakes(address: str | None) -> Iterator[None]:
-    """Ray's absence and its silence as sentences."""
+    """Raise sentences where Ray is not installed or does not answer."""
     if find_spec("ray") is None:
         raise UserError(
             "mode=async, several devices and ray.address need Ray, which is not installed: "

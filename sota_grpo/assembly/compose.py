@@ -1,4 +1,4 @@
-"""A config outside ``grpo.py``: what Hydra would give that script for the same preset and overrides."""
+"""Configs outside ``grpo.py``: composed as Hydra does it, or loaded from a run, with consent to what they execute."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ _PACKAGED = _PACKAGE / "presets"
 #: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
-OF_THE_RUN = "run"  # the run's own algorithm, among others that it is compared with
-_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")  # that name a file and what it defines
+_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")  # FILE.py:NAME
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *_IN_FILES)  # or names of a hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
-#: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
+#: Options of :func:`needs_consent` without effect where no loss is computed, and where nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
     *("env.tools", "env.environment", "env.sandbox"),
     *("reward.judge.url", "reward.judge.rubric"),
 )
-_UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
+_UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # Hydra proposes +, which our schema refuses
 _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
 _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no viable alternative|token recognition")
 _BARE = re.compile(r"override '(\w+)' missing EQUAL")
@@ -49,16 +48,15 @@ _NAMELESS = re.compile(r"[+~\s]*=")
 _NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
 _TRUST = "add --trust-run (in Python trust=True), or give the same option again where options are taken"
 _NO_NAME = "Config group override must be a string"
-_GLOBAL_PACKAGE = "@package _global_"  # a group whose options stand outside its own section
+_GLOBAL_PACKAGE = "@package _global_"  # a group whose options are outside its own section
 
 
 def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> Config:
-    """The config called ``config_name`` under ``overrides``, written as on the command line of ``grpo.py``.
+    """Return the config called ``config_name`` under ``overrides``, as on the command line of ``grpo.py``.
 
-    It is composed, not validated: see :func:`sota_grpo.config.validators.validate`. A hub token moves to ``HF_TOKEN``,
-    as it does there, and is not in what is returned. Options of Hydra's own (``hydra.run.dir=...``) are accepted and
-    have no effect; ``hydra.searchpath=[file://DIR]`` adds a folder of configs. A Hydra that is already at work in this
-    process, around a notebook or a program of your own, is left as it was.
+    It is not validated: see :func:`sota_grpo.config.validators.validate`. A hub token moves to ``HF_TOKEN``. Hydra's
+    own options have no effect, except ``hydra.searchpath=[file://DIR]``, which adds a folder of configs. A Hydra that
+    already runs in this process is left as it was.
 
     Raises:
         UserError: no such config, an option that does not exist, or a value that it does not take.
@@ -87,7 +85,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
 
 
 def require_names(overrides: Sequence[str]) -> None:
-    """Raise UserError where an override begins with its value: Hydra fails by an assertion at some of them."""
+    """Raise UserError at an override without a name, where Hydra fails by an assertion."""
     for override in overrides:
         if _NAMELESS.match(override):
             raise UserError(f"The override {one_line(override)} names no option; an override is OPTION=VALUE.")
@@ -95,7 +93,7 @@ def require_names(overrides: Sequence[str]) -> None:
 
 @contextmanager
 def _no_other_hydra() -> Iterator[None]:
-    """Hydra knows one primary config at a time; the one that there is comes back afterwards."""
+    """Set aside Hydra's global config, of which there can be only one."""
     from hydra.core.global_hydra import GlobalHydra
 
     before = GlobalHydra.instance().hydra
@@ -107,7 +105,7 @@ def _no_other_hydra() -> Iterator[None]:
 
 
 def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
-    """What Hydra or OmegaConf found wrong with a config or one of the ``overrides``, in one sentence."""
+    """Return an error of Hydra or OmegaConf as one sentence."""
     text = " ".join(re.split("Config search path:|See https://hydra.cc", str(error))[0].split())
     primary, preset, unknown = (pattern.search(text) for pattern in (_NO_PRIMARY, _NO_PRESET, _UNKNOWN))
     if primary is not None:
@@ -124,14 +122,14 @@ def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
         groups = sorted({path.parent.name for path in CONFIG_DIR.glob("*/*.yaml")} - {"hydra"})
         return f"{', '.join(groups)} are set to the name of a preset, such as algorithm=dapo."
     if _UNPARSED.search(text):
-        return f"{text.rstrip('.')}: an override is OPTION=VALUE, and a value with =, {{ or [ in it stands in quotes."
+        return f"{text.rstrip('.')}: an override is OPTION=VALUE, and a value with =, {{ or [ in it needs quotes."
     if text.startswith("Error merging override") and error.__cause__ is not None:
         return f"{text}: {' '.join(str(error.__cause__).partition('full_key')[0].split()).rstrip('.')}."
     return text
 
 
 def preset_names(folder: Path = CONFIG_DIR) -> list[str]:
-    """The presets, or those of the group in ``folder``."""
+    """Return the names of the presets, or of those of the group in ``folder``."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
@@ -140,7 +138,7 @@ def _no_preset(group: str, name: str) -> str:
 
 
 def require_known(composed: Any) -> None:
-    """Raise UserError where what Hydra made has something else than options: ``+name=1`` adds it."""
+    """Raise UserError where a composed config has an unknown option, as ``+name=1`` adds one."""
     from omegaconf import OmegaConf
 
     known = {name for name, _, _ in walk()}
@@ -157,22 +155,19 @@ def load_config(
     unused: Collection[str] = (),
     remedy: str = _TRUST,
 ) -> Config:
-    """The config of the run in ``run_dir``, its ``config.yaml``, under ``overrides`` as ``grpo.py`` takes them.
+    """Return the config of the run in ``run_dir``, its ``config.yaml``, under ``overrides`` as ``grpo.py`` takes them.
 
-    A group (``algorithm=dapo``, ``engine=transformers``) replaces its whole section, as it does there. An option that
-    is newer than the run has its default. Not validated, as with :func:`compose`.
-
-    The run may be somebody else's: what :func:`needs_consent` names is refused without ``trust``, or the same value
-    among the overrides, and secrets in it count for nothing.
+    A group (``algorithm=dapo``) replaces its whole section. An option that is newer than the run has its default. Not
+    validated, as with :func:`compose`. The run may be another user's: acts of :func:`needs_consent` are refused without
+    ``trust``, unless an override has the same value; its secrets are ignored.
 
     Args:
-        trust: consent to all of it, whoever made the run.
-        unused: options that the caller only shows, and which need no consent therefore.
+        trust: consent to all acts.
+        unused: options without effect in the caller, which need no consent.
         remedy: how a user of the caller consents.
 
     Raises:
-        UserError: there is no run, its config has an option that no longer exists, or an override does not fit; or it
-            asks for what nobody has consented to.
+        UserError: there is no run, an option or override does not fit, or consent is missing.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -191,14 +186,14 @@ def load_config(
     for one in (config, own):
         _find_inputs(one, run_dir)
     if not trust:
-        left = sorted(needs_consent(config).items() - needs_consent(own).items())
-        acts = [f"{act} ({one_line(option)})" for option, act in left if _run_option(option) not in unused]
+        missing = sorted(needs_consent(config).items() - needs_consent(own).items())
+        acts = [f"{act} ({one_line(option)})" for option, act in missing if _run_option(option) not in unused]
         require_consent(run_dir, acts, remedy)
     return config
 
 
 def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
-    """The config in ``path`` under ``overrides``, and the defaults under the same."""
+    """Return the config in ``path`` under ``overrides``, and the defaults under the same."""
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -208,7 +203,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
         saved = read_yaml(path)
         content: Any = OmegaConf.to_container(saved)
         for name, value in flat(content).items() if isinstance(content, dict) else ():
-            if "${" in str(value):  # it would be resolved with the environment of whoever reads the config
+            if "${" in str(value):  # it would be resolved in the reader's environment
                 raise UserError(
                     f"{path}: {name} has an interpolation (${{..}}), which no run saves; write its value there."
                 )
@@ -222,7 +217,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
 
 
 def needs_consent(config: Config) -> dict[str, str]:
-    """What a config makes this machine run, or talk to, by the option that asks for it.
+    """Return the code that a config makes this machine run, and the servers that it contacts, by option.
 
     >>> config = Config()
     >>> needs_consent(config)
@@ -264,7 +259,7 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError where the config of a run asks for ``acts`` that the user has not consented to."""
+    """Raise UserError unless ``acts`` is empty: these acts of a run's config lack the user's consent."""
     if acts:
         raise UserError(
             f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust whoever made it, {remedy}."
@@ -272,7 +267,7 @@ def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) ->
 
 
 def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
-    """Under ``train.resume=RUN`` the config of that run, if it is there, with ``overrides``; else ``config``."""
+    """Return the config of the run of ``train.resume=RUN``, if it exists, with ``overrides``; else ``config``."""
     resume = config.train.resume
     if resume in (None, "auto") or not (Path(resume) / CONFIG_FILE).is_file():
         return config
@@ -280,35 +275,13 @@ def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
     return load_config(Path(resume), overrides, remedy="give the same option again")  # it has no --trust-run
 
 
-def algorithms_of(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The algorithms that ``algorithm=A,B,..`` names, by default the run's own, and the other overrides.
-
-    >>> algorithms_of(["algorithm=grpo,mine.py:sapo", "policy.kl_coef=0.1"])
-    (['grpo', 'mine.py:sapo'], ['policy.kl_coef=0.1'])
-    """
-    named = [one for one in overrides if one.startswith("algorithm=")]
-    names = [name.strip() for one in named or [OF_THE_RUN] for name in one.removeprefix("algorithm=").split(",")]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice or not all(names):
-        fault = f"names {one_line(twice[0])} twice" if all(names) else "has an empty name"
-        raise UserError(f"{one_line(' '.join(named))} {fault}; name each algorithm once: algorithm=A,B,C.")
-    return names, [one for one in overrides if one not in named]
-
-
-def overrides_under(algorithm: str, overrides: Sequence[str]) -> list[str]:
-    """What makes one of :func:`algorithms_of` of a run's config; an objective in a file replaces the run's."""
-    if algorithm == OF_THE_RUN:
-        return [*overrides]
-    return [f"algorithm.objective={algorithm}" if in_file(algorithm) else f"algorithm={algorithm}", *overrides]
-
-
 def no_run_or_model(name: str) -> str:
-    """Of a folder that was to hold one of them: the sentence, without its end."""
+    """Return the sentence, without its period, on a folder that has neither."""
     return f"There is neither a run ({CONFIG_FILE}) nor a model (config.json) in {name}"
 
 
 def anchor_paths(config: Config) -> None:
-    """Write the files and folders that ``config`` names in full, so that it means the same in any current directory."""
+    """Make the paths in ``config`` absolute, so that it means the same in any current directory."""
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for name, value in list(_paths(config)):
@@ -321,7 +294,7 @@ def anchor_paths(config: Config) -> None:
 
 
 def _find_inputs(config: Config, run_dir: Path) -> None:
-    """What was passed in Python moves with the directory of the run."""
+    """Correct the paths of Python inputs after the run's directory was moved."""
     for name, value in list(_paths(config)):
         path, function = _path_of(name, value)
         moved = run_dir.absolute() / INPUTS / path.name
@@ -330,18 +303,18 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _run_option(name: str) -> str:
-    """An option of the run itself, also where an entry of a mixture gives it."""
+    """Return the option of the run for which an entry of a mixture has this one."""
     return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name
 
 
 def _path_of(name: str, value: str) -> tuple[Path, str]:
-    """Of an option's value the file or folder, and ``:FUNCTION`` where it names what the file defines."""
+    """Return the file or folder in an option's value, and ``:FUNCTION`` behind it."""
     own = in_file(value) if _run_option(name) in _IN_FILES else None
     return (Path(value).expanduser(), "") if own is None else (own[0], f":{own[1]}")
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Name and value of each that is set, mixtures included; a server is no path. Nobody has judged them yet."""
+    """Yield name and value of each path that is set, mixtures included, before any validation; a server is no path."""
     for name, value in _values(config, *PATH_OPTIONS):
         if not (_run_option(name) == "env.environment" and server_of(value)):
             yield name, value
@@ -349,7 +322,7 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
-    """Name and value of each of these options that is set, by the run or by an entry of a mixture."""
+    """Yield name and value of each of these options that the run or an entry of a mixture sets."""
     named = {option: attrgetter(option)(config) for option in options}
     mixture = config.env.mixture
     for task, entry in mixture.items() if isinstance(mixture, dict) else ():
@@ -360,7 +333,7 @@ def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
 
 
 def _set(config: Config, name: str, value: str) -> None:
-    """Set a path by its name; a mixture is replaced, not changed."""
+    """Set an option by its name; a mixture is replaced, not changed."""
     section, _, option = name.rpartition(".")
     if section.startswith("env.mixture."):
         task, mixture = section.removeprefix("env.mixture."), dict(config.env.mixture or {})

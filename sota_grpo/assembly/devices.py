@@ -1,4 +1,4 @@
-"""Where the parts of a run stand: the kind of device, the devices of each role, this process or others."""
+"""The placement of a run: the type of device, the devices of each role, in this process or in workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW_ROWS = 64  # of an engine on a GPU: reading its weights takes longer than wh
 
 @dataclass(frozen=True)
 class Role:
-    """What one role asks for: a count, or explicit indices, or neither (one device, shared where none is left)."""
+    """The request of one role: a count, explicit indices, or neither (one device, shared where none is left)."""
 
     name: str
     num_devices: int | None = None
@@ -33,12 +33,12 @@ class Role:
 
     @property
     def requested(self) -> bool:
-        """Whether the user said anything; a role that was left alone may share a device."""
+        """Whether the user requests devices; a role without a request may share one."""
         return self.num_devices is not None or self.devices is not None
 
     @property
     def option(self) -> str:
-        """The option that says how many devices this role takes."""
+        """The option with the request."""
         return f"{self.name}.{'devices' if self.devices is not None else 'num_devices'}"
 
     @property
@@ -48,7 +48,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Placement:
-    """Device indices of each role; ``colocated`` when the engine stands on a device of the learner."""
+    """Device indices of each role; ``colocated``: the engine shares a device with the learner."""
 
     train: tuple[int, ...]
     inference: tuple[int, ...]
@@ -57,18 +57,18 @@ class Placement:
 
 
 def place(train: Role, inference: Role, ref: Role | None, *, available: int, concurrent: bool = False) -> Placement:
-    """Devices for the roles: disjoint for those that ask for devices, shared by those that ask for nothing.
+    """Return the devices of the roles: disjoint for those that request devices, shared by the others.
 
-    An engine that asks for nothing shares the learner's devices, because in synchronous mode the two never work at the
-    same time; ``shared`` engines do so as workers, too. A reference that asks for nothing takes the first free device,
-    or the learner's where none is free. A machine with one device has it shared by all.
+    An engine without a request shares the learner's devices, since in synchronous mode the two take turns; ``shared``
+    engines do so as workers too. A reference without a request takes the first free device, else the learner's. All
+    share a machine's only device.
 
     Args:
-        available: devices there are; 0 stands for the CPU, where the indices of a role only count its workers.
+        available: number of devices; 0 is the CPU, where the indices of a role only count its workers.
         concurrent: engine and learner work at the same time, so the engine has its own devices where there are two.
 
     Raises:
-        UserError: more devices asked for than there are, an index that does not exist, or one index asked for twice.
+        UserError: too many devices, an index that does not exist, or one index for two roles.
 
     Example:
         >>> place(Role("train_model"), Role("inference_model"), Role("ref_model"), available=2)
@@ -118,7 +118,7 @@ def describe(placement: Placement, device_type: str) -> str:
 
 
 def _check_indices(roles: Sequence[Role], total: int) -> None:
-    """Every index exists, and on a machine with several devices no two roles name the same one."""
+    """Raise UserError unless every index exists and, of several devices, no two roles name the same."""
     taken: dict[int, str] = {}
     for role in roles:
         for index in role.devices or ():
@@ -154,16 +154,15 @@ class Plan:
     placement: Placement
     engine: str
     workers: bool  # collection, reference and several ranks live in processes of their own
-    notes: tuple[str, ...] = ()  # that a run logs when it starts, one sentence each
-    shared: bool = False  # the engines of workers stand on the learner's devices, and sleep while those compute
+    notes: tuple[str, ...] = ()  # sentences for the log
+    shared: bool = False  # engines in workers share the learner's devices, and sleep while those compute
 
 
 def resolve_device(config: Config) -> str:
-    """``cuda`` or ``cpu``.
+    """Return ``cuda`` or ``cpu``.
 
     Raises:
-        UserError: no such model folder, no GPU where one is asked for, or no GPU and a model from the hub that nobody
-            asked to train on the CPU. Where there is one that torch does not see, it says why.
+        UserError: no such model folder; or no GPU under ``device=cuda`` or for a model of the hub, with the reason.
     """
     model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
     if config.device == "cpu":
@@ -177,10 +176,8 @@ def resolve_device(config: Config) -> str:
 
 
 def reference_has_own_weights(config: Config) -> bool:
-    """Whether the reference needs weights beside the learner's.
-
-    Under LoRA it is the base model with the adapter off, unless it is another model or on a device of its own.
-    """
+    """Whether the reference has weights of its own: under LoRA it is the base model with the adapter off, unless it
+    is another model or on another device."""
     options = config.ref_model
     stands_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None
@@ -209,11 +206,11 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
     """Plan the run; with one GPU collection and training take turns on it, whatever the mode.
 
     Args:
-        num_gpus: GPUs that there are; None: those of this machine.
-        engine: its name; None: what the config's stands for on this machine.
+        num_gpus: None: those of this machine.
+        engine: its resolved name; None: that of the config on this machine.
 
     Raises:
-        UserError: what :func:`place` refuses, or an engine that is not installed or cannot reach its device.
+        UserError: as :func:`place`, or the engine is not installed or cannot reach its device.
     """
     learner, engines, ref = _roles(config)
     reference = ref if reference_has_own_weights(config) else None
@@ -261,7 +258,7 @@ def num_engines(config: Config, plan: Plan) -> int:
 
 
 def _idle_notes(config: Config, plan: Plan) -> list[str]:
-    """What leaves GPUs idle: few rows to sample at once, one micro-batch a step, layers that cannot be compiled."""
+    """Return a sentence for each reason why GPUs would be idle."""
     shares = len(plan.placement.train) // config.train_model.tensor_parallel_size
     notes, engines = [], num_engines(config, plan)
     if config.train_model.compile is None and not builds_kernels():
@@ -283,5 +280,5 @@ def _idle_notes(config: Config, plan: Plan) -> list[str]:
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:
-    """torch's name of a role's first device."""
+    """Return torch's name of a role's first device."""
     return device_type if device_type == "cpu" else f"{device_type}:{indices[0]}"

@@ -1,14 +1,26 @@
-"""What every device and the disk would hold of a run, and a dry run of it: nothing is loaded or trained.
+"""Estimate the memory of every device and the disk space of a run, from its config and the shape of its model.
 
-Bytes of single parts, from the shape of a model, are in :mod:`.memory`.
+Counted is what this project's code keeps: rows packed with each prompt once, attention that saves its inputs and output
+and one number per token and head, logits in tiles, an update in place; not what the C library's heap cannot give back.
+
+The moments of an optimizer step that can be its peak, for the first micro-batch, which finds no gradients, and the
+next, which finds them all (``G``); ``E`` is the gradient of the head (bytes per weight times vocabulary times hidden)::
+
+    head        activations of all layers, tiles of logits, E, the gradient of the hidden states
+    decoder     activations of all layers, E where it waits for a tied embedding or is new, one MLP's gradients
+    embedding   G, and where head and embedding are tied, E once more: each has made a dense gradient by then
+    step        G, and the memory of the optimizer's step (:mod:`sota_grpo.policy.optimizers`)
+
+Weights and the optimizer's state are there throughout.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -28,15 +40,6 @@ from sota_grpo.assembly.learning import (
     trainer_precision,
     wants_fused_layers,
 )
-from sota_grpo.assembly.memory import (
-    Learning,
-    MicroBatch,
-    Parts,
-    forward_bytes,
-    kv_bytes_per_token,
-    learner_memory,
-    vllm_pool_bytes,
-)
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows, kwargs_of_tasks, start_instances, task_of
 from sota_grpo.config import Config, has_reference, model_name, most_kept, num_steps, responses_per_step
 from sota_grpo.config.memory_rules import micro_batch_tokens
@@ -47,10 +50,11 @@ from sota_grpo.engines import ENGINES
 from sota_grpo.engines.decode_attention import PREFILL_TOKENS
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
-from sota_grpo.functional.log_probs import KEPT_SHARE
+from sota_grpo.functional.log_probs import KEPT_SHARE, LOGITS_BYTES, LOGITS_BYTES_ON_CPU
+from sota_grpo.policy.attention_tables import MOST_PIECES
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import Architecture
-from sota_grpo.policy.optimizers import OPTIMIZERS
+from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
 from sota_grpo.recording.run_files import CHECKPOINTS
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -67,28 +71,214 @@ _OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "re
 ASSUMED_GIB = 80  # of a GPU that is not here
 ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
 _MOST_CHANGES = 3  # options that a proposal may touch
+KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
+COMPILED = 0.6  # of what eager layers save in float32 under autocast: five peaks of an H100 within 6 %
+SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
+VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
+Parts = dict[str, int]  # bytes by what they are
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The settings of training on which its memory depends."""
+
+    weight_bytes: int = 4  # per weight
+    product_bytes: int = 4  # per number of the matrix products: 2 under autocast to half precision, else weight_bytes
+    rank: int = 0  # of a LoRA adapter on every linear layer, kept in float32; 0 trains all weights
+    dropout: bool = False  # the adapter's inputs are dropped at random
+    checkpointing: bool = False  # of activations
+    ranks: int = 1  # processes that divide weights, gradients and moments (FSDP2, tensor parallelism)
+    parallel: int = 1  # of them those of tensor parallelism, which gather no layers; activations count as if whole
+    shard_gradients: bool = False  # several ranks sum gradients after every micro-batch; else each holds them whole
+    on_cpu: bool = True  # the tiles of logits are small
+    repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
+    kept: int = 0  # most tokens of a kept set, where sampling is truncated
+    kept_tiles: int = 0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.kept_limit
+    quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
+    compiled: bool = False  # layers are compiled, on a GPU
+    optimizer: str = "adamw"
+
+    @property
+    def casts(self) -> bool:
+        return self.product_bytes != self.weight_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        return LOGITS_BYTES_ON_CPU if self.on_cpu else LOGITS_BYTES
+
+    def base_bytes(self, model: Architecture) -> int:
+        """Bytes of the weights without an adapter; in 4 bits with scales as in arXiv:2305.14314, section 3."""
+        matrices = model.layers * model.layer_matrices if self.quantized else 0
+        packed = matrices // 2 + matrices // 64 + matrices // (64 * 64)
+        return (model.parameters - matrices) * self.weight_bytes + packed
+
+    def optimizer_bytes(self, model: Architecture) -> int:
+        """Bytes of the optimizer's state between two steps."""
+        trained = Trained.of(model, rank=self.rank, weight_bytes=self.weight_bytes)
+        return OPTIMIZERS[self.optimizer].state_bytes(trained)
+
+    def trained_bytes(self, model: Architecture) -> int:
+        """Bytes of all weights that have a gradient, and so of their gradients and of each moment."""
+        return 4 * model.adapter_parameters(self.rank) if self.rank else self.weight_bytes * model.parameters
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The sizes of one micro-batch."""
+
+    tokens: int  # packed, each prompt once
+    predicted: int  # sampled tokens, which have logits
+    slots: int  # rows times the longest row
+
+
+def _layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """Return the bytes that one layer saves for its backward pass; ``c`` bytes per number of the matrix products."""
+    hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
+    of_norm = 0 if how.rank else how.weight_bytes * hidden
+    per_token = 2 * (4 * hidden + 4 + of_norm)  # of two norms: inputs in float32, inverse roots, what they normed
+    per_token += 2 * c * width + 4 * model.heads  # of attention queries, output and the log-sum of each head
+    per_token += 4 * c * inner  # of the MLP gate, silu(gate), up, and their product
+    if not how.rank:
+        per_token += (5 if how.casts else 2) * c * hidden  # inputs of q, k, v and of gate, up; five where they are cast
+    else:
+        per_token += len(model.linear_layers) * c * how.rank
+        if how.dropout:  # each layer drops for itself: noise (a bit in a byte on CUDA) and input; no product is kept
+            per_token += ((4 if how.on_cpu else 1) + c) * (5 * hidden + width + inner) - c * inner
+        else:
+            per_token += c * (5 * hidden + width) if how.casts or c != 4 else 2 * c * hidden
+    if model.qk_norm:
+        per_token += (4 + (0 if how.rank else c)) * (width + model.kv_width) + 4 * (model.heads + model.kv_heads)
+    return rows.tokens * (per_token + 2 * c * (width if how.repeats_keys else model.kv_width))
+
+
+def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """Return the bytes that the decoder saves: its layers, or under checkpointing their inputs; the cosines and sines
+    of the positions; the last norm; under autocast without checkpointing the weights in 2 bytes.
+
+    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    >>> rows = MicroBatch(tokens=10, predicted=6, slots=20)
+    >>> decoder_bytes(tiny, Learning(), rows)  # 2 layers of 10 * 4 (48 + 16 + 8 + 64 + 2 + 2), positions 320, norm 680
+    12200
+    """
+    if how.checkpointing:
+        layers = model.layers * rows.tokens * how.weight_bytes * model.hidden
+    else:
+        cast = how.product_bytes * model.layer_matrices if how.casts and not how.quantized else 0
+        share = COMPILED if how.compiled and how.casts and not how.rank else 1
+        layers = model.layers * (round(share * _layer_bytes(model, how, rows)) + cast)
+    return layers + rows.tokens * 2 * how.weight_bytes * model.head_dim + _last_norm_bytes(model, how, rows)
+
+
+def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    return rows.tokens * (4 * model.hidden + 4 + (0 if how.rank else how.weight_bytes * model.hidden))
+
+
+def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """Return the bytes that log-probs save: hidden states or a frozen head's slopes, positions, targets, 3 vectors."""
+    return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
+
+
+def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """Return the bytes of the head's backward pass: tiles, the hidden states' gradient, one tile of the weight's."""
+    wide = 4 * rows.predicted * model.hidden
+    if how.kept:
+        return how.tile_bytes + 2 * wide + rows.predicted * how.kept * KEPT_BYTES
+    if how.rank:
+        return how.tile_bytes + 2 * wide
+    half = how.product_bytes if how.product_bytes < 4 else 0
+    columns = math.isqrt(how.tile_bytes // (8 + half))
+    probabilities = rows.predicted * model.vocab * how.product_bytes  # kept for the backward pass where they are few
+    kept = probabilities if probabilities <= how.kept_tiles and how.parallel == 1 else 0
+    tile = how.tile_bytes + 4 * model.hidden * min(columns, model.vocab) + kept
+    return tile + wide + half * rows.predicted * model.hidden
+
+
+def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> Parts:
+    """Return the peak of an optimizer step on one rank that has its moments; the first two micro-batches count.
+
+    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
+    >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
+    >>> parts | {"logits": parts["logits"] - 8 * 2**20}  # the tiles decide: the head's moment, 12200 + 20 * 150 + 360
+    {'weights': 5792, 'gradients': 1024, 'optimizer': 11584, 'activations': 15560, 'logits': 1216}
+    """
+    whole, optimizer = how.trained_bytes(model), how.optimizer_bytes(model)
+    weights = how.base_bytes(model) + (whole if how.rank else 0)
+    if how.ranks > 1:  # each gathers embedding, head and two layers
+        gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes // how.parallel
+        passing = 0 if how.rank else gathered - model.layer_parameters * how.weight_bytes // how.parallel
+        weights, optimizer = -(-weights // how.ranks) + gathered, -(-optimizer // how.ranks)
+        whole = -(-whole // how.ranks) + passing if how.shard_gradients else -(-whole // how.parallel)
+    c, w, moments = how.product_bytes, how.weight_bytes, []
+    head = 0 if how.rank else w * model.head_weights
+    for carried, rows in zip((0, whole), micro_batches):
+        saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
+        of_head = head_bytes(model, how, rows)
+        one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
+        if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
+            one_layer += model.hidden * max(model.intermediate, model.query_width) * (w + (c if how.casts else 0))
+        if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.attention_tables
+            one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
+        cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
+        if how.checkpointing:
+            one_layer += _layer_bytes(model, how, rows) + cast
+        moments.append((carried + head, saved + of_head, _head_working_bytes(model, how, rows)))
+        waiting = head if model.tied or not carried else 0
+        moments.append((carried + waiting, saved - _last_norm_bytes(model, how, rows) + one_layer, 0))
+        if cast and not how.rank and how.ranks == 1:
+            # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
+            moments.append((carried, saved + of_head + model.layers * cast, how.tile_bytes))
+    made_anew = head * (int(model.tied) + int(len(micro_batches) > 1))
+    moments.append((whole + made_anew, 0, 0))
+    trained = Trained.of(model, rank=how.rank, weight_bytes=how.weight_bytes)
+    moments.append((whole, 0, OPTIMIZERS[how.optimizer].step_bytes(trained, how.on_cpu)))
+    gradients, activations, logits = max(moments, key=sum)
+    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    return parts | {"activations": activations, "logits": logits}
+
+
+def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """Return the bytes of a pass without gradient, less the weights: one MLP, one cast matrix, and the head."""
+    c, w = how.product_bytes, how.weight_bytes
+    layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
+    cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
+    hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
+    return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes + rows.predicted * how.kept * KEPT_BYTES
+
+
+def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
+    return 2 * model.layers * model.kv_width * number_bytes
+
+
+def vllm_pool_bytes(model: Architecture, share: int, *, number_bytes: int, rows: int, parallel: int = 1) -> int:
+    """Return the bytes that vLLM's ``share`` leaves for keys and values on each of ``parallel`` devices.
+
+    Taken off are weights, a pass of 8192 tokens, and float32 logits of all rows, twice; below 0 it is too small.
+    """
+    passing = VLLM_PASS_TOKENS * 3 * (model.intermediate + model.hidden)
+    return share - (model.parameters + passing) * number_bytes // parallel - rows * model.vocab * 8
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the run is to fit."""
+    """The machine in which the run must fit."""
 
     device_type: str  # cuda or cpu
     memory: int  # bytes of each GPU, or of the whole machine
-    process_bytes: int = CUDA_CONTEXT  # what a process holds on the device before any tensor
+    process_bytes: int = CUDA_CONTEXT  # of a process on the device before any tensor
     count: int | None = None  # GPUs; None: as many as the config asks for
     is_here: bool = True
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Parts in bytes that a device holds at each moment of the run."""
+    """The bytes on a device at each moment of the run."""
 
     name: str  # cuda:0, or CPU for the whole machine
-    roles: tuple[str, ...]  # who computes there
+    roles: tuple[str, ...]
     moments: Mapping[str, Parts]
     capacity: int
-    problem: str | None = None  # what keeps an engine from starting there whatever the sum, as one sentence
+    problem: str | None = None  # that keeps an engine from starting there, as one sentence
 
     @property
     def peak(self) -> int:
@@ -101,7 +291,7 @@ class DeviceMemory:
 
     @property
     def learning(self) -> tuple[int, int]:
-        """Bytes of learner and reference when they fill most of what others leave them, and what these leave."""
+        """Bytes of learner and reference at their fullest moment, and the bytes that are free for them then."""
         moments = [parts for moment, parts in self.moments.items() if moment != SAMPLE]
         sizes = [(sum(parts.get(part, 0) for part in _OF_LEARNER), sum(parts.values())) for parts in moments]
         left = [(own, self.capacity - (whole - own)) for own, whole in sizes if own]
@@ -110,7 +300,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """A run that is planned: its parts, and the devices that hold them."""
+    """The memory of a run on its devices."""
 
     config: Config
     model: Architecture  # of the policy
@@ -119,7 +309,7 @@ class RunMemory:
     teacher: Architecture | None = field(default=None, kw_only=True)  # the reference; None: as the policy
 
     def with_options(self, options: dict[str, Any]) -> Self:
-        """The same with other values in its config, by dotted name; no placement depends on its micro-batches."""
+        """Return the same run under other options, by dotted name; no placement depends on micro-batches."""
         other = replace(self, config=with_options(self.config, options))
         if options.keys() == {"train.micro_batch_tokens"}:
             vars(other)["plan"] = self.plan
@@ -127,7 +317,7 @@ class RunMemory:
 
     @cached_property
     def plan(self) -> Plan:
-        """Of the devices; without their number, on the fewest GPUs that the run takes. vLLM is installed elsewhere."""
+        """The plan; without a number of GPUs, on the fewest that the run takes. vLLM is installed elsewhere."""
         config, machine = self.config, self.machine
         if machine.is_here:
             return make_plan(config, machine.device_type, machine.count or 0)
@@ -139,7 +329,7 @@ class RunMemory:
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
-        """Every device with what it holds at each moment; on a CPU all processes share the memory of the machine."""
+        """The memory of each device; on a CPU all processes share that of the machine."""
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":
             return [self._device("CPU", *map(len, roles))]
@@ -151,7 +341,7 @@ class RunMemory:
         return all(device.fits for device in self.devices)
 
     def _device(self, name: str, ranks: int, engines: int, references: int) -> DeviceMemory:
-        """A GPU, or a machine without one, on which there are so many of each role."""
+        """Return the memory of a device, with these numbers of each role."""
         # in one process, and on GPUs that they share, where an engine sleeps while the learner trains
         take_turns = not self.plan.workers or (self.plan.shared and self.plan.device_type != "cpu")
         plan, on_cpu, kind = self.plan, self.plan.device_type == "cpu", ENGINES[self.plan.engine].memory
@@ -206,25 +396,24 @@ class RunMemory:
 
     @property
     def row_shares(self) -> int:
-        """Shares of a step's rows, one for each rank, or for those that divide matrices among them."""
+        """Number of ranks, or of tensor-parallel groups of ranks, that share a step's rows."""
         return max(1, len(self.plan.placement.train) // self.config.train_model.tensor_parallel_size)
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and response together: what the config says, at most what the model allows."""
+        """Most tokens of prompt and response: the config's limit, at most the model's."""
         return min(self.config.inference_model.max_model_len or self.model.context, self.model.context)
 
     @property
     def largest_sample(self) -> tuple[int, int]:
-        """Tokens of the longest prompt and of the longest response that fits behind it."""
+        """Tokens of the longest prompt and of the longest response to it."""
         prompt = min(self.prompt_tokens, self.context - 1)
         return prompt, min(longest_response(self.config), self.context - prompt)
 
     def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
-        """Those of an optimizer step in one of so many shares, if every sample is the largest; the heaviest first.
+        """Return those of an optimizer step on one of ``shares``, the heaviest first, if every sample is the largest.
 
-        Rows of a group that fit into one are together. Ragged samples fill micro-batches better, so they are taken to
-        be full.
+        Micro-batches count as full, since ragged samples fill them.
         """
         (prompt, response), largest = self.largest_sample, max(group_sizes(self.config).values())
         rows = max(1, self.config.train.optim_batch_size * largest // self.config.env.repeats // shares)
@@ -243,9 +432,9 @@ class RunMemory:
 
     @cached_property
     def micro_batch_tokens(self) -> int:
-        """``train.micro_batch_tokens``; of ``auto`` on a GPU the most with which learner and reference fill at most
-        :data:`FILLED` of what is free while they compute, on every device: at most ``MOST_TOKENS``, or one share of a
-        step, and at least the longest sample, which is computed whole in any case.
+        """``train.micro_batch_tokens``; ``auto`` on a GPU: the most with which learner and reference fill at most
+        :data:`FILLED` of the memory that is free for them, at most ``MOST_TOKENS`` or one share of a step, and at least
+        the longest sample.
         """
         if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
             return micro_batch_tokens(self.config)
@@ -273,7 +462,7 @@ class RunMemory:
 
     @cached_property
     def reference(self) -> tuple[int, int]:
-        """Bytes of the reference's own weights (0 where it has none), and of a pass through it (0 without one)."""
+        """Bytes of the reference's own weights (0: it has none), and of a pass through it."""
         if not has_reference(self.config):
             return 0, 0
         model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
@@ -287,7 +476,7 @@ class RunMemory:
 
     @cached_property
     def engine(self) -> tuple[Parts, str | None]:
-        """What one engine holds on each of its devices, and what keeps it from starting there."""
+        """The bytes of one engine on each of its devices, and the problem that keeps it from starting there."""
         options, model, device_type = self.config.inference_model, self.model, self.plan.device_type
         rows = engine_rows(self.config, self.plan.engine, device_type, num_engines(self.config, self.plan))
         kind, parallel = ENGINES[self.plan.engine].memory, options.tensor_parallel_size
@@ -323,16 +512,16 @@ class RunMemory:
 
 @dataclass(frozen=True)
 class Estimate(RunMemory):
-    """What is known of a run before it starts."""
+    """The memory of a run, and the change of options with which it fits."""
 
-    places: dict[str, str]  # where the facts come from: model, prompt, machine, one phrase each
+    places: dict[str, str]  # the source of each fact: model, prompt, machine
     num_problems: int | None  # of the training split; None where the data is not here
-    change: dict[str, Any] | None = None  # the smallest one that makes it fit; None where it fits, or nothing helps
-    other_change: dict[str, Any] | None = None  # the smallest one that trains all weights, where change does not
+    change: dict[str, Any] | None = None  # the smallest that makes it fit; None: it fits, or no change helps
+    other_change: dict[str, Any] | None = None  # the smallest that trains all weights, where change does not
 
     @property
     def refusal(self) -> str | None:
-        """Why the run is not to be started, and what to change; None where it fits."""
+        """Why the run does not fit, and what to change; None where it fits."""
         worst = max(self.devices, key=lambda device: (device.problem is not None, device.peak))
         reason = worst.problem or f"it needs {worst.peak / GIB:.1f} GiB and has {worst.capacity / GIB:.1f} GiB"
         fix = "no change of memory options that is known here is enough; take a smaller model or larger devices"
@@ -344,7 +533,7 @@ class Estimate(RunMemory):
         return None if self.fits else f"The run does not fit on {worst.name}: {reason}; {fix}."
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: plain values, sizes in bytes."""
+        """Return plain values for JSON, sizes in bytes."""
         (prompt, response), plan, disk = self.largest_sample, self.plan, disk_of(self.config, self.model)
         return {
             "fits": self.fits,
@@ -369,7 +558,7 @@ class Estimate(RunMemory):
 def estimate(
     config: Config, *, memory_gib: float | None = None, gpus: int | None = None, prompt_tokens: int | None = None
 ) -> Estimate:
-    """Plan the run of a valid ``config`` and add up its memory; what is None is measured, or assumed.
+    """Estimate the run of a valid ``config``; sizes that are None are measured, or assumed.
 
     Raises:
         UserError: its devices cannot be shared out, its model or data cannot be read, or a prompt is too long.
@@ -386,14 +575,14 @@ def estimate(
 
 
 def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architecture | None]:
-    """The shapes of policy (and how it is known) and of a reference that is another model."""
+    """Return the shapes of the policy, with its source, and of a reference that is another model."""
     trusts, other = config.model.trust_remote_code, config.ref_model.name
     model = find_architecture(model_name(config), trust_remote_code=trusts)
     return model, find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
 
 
 def _machine(config: Config, memory_gib: float | None = None, gpus: int | None = None) -> tuple[Machine, str]:
-    """Where the run would be, and how that is known; a model that is not here is for GPUs, perhaps elsewhere."""
+    """Return the machine of the run, and its source; a model that is not here is for GPUs, perhaps elsewhere."""
     memory, nearby = None if memory_gib is None else int(memory_gib * GIB), config.ray.address is None
     has_gpu = nearby and torch.cuda.is_available()
     is_local = nearby and Path(resolve_model_path(model_name(config))).is_dir()
@@ -410,7 +599,7 @@ def _machine(config: Config, memory_gib: float | None = None, gpus: int | None =
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
-    """The config of a run with its micro-batches; of ``train.micro_batch_tokens=auto`` on CUDA the estimate's."""
+    """Return the config with a number for ``train.micro_batch_tokens``: on CUDA the estimate's for ``auto``."""
     tokens = micro_batch_tokens(config)
     if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
         machine, _ = _machine(config)
@@ -430,7 +619,7 @@ def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or what its container may take of it."""
+    """Return the memory of this machine, or the limit of its container."""
     limits = [psutil.virtual_memory().total]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no such limit
@@ -439,7 +628,7 @@ def machine_bytes() -> int:
 
 
 def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
-    """Tokens of the longest prompt, how they are known, and how many problems are trained on; a hub may be away."""
+    """Return the tokens of the longest prompt, their source, and the number of training problems; offline too."""
     task, tokenizer = None, None
     try:
         task = task_of(config)
@@ -474,7 +663,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
 
 
 def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
-    """Options of the change that asks least among those with which every device has room; None where none does."""
+    """Return the cheapest change of options with which every device has room; None where none does."""
     levers = [lever for lever in _levers(run, with_lora) if lever[1]]
     sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
     for chosen in sorted(sets, key=lambda chosen: sum(price for price, _ in chosen)):
@@ -489,9 +678,9 @@ def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any
 
 
 def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """What can be changed: how much each asks of the user, and its settings, the mildest first.
+    """Yield the options that can change: a price, and settings, the mildest first.
 
-    What changes nothing but memory and time asks less than what trains other weights, and that less than more devices.
+    A change of memory and time costs less than training other weights, and that less than more devices.
     """
     train, inference = run.config.train_model, run.config.inference_model
     kind = OPTIMIZERS[run.config.optimizer.name]
@@ -522,16 +711,16 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Of a number in a dtype as options name it; ``auto`` stands for float32."""
+    """Return the bytes of a number in a dtype as options name it; ``auto`` is float32."""
     return 4 if dtype in ("auto", "float32") else 2
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What a run writes, in bytes: checkpoints of the trained weights and the optimizer's state, and the model."""
+    """The bytes that a run writes: checkpoints of the trained weights and the optimizer's state, and the model."""
 
     checkpoint: int
-    checkpoints: int  # that are there at once: those that are kept and the one that is being written
+    checkpoints: int  # at once: those that are kept and the one that is being written
     export: int
 
     @property
@@ -545,7 +734,7 @@ class Disk:
 
 
 def disk_of(config: Config, model: Architecture) -> Disk:
-    """What the run of ``config`` writes, but for its logs and its stored steps.
+    """Return the bytes that the run of ``config`` writes, without logs and stored steps.
 
     >>> model = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     >>> model.parameters, disk_of(Config(), model)
@@ -561,7 +750,7 @@ def disk_of(config: Config, model: Architecture) -> Disk:
 
 
 def require_disk(config: Config, run_dir: Path) -> None:
-    """Raise UserError where too little is free: the disk would end the run hours after it began."""
+    """Raise UserError where the disk has too little space for the run."""
     model, _ = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     saved = CheckpointStore(run_dir / CHECKPOINTS).num_bytes  # they make room

@@ -1,20 +1,18 @@
-"""Outside training: evaluation of a model, or of what a run has trained, on any task; the gate alone."""
+"""Evaluate a model, or the model that a run trained, on any task; make the gate's checks alone."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from sota_grpo.assembly.build import build, make_evaluator, make_weight_sync, subject_of, with_dialogs
+from sota_grpo.assembly.build import build, make_evaluator, make_weight_sync, with_dialogs
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
@@ -34,18 +32,9 @@ from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
-    Accuracy,
-    Counts,
     Evaluator,
-    Response,
-    accuracy,
-    mean_reward,
-    num_failed,
-    num_right,
-    pass_accuracy,
 )
-from sota_grpo.training.gate import run_gate, write_gate
-from sota_grpo.training.subject import Check
+from sota_grpo.training.gate import Check, run_gate, write_gate
 
 PRESET_OF = {
     **{"gsm8k": "grpo_gsm8k", "math": "grpo_math", "ifeval": "grpo_ifeval", "reasoning": "grpo_reasoning"},
@@ -53,7 +42,7 @@ PRESET_OF = {
 }
 _PRESET_OF_SMOLLM2 = {"gsm8k": "smollm_gsm8k", "ifeval": "smollm_ifeval"}
 _PRESET_OF_MODEL = {TINY: "grpo_cpu", SMOLLM2: "smollm_ifeval"}
-_OF_ONE_TASK = (  # options that mean nothing to another task
+_OF_ONE_TASK = (  # options without a meaning for another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
     *("env.tools", "env.environment", "env.mixture"),
@@ -63,12 +52,12 @@ _OF_ONE_TASK = (  # options that mean nothing to another task
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated."""
+    """A model to evaluate."""
 
-    name: str  # as the user gave it
-    config: Config  # the task, the sampling, and the model that the engine is started with
-    checkpoint: Path | None = None  # whose weights the engine is given; None: the model's own
-    steps: int | None = None  # training steps after which a run had these weights; None where that is not known
+    name: str  # as the user wrote it
+    config: Config  # the task, the sampling, and the engine's first model
+    checkpoint: Path | None = None  # with the weights; None: the model's own
+    steps: int | None = None  # training steps after which a run had these weights; None: not known
 
 
 def find_target(
@@ -80,19 +69,19 @@ def find_target(
     step: int | None = None,
     trust: bool = False,
 ) -> Target:
-    """The model or run called ``name``, with its config under ``overrides``.
+    """Return the model or run called ``name``, with its config under ``overrides``.
 
-    A run is evaluated as it was trained: on its held-out problems, with its seed and its engine. Its exported model is
-    taken where the run is finished, else its newest checkpoint. A model has the options of the task's preset.
+    A run is evaluated on its held-out problems, with its seed and its engine: its exported model where it is finished,
+    else its newest checkpoint. A model has the options of the task's preset.
 
     Args:
         name: a run directory, the folder of a model, its name on the hub, or ``tiny``.
         overrides: as ``grpo.py`` takes them.
         config_name: preset for a model; None: that of the task, else the model's own (``tiny``, ``smollm2``).
-        task: what to evaluate on; None: the run's task, or the preset's. With another one than the run's, the options
-            of the run's task are left behind. Of a mixture one task by its name there.
-        step: take the checkpoint that the run saved after so many training steps.
-        trust: run the code and ask the servers that the run's config names; else these options have to be given again.
+        task: None: the run's or the preset's; a mixture's by its name there. Another task than the run's drops the
+            options of the run's task.
+        step: use the checkpoint that the run saved after so many training steps.
+        trust: consent to run the code and contact the servers of the run's config.
     """
     run_dir = Path(name).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
@@ -100,7 +89,7 @@ def find_target(
             raise UserError(f"{name} is a run, which has a config of its own; leave --config-name out.")
         target = _run_target(name, run_dir, overrides, task, step, trust)
     elif trust:
-        raise UserError(f"--trust-run is about the config of a run, and {name} is none; leave it out.")
+        raise UserError(f"--trust-run is for runs, and {name} is none; leave it out.")
     elif step is not None:
         raise UserError(f"--step {step} chooses a checkpoint, and {name} is no run ({CONFIG_FILE} is missing there).")
     else:
@@ -118,7 +107,7 @@ def find_target(
                 "device=cpu."
             )
         target = Target(name, config)
-    target.config.algorithm.objective = AlgorithmConfig().objective  # nothing is trained: its file need not be here
+    target.config.algorithm.objective = AlgorithmConfig().objective  # nothing is trained: its file may be missing
     validate(target.config)
     return target
 
@@ -126,10 +115,10 @@ def find_target(
 def _run_target(
     name: str, run_dir: Path, overrides: Sequence[str], task: str | None, step: int | None, trust: bool
 ) -> Target:
-    config = load_config(run_dir, trust=True)  # nothing is done with it
+    config = load_config(run_dir, trust=True)  # only to read the names of its tasks
     is_entry = task in (config.env.mixture or ())
     is_own = task == config.env.dataset and config.env.mixture is None
-    if task is not None and not is_own and not is_entry:  # the options of the run's own task are left behind
+    if task is not None and not is_own and not is_entry:  # the options of the run's own task are dropped
         stale = {name: default for name, (_, default) in changed_options(config).items() if name in _OF_ONE_TASK}
         overrides = [f"env.dataset={task}", *overrides_of(stale), *overrides]
     config = load_config(run_dir, overrides, trust=trust, unused=UNUSED_WITHOUT_LOSS)
@@ -148,14 +137,14 @@ def _run_target(
 
 
 def exported_steps(run_dir: Path, config: Config) -> int | None:
-    """Training steps after which a run exported its model; None where there is none, or one that is older."""
+    """Return the training steps of a run's exported model; None where there is none, or an older one."""
     record = read_record(run_dir) or {}
     is_whole = record.get("finished") and config.train.export_hf and (run_dir / EXPORTED / "config.json").is_file()
     return int(record["num_steps"]) if is_whole else None
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
-    """The newest checkpoint of a run, or the one after ``step`` training steps, as (steps, path)."""
+    """Return the newest checkpoint of a run, or that after ``step`` training steps, as (steps, path)."""
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
         raise UserError(f"{run_dir} has saved no checkpoint and no model; train on, or give another run.")
@@ -167,7 +156,7 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
 
 
 def load_trained(checkpoint: Path, model: nn.Module) -> None:
-    """Put a checkpoint's weights into ``model``, which is the run's own with its adapter; no optimizer is built."""
+    """Load a checkpoint's weights into ``model``, the run's own with its adapter."""
     saved = CheckpointStore.load(checkpoint, ["learner"])["learner"]["model"]
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}
@@ -185,7 +174,7 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
 
 @contextmanager
 def open_evaluator(target: Target) -> Iterator[Evaluator]:
-    """What measures the target, with its engine started and its weights in place; closed again at the end."""
+    """Start the engine with the target's weights and return the evaluator; the context closes them."""
     config = target.config
     device = resolve_device(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
@@ -212,68 +201,12 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         yield make_evaluator(config, env.task, Rollouts(env, with_dialogs(config, env, engine, instances)))
 
 
-def evaluate(
-    evaluator: Evaluator,
-    *,
-    temperature: float = 1.0,
-    on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
-) -> dict[str, Any]:
-    """Greedy accuracy, and with ``avg_at_k`` samples per problem avg@k and pass@1 to pass@k, each with its error.
-
-    The responses are those of an evaluation during training, for the same policy, seed and temperature.
-
-    Args:
-        temperature: of the samples.
-        on_graded: called with whether the responses are greedy, the index of their problem, and the responses.
-
-    Returns:
-        Plain values, as they are written to JSON; accuracies are shares with the standard error over problems.
-        ``counts`` has hits and trials of the greedy accuracies problem by problem, for :func:`gains`.
-    """
-    problems = evaluator.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
-    own = evaluator.benchmark(problems)
-    counts = {"accuracy": [(float(num_right(responses)), 1.0) for responses in problems], **own}
-    weights = evaluator.rollouts.env.task.term_weights
-    result: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems, weights), "counts": counts}
-    result["greedy"] |= {name: _share(Accuracy.of_counts(own[name])) for name in own}
-    failed, count = num_failed(problems), evaluator.avg_at_k
-    if count:
-        problems = evaluator.responses(count, temperature=temperature, on_graded=partial(on_graded, False))
-        failed += num_failed(problems)
-        powers_of_two = (1 << power for power in range(count.bit_length()))
-        passes = {str(k): _share(pass_accuracy(problems, k)) for k in sorted({*powers_of_two, count})}
-        result |= {"k": count, "temperature": temperature, "sampled": _shares(problems, weights), "pass_at_k": passes}
-    return result | {"grader_errors": failed}
-
-
-def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """By greedy accuracy ``after`` less ``before``, ``counts`` of :func:`evaluate` on the same problems; its error."""
-    return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in after if name in before}
-
-
-def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> dict[str, Any]:
-    responses = [response for group in problems for response in group]
-    reward = mean_reward(problems, weights)
-    return _share(accuracy(problems)) | {
-        "reward": reward.mean,
-        "reward_stderr": reward.stderr,
-        "truncated": sum(response.truncated for response in responses) / len(responses),
-        "response_tokens": sum(response.num_tokens for response in responses) / len(responses),
-    }
-
-
-def _share(measured: Any) -> dict[str, float]:
-    return {"accuracy": measured.mean, "stderr": measured.stderr}
-
-
 def check(
     config: Config, *, run_dir: Path | None = None, on_check: Callable[[Check], object] = lambda check: None
 ) -> list[Check]:
-    """Make every check of the gate on ``config``, whatever its ``check.mode`` says.
+    """Make every check of the gate on ``config``, whatever its ``check.mode``, with ``on_check`` at each.
 
-    Args:
-        run_dir: where engines write, and ``gate.json`` goes; None: a folder that is gone afterwards.
-        on_check: told of each outcome as it comes.
+    Engines and ``gate.json`` are written to ``run_dir``; None: a temporary folder.
     """
     require_tokens()
     validate(config)
@@ -291,9 +224,9 @@ def check(
         starting("Checking before training")
         gate = logging.getLogger("sota_grpo.training.gate")
         opened.callback(gate.setLevel, gate.level)
-        gate.setLevel(logging.CRITICAL)  # its own lines repeat what on_check is told
+        gate.setLevel(logging.CRITICAL)  # its lines repeat on_check
         parts.weight_sync.send(version=parts.learner.version)
-        checks = run_gate(subject_of(config, parts), "warn", on_check=on_check)
+        checks = run_gate(parts, "warn", on_check=on_check)
         if run_dir is not None:
             write_gate(run_dir, "warn", checks)
         return checks

@@ -1,4 +1,4 @@
-"""The learning side of a run: model, policy, objective, learner (here, or one of several ranks), reference."""
+"""The learning side of a run: model, policy, objective, learner (or one of its ranks), reference."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import LearnerWorker
 
 MOST_TOKENS = 65_536  # of a micro-batch whose size was not chosen: more is no faster
-_TIMES_WITHOUT_GRADIENT = 4  # a pass that keeps nothing for a backward pass holds less than a tenth of one that does
+_TIMES_WITHOUT_GRADIENT = 4  # such a pass takes less than a tenth of the memory
 
 
 def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
-    """Return the policy's tokenizer if the policy is one that is trained here; no weight is read.
+    """Return the policy's tokenizer; no weight is read.
 
     Raises:
-        UserError: it, or the model of ``ref_model.name``, is not, ``engine`` cannot
-            sample from it, or ``train_model.tensor_parallel_size`` does not divide it.
+        UserError: the policy or ``ref_model.name`` is no model that can be trained here, ``engine`` cannot sample from
+            it, or ``train_model.tensor_parallel_size`` does not divide it.
         ModelNotFoundError: there is none of that name.
     """
     name = model_name(config)
@@ -84,10 +84,10 @@ def model_digests(config: Config) -> dict[str, str | None]:
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
-    """The policy in training mode on ``device``; without ``weights`` as :func:`load_model` makes it.
+    """Load the policy in training mode on ``device``; ``weights`` as in :func:`load_model`.
 
     Raises:
-        UserError: transformers does not know ``model.attn_implementation``, or lacks the package that it needs.
+        UserError: transformers does not know ``model.attn_implementation``, or lacks its package.
     """
     options: Any = config.train_model
     attention = config.model.attn_implementation
@@ -112,11 +112,9 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
 
 
 def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | None = None) -> nn.Module:
-    """The model itself, or under ``train_model.lora`` its base weights frozen and an adapter to train.
+    """Return the model, or under ``train_model.lora`` the model with frozen weights and a new adapter, from the seed.
 
-    Under ``model.quantization`` these are in 4 bits from here on, and on ``device``.
-
-    Whatever was built before, the adapter's first numbers are those of the seed.
+    Under ``model.quantization`` the frozen weights are in 4 bits, and on ``device``.
     """
     lora = config.train_model.lora
     if not lora.enabled:
@@ -131,11 +129,7 @@ def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | N
 def make_policy(
     config: Config, base: PreTrainedModel, device_type: str, device: torch.device | None = None
 ) -> CausalPolicy:
-    """The policy whose log-probs are trained, its adapter added, under the temperature that it is sampled with.
-
-    Args:
-        device: of the policy; None: that of ``base``.
-    """
+    """Return the policy, with its adapter, under the sampling temperature; ``device`` None is that of ``base``."""
     return CausalPolicy(
         add_adapter(config, base, device),
         temperature=config.inference_model.temperature,
@@ -147,21 +141,17 @@ def make_policy(
 
 
 def wants_fused_layers(config: Config, device_type: str) -> bool:
-    """Whether the learner's layers are compiled, and with them the reference's, which must compute alike."""
+    """Whether the layers of learner and reference, which must compute alike, are compiled."""
     option = config.train_model.compile
     if config.model.quantization is not None or config.train_model.tensor_parallel_size > 1:
-        return False  # calls that no compiler looks into; not tried
+        return False  # not tried
     return device_type == "cuda" and builds_kernels() if option is None else option
 
 
 def make_reference(
     config: Config, policy: CausalPolicy, placement: Placement, device_type: str, autocast: Context = nullcontext
 ) -> ReferencePolicy | None:
-    """None without a KL term or teacher; the base model under the adapter; or a model of its own.
-
-    Args:
-        autocast: of the learner, for a reference that computes in this process.
-    """
+    """Return the reference: the base model under the adapter, or a model of its own; None without KL or teacher."""
     if not has_reference(config):
         return None
     if not reference_has_own_weights(config):
@@ -178,7 +168,7 @@ def make_reference(
 
 
 def reference_options(config: Config, device: str) -> dict[str, Any]:
-    """Of :func:`sota_grpo.workers.reference.reference_worker`, but for the model's name, threads and padding."""
+    """Return options of :func:`sota_grpo.workers.reference.reference_worker`."""
     device_type = device.partition(":")[0]
     return {
         "dtype": reference_dtype(config),
@@ -194,9 +184,9 @@ def reference_options(config: Config, device: str) -> dict[str, Any]:
 
 
 def forward_tokens(tokens: int, device_type: str) -> int:
-    """Tokens of a micro-batch without a gradient (scoring, the reference), where those of training have ``tokens``.
+    """Return the tokens of a micro-batch without a gradient (scoring, the reference) from those of training.
 
-    On a CPU, whose cores are busy with few tokens, as many; on a GPU four times as many, up to :data:`MOST_TOKENS`.
+    On a CPU as many; on a GPU four times as many, up to :data:`MOST_TOKENS`.
 
     >>> [forward_tokens(tokens, "cuda") for tokens in (4096, 32768, 131072)], forward_tokens(4096, "cpu")
     ([16384, 65536, 131072], 4096)
@@ -205,37 +195,42 @@ def forward_tokens(tokens: int, device_type: str) -> int:
 
 
 def reference_dtype(config: Config) -> Any:
-    """Of the reference's weights: that of the learner's where the config leaves it open."""
+    """Return the dtype of the reference's weights: by default the learner's."""
     own, learners = config.ref_model.torch_dtype, config.train_model.torch_dtype
     return own if own != "auto" else ("float32" if learners == "auto" else learners)
 
 
 def trainer_precision(config: Config, device_type: str) -> str:
-    """Autocast of the learner and of the reference, which must compute alike: equal weights have a KL of 0."""
+    """Return the autocast precision of learner and reference, which must compute alike."""
     return automatic_precision(config.train.precision, device_type)
 
 
 def make_learner(
     config: Config,
     policy: CausalPolicy,
-    pad_token_id: int,
+    tokenizer: PreTrainedTokenizerBase,
     device_type: str,
     run_dir: Path,
     ranks: Ranks | None = None,
     objective: type[GRPOLoss] = GRPOLoss,
 ) -> Learner:
-    """The learner of this process; with ``ranks`` one of several that train the policy together.
-
-    Args:
-        objective: a subclass watches what the loss does.
-    """
+    """Return the learner of this process, one of ``ranks`` where several train the policy together."""
     settings, loss = make_settings(config, device_type), make_loss(config, policy, objective)
-    return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed, ranks=ranks)
+    return Learner(
+        policy,
+        loss,
+        settings,
+        pad_token_id=tokenizer.pad_token_id,
+        dump_dir=run_dir,
+        seed=config.seed,
+        ranks=ranks,
+        tokenizer=tokenizer,
+    )
 
 
 def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPOLoss) -> GRPOLoss:
-    """The objective of a config around ``actor``."""
-    algorithm: Any = config.algorithm  # its words are validated choices
+    """Return the loss of a config around ``actor``."""
+    algorithm: Any = config.algorithm  # its strings are validated choices
     reads_dual_clip = algorithm.kl_unbiased or surrogate(algorithm.objective).reads("dual_clip")
     return objective(
         actor,
@@ -259,7 +254,7 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
 
 
 def make_settings(config: Config, device_type: str) -> LearnerSettings:
-    """How the learner steps, in plain values."""
+    """Return the learner's settings."""
     algorithm: Any = config.algorithm
     train, optimizer = config.train, config.optimizer
     per_collection = train.epochs * (responses_per_step(config) // train.optim_batch_size)
@@ -296,7 +291,7 @@ def make_transforms(
     term_weights: Mapping[str, float],
     device_type: str,
 ) -> list[tuple[str, Any]]:
-    """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
+    """Return the transforms of a batch, each with the phase to which its seconds count."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
         transform = ReferenceKL(
@@ -311,18 +306,18 @@ def make_transforms(
 
 
 def kl_in_reward(config: Config) -> float | None:
-    """Coefficient of the KL that is taken off the reward; None where it stands in the loss, or where there is none."""
+    """Return the coefficient of a KL penalty in the reward; None where it is in the loss, or where there is none."""
     return None if config.train.kl_coef_in_loss else config.policy.kl_coef or None
 
 
 def make_overlong(config: Config) -> list[tuple[str, Any]]:
-    """The penalty on length, where there is one."""
+    """Return the penalty on length, if there is one."""
     buffer = config.algorithm.overlong_buffer
     return [("score", OverlongPenalty(longest_response(config), buffer))] if buffer else []
 
 
 def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
-    """What the reward is compared with, over the whole batch; without ``term_weights`` the rows have theirs."""
+    """Return the advantage over the whole batch; without ``term_weights`` those of the rows count."""
     algorithm: Any = config.algorithm
     options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
     return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]
@@ -332,15 +327,11 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def use_expandable_segments(config: Config | None = None) -> None:
-    """Have torch grow its segments on the GPU, so that less memory lies unused between them.
+    """Let torch's CUDA allocator grow segments, which wastes less memory; a setting of the user stays.
 
-    torch reads it when it first allocates there. What the user has set stays. Processes that are started from here
-    inherit it, and two kinds of engine cannot have it: vLLM's all-reduce under tensor parallelism hands its buffers to
-    the other processes by handles that such segments have not (vllm-project/vllm#42609), and SGLang's memory saver
-    refuses it. vLLM's sleep mode switches it off for its own pool (``vllm/device_allocator/cumem.py``).
-
-    Args:
-        config: of the run, in the process that starts its engines.
+    Child processes inherit it. Two engines cannot have it: vLLM's all-reduce under tensor parallelism shares buffers by
+    handles that such segments lack (vllm-project/vllm#42609), and SGLang's memory saver refuses it. vLLM's sleep mode
+    switches it off for its own pool. ``config`` is that of the run, in the process that starts its engines.
     """
     if any(os.environ.get(name) for name in _ALLOCATOR):
         return
@@ -352,9 +343,7 @@ def use_expandable_segments(config: Config | None = None) -> None:
     os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
-_LONGEST_START_S = (
-    3600.0  # of rank 0, which loads the model; who waits for the ranks ends them much sooner if they idle
-)
+_LONGEST_START_S = 3600.0  # of rank 0, which loads the model; idle ranks are ended much sooner
 
 
 def learner_worker(
@@ -367,11 +356,7 @@ def learner_worker(
     num_threads: int,
     run_dir: str,
 ) -> LearnerWorker:
-    """Rank ``rank`` of ``size``: the factory of a :class:`~sota_grpo.workers.base.WorkerSpec`.
-
-    On ``cuda`` it is for the one GPU that this process sees. A batch whose step was not finite is written to
-    ``run_dir``.
-    """
+    """Return the worker of rank ``rank`` of ``size``; on ``cuda`` it uses the one GPU that this process sees."""
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
     if device_type == "cuda":
@@ -381,7 +366,7 @@ def learner_worker(
         if device_type == "cpu":
             torch.set_num_threads(num_threads)
         loads_on = torch.device("cpu") if size > 1 else device
-        base = make_model(config, loads_on, weights=rank == 0)  # the others are sent theirs
+        base = make_model(config, loads_on, weights=rank == 0)  # the others receive theirs
         policy = make_policy(config, base, device_type, loads_on)
         ranks = join_ranks(
             rank,
@@ -396,6 +381,6 @@ def learner_worker(
         )
         if ranks.size > 1:
             shard(policy, ranks)
-        return make_learner(config, policy, tokenizer.pad_token_id, device_type, Path(run_dir), ranks)
+        return make_learner(config, policy, tokenizer, device_type, Path(run_dir), ranks)
 
-    return LearnerWorker(make, tokenizer)
+    return LearnerWorker(make)

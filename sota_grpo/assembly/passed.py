@@ -1,8 +1,7 @@
-"""Rows, reward functions and tools that a Python caller passes as objects (:func:`sota_grpo.train`).
+"""Python inputs of :func:`sota_grpo.train`: rows, reward functions, tools and objectives that are objects.
 
-The run writes them to its directory, where its config names them like a user's own files: whatever reads that config
-later (``sota-grpo eval``, a grader's process) finds them there. Until the run has a directory, the config says
-:data:`PASSED`, and what the run is known by (:mod:`sota_grpo.training.runs`) has their digests.
+The run writes them to its directory, and its config names them like a user's own files. Before that the config has
+:data:`PASSED`, and the run's signature (:mod:`sota_grpo.training.runs`) their digests.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from sota_grpo.tasks.table import plain_columns
 from sota_grpo.tasks.wrappers import BUILTIN
 from sota_grpo.text import sentence
 
-_OBJECTIVE = '''"""An objective that was passed in Python; what it computes is in objective.pkl."""
+_OBJECTIVE = '''"""An objective of a Python caller; its code is in objective.pkl."""
 
 import pickle
 from pathlib import Path
@@ -45,12 +44,12 @@ def {name}({read}):
 
 @dataclass
 class Passed:
-    """What was passed, ready to be written; nothing by default."""
+    """The Python inputs of a run, as they are written."""
 
     train_rows: bytes | None = None  # JSON lines
     eval_rows: bytes | None = None
-    functions: Functions | None = None  # by name; in this process they are called themselves
-    reward_file: bytes | None = None  # the same for other processes; None where they cannot leave this one
+    functions: Functions | None = None  # by name, for calls in this process
+    reward_file: bytes | None = None  # pickled, for other processes; None: they cannot be pickled
     tools: Functions | None = None  # functions by name, or under its own name the factory of environments
     tools_file: bytes | None = None
     tools_option: str = "tools"  # of env: tools or environment
@@ -59,7 +58,7 @@ class Passed:
 
     @property
     def signature(self) -> dict[str, dict[str, str]]:
-        """What stands beside the config for the objects, whose paths say nothing."""
+        """The digests of the objects, for the run's signature."""
         tables = {"train": self.train_rows, "eval": self.eval_rows}
         digests = {name: hashlib.sha256(rows).hexdigest() for name, rows in tables.items() if rows}
         if self.functions is not None:
@@ -71,7 +70,7 @@ class Passed:
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
-        """Write the objects to ``run_dir`` and their places to ``config``."""
+        """Write the objects to ``run_dir`` and their paths to ``config``."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
         if self.train_rows is not None:
             config.env.dataset_path = _write(folder / "train.jsonl", self.train_rows)
@@ -87,21 +86,20 @@ class Passed:
 
 
 class PassedObjective:
-    """A surrogate that was passed, as two files: its pickle, and a Python file whose function has its parameters.
+    """A surrogate as two files: its pickle, and a Python file whose function has its parameters.
 
-    So a config names it like an objective in a file of the user's, and what is known of those by reading holds for it.
-    Until the run has a directory, the files are in a temporary one.
+    The config names it like an objective in a user's file. Before the run has a directory, they are in a temporary one.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         import cloudpickle
 
-        surrogate(function)  # its parameters are those of one
+        surrogate(function)  # raises at wrong parameters
         name = _name_of(function)
         self.function, self.name = function, name if name.isidentifier() and not iskeyword(name) else "objective"
         try:
             self._pickle = cloudpickle.dumps(function)
-        except Exception as error:  # whatever the objects that it holds raise
+        except Exception as error:  # of any object in its closure
             raise UserError(
                 f"the objective {self.name} cannot be written to the run ({sentence(error)}); make what it needs "
                 "inside the function."
@@ -113,7 +111,7 @@ class PassedObjective:
         self.option = self.write(Path(self._scratch.name))
 
     def write(self, folder: Path) -> str:
-        """Write both files; the value of ``algorithm.objective``."""
+        """Write both files; return the value of ``algorithm.objective``."""
         _write(folder / f"objective{PICKLED}", self._pickle)
         return f"{_write(folder / 'objective.py', self._text.encode())}:{self.name}"
 
@@ -129,10 +127,9 @@ def take(
     environment: Any = None,
     objective: Any = None,
 ) -> Passed:
-    """Make of the objects (:func:`sota_grpo.train`) what a run can use, and set the options of ``config`` for them.
+    """Convert the objects of :func:`sota_grpo.train`, and set the options of ``config`` for them.
 
-    A path is no object: it becomes ``env.dataset_path`` or ``env.eval_path``. The caller's ``overrides`` may want
-    another task than ``table``.
+    A path becomes ``env.dataset_path`` or ``env.eval_path``. Unless ``overrides`` name a task, it is ``table``.
     """
     passed, named = Passed(), {override.lstrip("+").partition("=")[0] for override in overrides}
     for argument, option, table in (
@@ -172,7 +169,7 @@ def _require_unset(value: Any, option: str, argument: str) -> None:
 
 
 def _was_passed(path: str | None) -> bool:
-    """Whether a run that is continued was given an object there, which is passed once more."""
+    """Whether a resumed run had an object there, which is passed again."""
     return path is not None and Path(path).parent.name == INPUTS
 
 
@@ -249,7 +246,7 @@ def _name_of(function: Any) -> str:
 
 
 def _write(path: Path, content: bytes | None) -> str:
-    """The path as the config has it, once the content is there; without content what was there before is not."""
+    """Write ``content``, or without any remove the file; return the path for the config."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if content is None:

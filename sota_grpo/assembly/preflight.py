@@ -1,7 +1,4 @@
-"""What can be wrong with a run and is told at once, before torch is imported: rules, packages, paths, a missing GPU.
-
-What takes torch to find out (a damaged model, prompts that are too long) is told when the run is put together.
-"""
+"""Checks of a config that need no torch: rules, packages, paths, a missing GPU."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ _AMD = Path("/dev/kfd")  # the device of its driver
 
 
 def preflight(config: Config, run_dir: Path | None = None) -> None:
-    """Raise UserError with the first reason why the run cannot start, as far as that needs nothing heavy.
-
-    Args:
-        run_dir: where the run would be written; None: nowhere.
-    """
+    """Raise UserError with the first reason why the run cannot start in ``run_dir`` (None: nothing is written)."""
     require_tokens()
     validate(config)
     if run_dir is not None:
@@ -64,7 +57,7 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
 
 
 def _require_one_process() -> None:
-    """A run starts its own ranks: of a launcher that starts one process per GPU, each would train a whole run."""
+    """Refuse launchers that start one process per GPU: each would train a whole run."""
     processes = os.environ.get("WORLD_SIZE", "1")
     if "LOCAL_RANK" in os.environ and processes != "1":
         raise UserError(
@@ -87,7 +80,7 @@ def _require_files(config: Config) -> None:
 
 
 def announce(config: Config) -> None:
-    """The first words of a run that may start, before what takes longest to import is imported."""
+    """Log the first line of a run, before the slow imports."""
     logger.info(
         "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
         *(model_name(config), tasks_named(config), config.mode, config.engine.name, config.device),
@@ -97,7 +90,7 @@ def announce(config: Config) -> None:
 
 
 def why_no_gpu() -> str | None:
-    """One sentence on a machine that has an NVIDIA driver and whose GPUs torch does not see; None where it has none."""
+    """Return why torch sees no GPU on a machine with an NVIDIA driver; None without a driver."""
     driver = driver_version()
     if driver is None:
         return None
@@ -122,7 +115,7 @@ def why_no_gpu() -> str | None:
 
 
 def has_no_gpu() -> bool:
-    """Whether it is certain that torch has no GPU here, without importing it: the library of a driver is missing."""
+    """Whether torch certainly has no GPU here, without importing it: the driver's library is missing."""
     try:
         ctypes.CDLL("libcuda.so.1")  # what torch loads
     except OSError:
@@ -131,7 +124,7 @@ def has_no_gpu() -> bool:
 
 
 def needs_a_gpu(config: Config) -> str:
-    """Why ``config`` cannot run on a machine without a GPU, in one sentence."""
+    """Return why ``config`` cannot run on a machine without a GPU."""
     reason = why_no_gpu()
     if config.device == "cuda":
         return reason or "device=cuda, and this machine has no CUDA device; use device=cpu."
@@ -144,7 +137,7 @@ def needs_a_gpu(config: Config) -> str:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver of this machine, for example ``550.54.15``; None without one."""
+    """Return the version of the NVIDIA driver, for example ``550.54.15``; None without one."""
     with suppress(OSError):
         version = re.search(r"Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text())
         if version:

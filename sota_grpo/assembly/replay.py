@@ -1,8 +1,7 @@
 """A stored training step computed again, offline and on the CPU: its advantages, its losses and its gradients.
 
-No engine is started, nothing is sampled or graded: responses and rewards are those that were stored, the weights and
-the optimizer those of the checkpoint before the step, and the step is done by the learner that did it. Other algorithms
-take the same step, each with its own advantages, loss weights and surrogate.
+Responses and rewards are the stored ones, weights and optimizer those of the checkpoint before the step. Other
+algorithms take the same step, each with its own advantages, loss weights and surrogate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from sota_grpo import keys
-from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, algorithms_of, load_config, overrides_under
+from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
 from sota_grpo.assembly.learning import kl_in_reward, make_advantage, make_learner, make_model, make_policy
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.spelling import walk, with_options
@@ -31,10 +30,12 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
+from sota_grpo.rl.objective_files import in_file
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_reference
+from sota_grpo.text import one_line
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.learner import NonFiniteStep
 from sota_grpo.training.runs import CHECKPOINTS
@@ -57,24 +58,25 @@ _COMPARED = [
     *("policy.kl_coef", "train.kl_coef_in_loss"),
     *("train.epochs", "train.optim_batch_size"),  # into how many optimizer steps the training step is divided
 ]
+_OF_THE_RUN = "run"  # the name of the run's own algorithm
 _MEMORY = "train.micro_batch_tokens"
 _CHUNK = 1 << 22  # numbers of a gradient that are read at a time
 
 
 @dataclass(frozen=True)
 class Step:
-    """A stored training step, and what it started from."""
+    """A stored training step, and the state before it."""
 
     config: Config  # of the run
     stored: StoredStep
-    checkpoint: Path | None = None  # with the learner's state before the step; None: it began with the initial weights
+    checkpoint: Path | None = None  # None: it began with the initial weights
 
 
 @dataclass(frozen=True)
 class Replay:
     """A step computed once."""
 
-    figures: dict[str, float | None]  # those of FIGURES that there are; None where nothing could be measured
+    figures: dict[str, float | None]  # by FIGURES; None where nothing could be measured
     optimizer_steps: int  # taken in the training step
     #: Of all trained parameters, before its norm is clipped, summed over the optimizer steps; None: not asked for.
     gradient: Tensor | None = None
@@ -83,19 +85,17 @@ class Replay:
 def replayed(
     run_dir: Path, number: int | None, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> dict[str, Any]:
-    """Replay a stored step as the run did it and under other algorithms; plain values throughout.
+    """Replay a stored step as the run did it and under other algorithms, each with its own optimizer steps.
 
-    Every algorithm takes the whole training step as a run under it would: the same responses, rewards and initial
-    weights, and then its own optimizer steps.
-
-    Of the ``overrides``, ``algorithm=A,B,..`` names presets, ``FILE.py:FUNCTION`` (the run's algorithm with this
-    objective) or ``run``, its own; further options hold for all. ``number`` None is the last step that can be replayed.
+    Args:
+        number: None: the last step that can be replayed.
+        overrides: ``algorithm=A,B,..`` names presets, ``FILE.py:FUNCTION`` (the run's algorithm with this objective) or
+            ``run``, its own; further options apply to all.
 
     Returns:
-        ``title``; ``step`` and ``checkpoint``; ``figures``: by name the values ``stored``, ``replayed`` and of each
-        algorithm, None where nothing was measured; ``cosines``: between the gradients of ``replayed`` and of the
-        algorithms, by name and name, empty without algorithms; ``agrees``: losses and gradient norm are the stored ones
-        to ``TOLERANCE``; ``notes``: sentences, the first about that.
+        Plain values: ``title``; ``step`` and ``checkpoint``; ``figures``: by name the values ``stored``, ``replayed``
+        and of each algorithm, None where not measured; ``cosines``: between the gradients, by name and name, empty
+        without algorithms; ``agrees``: losses and gradient norm are the stored ones to ``TOLERANCE``; ``notes``.
     """
     step = open_step(run_dir, number, trust=trust)
     own, others, left = replay_configs(step, run_dir, overrides)
@@ -126,7 +126,7 @@ def replayed(
 
 
 def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) -> Step:
-    """Step ``number`` of a run, or the last that can be replayed; an error names those that can be had."""
+    """Return step ``number`` of a run, or the last that can be replayed."""
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_SAMPLES)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
     stored = {step_of(path): path for path in stored_steps(run_dir)}
@@ -144,9 +144,9 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
 
 
 def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Replay:
-    """Compute the step once more, in float32 on the CPU, as the run did or under the algorithm of ``config``.
+    """Compute the step in float32 on the CPU, under the algorithm of ``config``.
 
-    Its gradient is kept in ``gradient_file``, where there is one: 4 bytes a trained parameter.
+    ``gradient_file`` holds its gradient, 4 bytes a trained parameter.
     """
     rows, origin, threads = scored_rows(step, config), step.stored.origin, torch.get_num_threads()
     options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
@@ -160,7 +160,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
             torch.set_num_threads(min(origin.num_threads, os.cpu_count() or 1))
         with TemporaryDirectory() as dump, torch.random.fork_rng(devices=[]):
             policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
-            learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=CountedLoss)
+            learner = make_learner(config, policy, tokenizer, "cpu", Path(dump), objective=CountedLoss)
             if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
                 learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
             if origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
@@ -185,7 +185,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
 
 
 class CountedLoss(GRPOLoss):
-    """The objective; ``moved`` counts the tokens that its surrogate gave a gradient, each use of a token once."""
+    """The objective; ``moved`` counts tokens with a gradient from its surrogate, each use of a token once."""
 
     moved = 0
 
@@ -202,7 +202,7 @@ class CountedLoss(GRPOLoss):
 
 
 def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
-    """A flat float32 vector in ``file`` to which every backward pass adds the parameters' gradients."""
+    """Return a flat float32 vector in ``file`` to which every backward pass adds the parameters' gradients."""
     size = sum(parameter.numel() for parameter in parameters)
     free = shutil.disk_usage(file.parent).free
     if 4 * size > free:  # a mapped file that the disk cannot hold kills the process
@@ -221,7 +221,7 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
 
 
 def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
-    """Cosines between the gradients, by name and name, summed in float64; None beside a gradient of 0."""
+    """Return the cosines between the gradients, by name and name, summed in float64; None at a gradient of 0."""
 
     def product(one: Tensor, two: Tensor) -> float:
         return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
@@ -238,7 +238,7 @@ def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None
 
 
 def scored_rows(step: Step, config: Config) -> RowTable:
-    """The rows as stored, their advantages computed anew; their rewards too where another KL is taken off them."""
+    """Return the stored rows with new advantages, and new rewards where another KL is taken off them."""
     rows = step.stored.rows.without(keys.ADVANTAGE)
     coefficient = kl_in_reward(config)
     if coefficient != kl_in_reward(step.config):
@@ -252,14 +252,22 @@ def scored_rows(step: Step, config: Config) -> RowTable:
 
 
 def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, dict[str, Config], list[str]]:
-    """The run's options; by name those of the algorithms, none where nothing but memory is changed; and a sentence for
-    each whose preset sets options that act while responses are collected: those stay the run's.
+    """Return the run's config, by name those of the algorithms (none where only memory changes), and a sentence for
+    each preset with options that act while responses are collected: those stay the run's.
     """
 
     def values(config: Config, names: Sequence[str]) -> dict[str, Any]:
         return {name: attrgetter(name)(config) for name in names}
 
-    names, common = algorithms_of(overrides)
+    named, common = (
+        [one for one in overrides if one.startswith("algorithm=") == is_named] for is_named in (True, False)
+    )
+    algorithms = ",".join(one.removeprefix("algorithm=") for one in named) if named else _OF_THE_RUN
+    names = [name.strip() for name in algorithms.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        twice = next((name for name in names if names.count(name) > 1), "")
+        fault = f"names {one_line(twice)} twice" if all(names) else "has an empty name"
+        raise UserError(f"{one_line(' '.join(named))} {fault}; name each algorithm once: algorithm=A,B,C.")
     for override in common:
         name = override.lstrip("+").partition("=")[0]
         if name != _MEMORY and (name not in _COMPARED or name in _OF_THE_COLLECTION):
@@ -272,18 +280,20 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
     others, notes = {}, []
     for name in names:
         try:
-            changed = load_config(run_dir, overrides_under(name, common), trust=True)  # the run's has consent already
+            chosen = [f"algorithm.objective={name}" if in_file(name) else f"algorithm={name}"]
+            under = [*(chosen if name != _OF_THE_RUN else ()), *common]
+            changed = load_config(run_dir, under, trust=True)  # the run's has consent already
             theirs = values(changed, _OF_THE_COLLECTION)
-            left = [option for option, value in theirs.items() if value != own[option]]
-            changed = others[name] = with_options(changed, {option: own[option] for option in left})
+            ignored = [option for option, value in theirs.items() if value != own[option]]
+            changed = others[name] = with_options(changed, {option: own[option] for option in ignored})
             if values(changed, _COMPARED) != own:
                 differ = True
                 _require_stored(step, changed)
                 validate(changed)
         except UserError as error:
             raise UserError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
-        if left:
-            notes.append(f"{name}: {', '.join(left)} is read while responses are collected, so left as the run had it.")
+        if ignored:
+            notes.append(f"{name}: {', '.join(ignored)} is read while responses are collected, and stays the run's.")
     if not differ and any(not override.startswith(_MEMORY) for override in overrides):
         raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
     config = with_options(step.config, {_MEMORY: others[names[0]].train.micro_batch_tokens})
@@ -307,7 +317,7 @@ def _require_stored(step: Step, changed: Config) -> None:
 
 
 def _notes(step: Step, others: Sequence[Replay]) -> list[str]:
-    """What keeps algorithms from differing, and a replay from giving the run's very numbers."""
+    """Return why algorithms do not differ, and why the replay differs from the run."""
     origin, options = step.stored.origin, step.config.train_model
     weights = options.torch_dtype if options.torch_dtype in ("bfloat16", "float16") else "float32"
     notes = []
@@ -328,10 +338,9 @@ def _notes(step: Step, others: Sequence[Replay]) -> list[str]:
 
 
 def compared(stored: Mapping[str, float | None], figures: Mapping[str, float | None]) -> tuple[bool, str]:
-    """Whether losses and gradient norm are the stored ones to ``TOLERANCE``, and a sentence that says so.
+    """Return whether losses and gradient norm are the stored ones to ``TOLERANCE``, and a sentence.
 
-    A loss is a sum of advantages that may cancel, so its distance is in units of the mean absolute advantage where that
-    is larger. A figure that only one side has is infinitely far.
+    The distance of a loss, a sum of advantages that may cancel, is at least in units of the mean absolute advantage.
     """
     distances = {}
     for name in (*_LOSSES, "grad_norm"):

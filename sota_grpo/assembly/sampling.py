@@ -1,7 +1,8 @@
-"""The rollout side of a run: the task with its data and its reward, the environment, the engine."""
+"""The rollout side of a run: the task with its data, rewards and judge, the environment, the engine."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -13,10 +14,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
-from sota_grpo.assembly.judging import judged_task
-from sota_grpo.config import Config, model_name, most_kept, reward_names
+from sota_grpo.config import Config, model_name, most_kept, reward_names, rubric_file
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
-from sota_grpo.config.secrets import API_KEY, key_of
+from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
@@ -30,8 +30,12 @@ from sota_grpo.policy.load import from_pretrained
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
-from sota_grpo.rl.records import Sampling
-from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
+from sota_grpo.rewards.judge.grader import TERM, JudgedGrader
+from sota_grpo.rewards.judge.grader import Rules as JudgeRules
+from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
+from sota_grpo.rl.records import Example, Sampling
+from sota_grpo.rl.task import Task, scorer_of, without_examples
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, hash_ordered, load_rows, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
@@ -46,9 +50,7 @@ GPU_ROWS = 256, 1024  # with fewer, a GPU reads its weights for few tokens; more
 
 
 def heldout_task(config: Config) -> Task:
-    """The task for an evaluation: of held-out problems in a file alone where no training data are named.
-
-    Otherwise that of :func:`task_of`, whose training data may have to come from the hub. Nobody draws from ``train``.
+    """Return the task for an evaluation: :func:`task_of`, or held-out problems in a file alone without training data.
 
     Raises:
         UserError: its data or its reward functions cannot be used.
@@ -71,10 +73,10 @@ def heldout_task(config: Config) -> Task:
 
 
 def task_of(config: Config, functions: Functions | None = None, *, bare: bool = False) -> Task:
-    """The task that the config names, with its own reward or what ``reward.path`` puts in its place.
+    """Return the task of the config, with its own reward or that of ``reward.path``.
 
     Args:
-        functions: reward functions that were passed as objects; in this process they stand for ``reward.path``.
+        functions: reward functions that are objects, for ``reward.path`` in this process.
         bare: without its data, which scoring does not need.
 
     Raises:
@@ -86,7 +88,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     """
     env, reward = config.env, config.reward
     if env.mixture is not None:
-        passed = reward.path  # an entry may have functions of its own
+        passed = reward.path  # an entry may have other functions
         return _mixed(config, lambda each: task_of(each, functions if each.reward.path == passed else None, bare=bare))
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
@@ -114,7 +116,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
 
 
 def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
-    """The tasks of ``env.mixture``, each made by the config of its entry."""
+    """Return the tasks of ``env.mixture``, each made from the config of its entry."""
     tasks, limits = {}, {}
     for name, each in task_configs(config).items():
         try:
@@ -127,7 +129,7 @@ def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
 
 
 def make_grader(config: Config, task: Task) -> Grader:
-    """Reward workers, which start while the rest of the run is put together; 0 of them grade in this process."""
+    """Return a pool of reward workers, which start meanwhile; without workers a grader in this process."""
     scorer, weights, count = scorer_of(task), task.term_weights, config.env.reward_workers
     if count == 0:
         return LocalGrader(scorer, weights)
@@ -135,12 +137,10 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """By the name of its task, what the policy's tools live in, ready; tasks with the same tools share it.
-
-    Closed with ``opened``. Tasks without tools are not there.
+    """Start the workers of tools and environments; return them by task, where tasks with the same tools share them.
 
     Raises:
-        UserError: what the config names cannot be loaded, or offers no tools.
+        UserError: they cannot be loaded, or offer no tools.
     """
     offered = {}
     for name, each in task_configs(config).items():
@@ -161,7 +161,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """``task`` as dialogs with tools earn: an environment's reward for the task's, or beside that of functions."""
+    """Return ``task`` with the reward of an environment in place of the task's own, or added to that of functions."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -179,13 +179,7 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
 def dialog_rules(
     config: Config, env: TaskEnv, instances: Mapping[str, Instances], max_model_len: int
 ) -> dict[str | None, Rules]:
-    """With whom the policy talks, in those tasks of a mixture, by name, whose dialogs may have several turns.
-
-    Of a run of one task they stand under None.
-
-    Args:
-        env: whose prompts tell of the tools.
-        max_model_len: of the engine.
+    """Return the rules of dialogs with several turns, by task of a mixture; of a run of one task under None.
 
     Raises:
         UserError: the chat template has no tools.
@@ -203,12 +197,12 @@ def dialog_rules(
 
 
 def template_kwargs(config: Config, instances: Instances | None) -> dict[str, Any]:
-    """What prompts give the chat template beside the messages: the user's arguments, and the tools."""
+    """Return the arguments of the chat template: the user's, and the tools."""
     return {**(config.env.chat_template_kwargs or {}), **({"tools": instances.schemas} if instances else {})}
 
 
 def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[str, Any]:
-    """:func:`template_kwargs` as a :class:`~sota_grpo.envs.TaskEnv` takes them, of a mixture by task."""
+    """Return :func:`template_kwargs` as arguments of a :class:`~sota_grpo.envs.TaskEnv`."""
     if config.env.mixture is None:
         return {"template_kwargs": template_kwargs(config, instances.get(config.env.dataset))}
     by_task = {name: template_kwargs(config, own) for name, own in instances.items()}
@@ -222,10 +216,9 @@ def open_env(
     opened: ExitStack,
     run_dir: Path | None = None,
 ) -> tuple[TaskEnv, Mapping[str, Instances]]:
-    """The environment with its grader and the tools of its tasks, whose processes are closed with ``opened``.
+    """Return the environment, with its grader, and the workers of tools by task; ``opened`` closes their processes.
 
-    Args:
-        run_dir: where a judge's answers are kept; None: nowhere.
+    A judge's answers are kept in ``run_dir``.
     """
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)
@@ -241,16 +234,13 @@ def make_env(
     grader: Grader,
     instances: Mapping[str, Instances] = {},
 ) -> TaskEnv:
-    """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.TaskEnv`.
-
-    Args:
-        instances: by task, of the tools that its prompts tell of.
+    """Return the environment, whose prompts describe the tools of ``instances``.
 
     Raises:
-        UserError: ``env.chat_template_kwargs`` has what the chat template does not read; or a prompt is too long.
+        UserError: the chat template does not read one of ``env.chat_template_kwargs``; or a prompt is too long.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    for name in config.env.chat_template_kwargs or ():  # a typing error would change nothing, and say nothing
+    for name in config.env.chat_template_kwargs or ():  # a typing error would have no effect
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(
                 f"env.chat_template_kwargs has {name}, which the chat template of {model_name(config)} does not read; "
@@ -273,11 +263,7 @@ def make_env(
 
 
 def max_model_len(config: Config) -> int:
-    """Context of the run: what the config says, at most what the model allows.
-
-    Raises:
-        UserError: neither says any.
-    """
+    """Return the context of the run: that of the config, at most the model's; UserError where neither has one."""
     name, trust = model_name(config), config.model.trust_remote_code
     text = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust).get_text_config()
     lengths = [config.inference_model.max_model_len, getattr(text, "max_position_embeddings", None)]
@@ -290,7 +276,7 @@ def max_model_len(config: Config) -> int:
 
 
 def make_sampling(config: Config) -> Sampling:
-    """How a response is drawn in training."""
+    """Return the sampling options of training."""
     options = config.inference_model
     return Sampling(
         max_tokens=options.max_tokens,
@@ -302,16 +288,15 @@ def make_sampling(config: Config) -> Sampling:
 
 
 def engine_dtype(name: str, device_type: str) -> str:
-    """Dtype of the engine's weights: ``auto`` and ``native`` are bfloat16 on CUDA, the latter on some CPUs, too."""
+    """Return the dtype of the engine: ``auto`` and ``native`` are bfloat16 on CUDA, the latter on some CPUs too."""
     return {"bf16": "bfloat16", "fp32": "float32"}.get(chosen := automatic_precision(name, device_type), chosen)
 
 
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
-    """Samples that each of ``num_engines`` engines computes at once; never less than the largest group.
+    """Return the samples that each of ``num_engines`` engines computes at once; at least the largest group.
 
-    Engines that give out memory for keys and values as rows grow take many rows on a GPU: the responses that training
-    has in flight, so that a step is not sampled in waves with a tail each, and never few, since an evaluation asks for
-    thousands. Rows that the memory has no room for wait.
+    vLLM on a GPU takes all responses that training has in flight, so that a step is not sampled in waves, and at least
+    256; rows without room in its memory wait.
 
     >>> config = Config()
     >>> config.env.num_envs, config.env.repeats
@@ -379,10 +364,10 @@ def engine_options(
 
 
 def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel | None, run_dir: Path) -> Engine:
-    """The engine of a run in one process; it copies ``model``, which has no adapter yet, or, without one, loads it.
+    """Start the engine of this process; it copies ``model``, which has no adapter yet, or loads it.
 
     Raises:
-        RunFailed: vLLM does not start here; its traceback is in the log of the run.
+        RunFailed: vLLM does not start; its traceback is in the log of the run.
     """
     device_type = device.partition(":")[0]
     name = resolve_engine_name(config.engine.name, device=device_type)
@@ -396,3 +381,64 @@ def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedM
         reason = " ".join(str(error).split())
         fix = "; install vLLM again, or use engine=transformers" if isinstance(error, ImportError) else ""
         raise RunFailed(f"engine=vllm cannot start ({type(error).__name__}: {reason}){fix}.") from error
+
+
+CACHE_FILE = "judge.jsonl"
+_LONGEST_RUBRIC = 1 << 16
+
+
+def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
+    """Return ``task`` and its grader, with the terms of a judge where the config has one.
+
+    A judged task has no gold responses: the judge's term of a gold answer is not known. ``make_grader`` grades the task
+    without a judge; answers of the judge are kept in ``run_dir``.
+    """
+    options = config.reward.judge
+    if options.kind is None:
+        return task, make_grader(task)
+    assert options.url is not None
+    if config.env.mixture is None:
+        rules: dict[str | None, JudgeRules] = {None: _rules_of(config, TERM)}
+    else:
+        configs = task_configs(config).items()
+        rules = {
+            name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None
+        }
+    starting("Asking for the judge")
+    endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
+    cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
+    judge = JudgeClient(options.url, endpoint, cache, api_key=key_of(JUDGE_KEY))
+    try:
+        judge.connect()
+        grader = JudgedGrader(make_grader(task), judge, without_examples(task), rules)
+    except BaseException:
+        judge.close()
+        raise
+    changed = copy.copy(task)
+    vars(changed).update(term_weights=grader.term_weights, gold_response=_no_gold_response, is_judged=True)
+    return changed, grader
+
+
+def _no_gold_response(example: Example) -> None: ...
+
+
+def _rules_of(config: Config, term: str) -> JudgeRules:
+    options = config.reward.judge
+    rubric, file = options.rubric or RUBRIC, rubric_file(options.rubric)
+    if file is not None:
+        try:
+            rubric = file.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            kind = type(error).__name__
+            raise UserError(f"reward.judge.rubric={options.rubric} cannot be read ({kind}); correct it.") from error
+        if not rubric.strip() or len(rubric) > _LONGEST_RUBRIC:
+            raise UserError(
+                f"reward.judge.rubric={options.rubric} is empty, or longer than {_LONGEST_RUBRIC} characters; mend it."
+            )
+    success_above = config.reward.success_above if options.alone else None
+    return JudgeRules(term, options.weight, rubric, options.reference, success_above)
+
+
+def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
+    """Return ``others`` with the metrics of a judge, if ``grader`` has one."""
+    return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others

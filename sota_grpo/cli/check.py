@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from sota_grpo.cli import add_config, add_parser, config_of
 
 if TYPE_CHECKING:
-    from sota_grpo.training.subject import Check
+    from sota_grpo.training.gate import Check
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -71,10 +71,11 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--out and --responses both name {options.out}; give each a file of its own.")
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.devices import resolve_device
-    from sota_grpo.assembly.evaluation import evaluate, find_target, gains, open_evaluator
+    from sota_grpo.assembly.evaluation import find_target, open_evaluator
     from sota_grpo.engines import resolve_engine_name, temperature_fault
     from sota_grpo.recording.progress import Heartbeat, starting
     from sota_grpo.run.entry import quiet_console
+    from sota_grpo.training.evaluate import gains
 
     quiet_console()
     named = {"config_name": options.config_name, "task": options.task, "step": options.step}
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
                 for row in _rows(evaluator, greedy, problem, responses):
                     write_row(row)
 
-        measured = evaluate(evaluator, temperature=options.temperature, on_graded=graded)
+        measured = evaluator.evaluate(temperature=options.temperature, on_graded=graded)
     result = heading | measured | {"seconds": round(time.perf_counter() - began, 3)}
     if before is not None:
         summary = {name: before[name] for name in ("model", "steps", "greedy")}

@@ -181,7 +181,7 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
     """Indices of the runs that differ in nothing but their seed and what changes no result; each run is in one list."""
-    free = {".".join(names) for names in FREE_OPTIONS} | {"seed"}
+    free = {*FREE_OPTIONS, "seed"}
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
         # the path of what was passed in Python says nothing; its digest does

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from sota_grpo.assembly.build import Parts, build, subject_of
+from sota_grpo.assembly.build import RunComponents, build
 from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.estimate import require_disk
@@ -39,10 +39,9 @@ from sota_grpo.rl.table import RowTable
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.text import say
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
-from sota_grpo.training.gate import run_gate, write_gate
+from sota_grpo.training.gate import Check, run_gate, write_gate
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.runs import CHECKPOINTS, RunDir, open_run
-from sota_grpo.training.subject import Check
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class Run:
         self.stop = StopRequest(grace_s=config.train.grace_s)
         self.steps, self.total = 0, num_steps(config)  # done so far, and in all
         self.gc_thresholds = gc.get_threshold()
-        self.parts: Parts = build(config, self.run_dir, lambda: self.stop.requested, functions)
+        self.parts: RunComponents = build(config, self.run_dir, lambda: self.stop.requested, functions)
         self.config = with_options(config, {MEMORY: self.parts.learner.settings.micro_batch_tokens})
         of_run = self.parts.learner, self.run_dir, self.parts.tokenizer
         self.stored = StoredSteps(*of_run, device=device, enabled=config.logging.store_steps)
@@ -176,10 +175,9 @@ class Run:
         """
         began = time.perf_counter()
         self.saves.wait()  # one copy of the state at a time
-        learner, shards = self.parts.learner, None
-        here = isinstance(learner, Learner)
-        on_cpu = here and learner.device.type == "cpu"
-        if here:
+        learner, shards, on_cpu = self.parts.learner, None, False
+        if isinstance(learner, Learner):
+            on_cpu = learner.device.type == "cpu"
             learned = learner.state_dict() if on_cpu else host_copy(learner.state_dict())
         else:
             learned, shards = learner.begin_save(self.checkpoints.folder(steps))
@@ -239,7 +237,7 @@ class Run:
         if self.config.train.export_hf:
             folder = self.run_dir / EXPORTED
             try:
-                self.parts.export(folder)
+                self.parts.learner.export_hf(folder)
             except OSError as error:
                 raise RunFailed(
                     f"The model cannot be written to {folder} ({error.strerror or error}); free space there, "
@@ -264,9 +262,8 @@ class Run:
         if self.config.check.mode != "off":
             starting("Checking before training")
         checks: list[Check] = []
-        subject = subject_of(self.config, self.parts)
         try:
-            run_gate(subject, self.config.check.mode, on_check=checks.append)
+            run_gate(self.parts, self.config.check.mode, on_check=checks.append)
         finally:
             write_gate(self.run_dir, self.config.check.mode, checks)
         if checks:
@@ -274,7 +271,8 @@ class Run:
             slowest = max(checks, key=lambda check: check.seconds)
             say(
                 f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s "
-                f"(longest: {slowest.name}, {slowest.seconds:.1f} s), on responses of up to {subject.max_tokens} tokens"
+                f"(longest: {slowest.name}, {slowest.seconds:.1f} s), on responses of up to "
+                f"{self.parts.max_tokens} tokens"
             )
 
     def close(self) -> None:

@@ -1,17 +1,21 @@
 """Checkpoints that survive a kill, a full disk and a flipped bit.
 
-A checkpoint is a ``torch.save`` archive followed by a 40-byte footer: 8 bytes of magic and the SHA-256 of everything
-before it. (torch's own reader does not compare the archive's CRCs, so a flipped bit would load as a wrong number.)
-It is written under a temporary name, synced and renamed, so that a name ``checkpoint_*.pt`` never stands for a
-half-written file. Plain ``torch.load(path)`` reads it too.
+A checkpoint is a ``torch.save`` archive followed by 8 bytes of magic and the SHA-256 of everything before them (torch's
+reader does not compare the archive's CRCs). It is written under a temporary name, synced and renamed: a name
+``checkpoint_*.pt`` is never a half-written file. Plain ``torch.load(path)`` reads it too.
 
-Of a learner in processes of its own each rank writes its tensors itself, to a file of the safetensors format in a
-folder beside it (:mod:`sota_grpo.training.shards`). The folder has a name that was never used before; the ``.pt`` is
-written last and names it, with the SHA-256 of every file in it::
+Each rank of a learner in other processes writes its own tensors, while training goes on, to a safetensors file in a
+folder with a name that was never used before; the ``.pt`` is written last and has the folder's name and the SHA-256 of
+every file::
 
     checkpoint_000020.pt
     checkpoint_000020.5f0c81d2a9b3/rank_00000.safetensors
     checkpoint_000020.5f0c81d2a9b3/rank_00001.safetensors
+
+In the ``.pt``, ``{"stored_tensor": name}`` stands where a tensor was::
+
+    {"model": {"w": tensor}, "version": 3}  ->  {"model": {"w": {"stored_tensor": "model.w"}}, "version": 3}
+                                                {"model.w": tensor}
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ import random
 import re
 import secrets
 import shutil
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -36,9 +42,11 @@ from torch.utils._pytree import tree_map_only
 
 from sota_grpo.errors import RunFailed
 from sota_grpo.files import atomic_file, drop_leftovers, sync
-from sota_grpo.policy.tensor_files import StoredTensor, TensorFileError, stored_tensors
-from sota_grpo.training.shards import Shards, filled, on_host
+from sota_grpo.policy.sharding import Ranks, own_shard
+from sota_grpo.policy.tensor_files import SUFFIX, Kept, StoredTensor, TensorFileError, stored_tensors, write_tensors
+from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
 from sota_grpo.untrusted import NO_TENSORS, open_file
+from sota_grpo.workers.base import WorkerThread, promised
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -61,12 +69,8 @@ class CheckpointError(RunFailed, RuntimeError):
 class CheckpointStore:
     """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips a damaged newest one.
 
-    One process writes to a directory at a time. Saving step ``s`` declares every later step in the directory to be an
-    abandoned future (the run was rewound to before it), so ``latest`` always returns what was saved last.
-
-    Args:
-        directory: where the files live; created when missing.
-        keep: number of newest checkpoints kept, at least 1.
+    One process writes to a directory at a time. ``save`` of a step deletes later steps (the run was rewound), so that
+    ``latest`` always returns the last save. The newest ``keep`` are kept.
 
     >>> import tempfile
     >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
@@ -92,10 +96,7 @@ class CheckpointStore:
         return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def folder(self, step: int) -> Path:
-        """Where ranks may write their parts of the checkpoint that is saved next; never used before.
-
-        What killed writers left is removed first: a run that is killed in every save would fill the disk otherwise.
-        """
+        """Return a new folder name for the ranks' files of the next checkpoint; leftovers of killed writers go."""
         self._drop_folders(None)
         return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
 
@@ -112,12 +113,11 @@ class CheckpointStore:
         Args:
             step: non-negative index of the checkpoint.
             state: nested dicts, lists and tuples of tensors and plain Python values.
-            shards: what ranks are writing of it, in a :meth:`folder` of this step; it is waited for.
+            shards: the files that ranks are writing, in a :meth:`folder` of this step; they are waited for.
 
         Raises:
             TypeError: a value that ``torch.load(weights_only=True)`` would refuse to read; the message gives its path.
-            CheckpointError: the file system refused (disk full, no permission); what was there before is untouched,
-                unless only the sync of the new name failed.
+            CheckpointError: the file system refused (disk full, no permission); older checkpoints are untouched.
         """
         _require_loadable(state, "state")
         path = self.directory / f"checkpoint_{step:06d}.pt"
@@ -165,8 +165,7 @@ class CheckpointStore:
     def load(path: str | os.PathLike[str], parts: Sequence[str] = ()) -> dict[str, Any]:
         """Read one checkpoint onto the CPU after checking its SHA-256; no code in it is run.
 
-        What ranks have written is checked as well and not read: its tensors are
-        :class:`~sota_grpo.policy.tensor_files.StoredTensor`.
+        Tensors in the ranks' files, which are checked too, are :class:`~sota_grpo.policy.tensor_files.StoredTensor`.
 
         Raises:
             CheckpointError: the file is missing, unreadable, altered, no checkpoint, or has not all ``parts``.
@@ -232,18 +231,16 @@ def _is_file(path: Path, inode: int | None) -> bool:
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
-    """Saves to a store from a thread, so that training goes on meanwhile; a context that ends when all is written.
+    """Save to a store from a thread while training goes on; the end of the context waits for the last save.
 
-    Contract. Consumes: states that do not change any more (:func:`host_copy`). Produces: checkpoints, one at a time,
-    in order. Waits for: the one before, in :meth:`save` and at the end of the context. What keeps a checkpoint from
-    being written is raised by the next :meth:`save` or :meth:`check`, or at the end, where nothing else is being
-    raised. Killed in between it leaves the one before; an interpreter that ends in good order writes to the end.
+    States must not change any more (:func:`host_copy`). Saves are done one at a time, in order; an error is raised by
+    the next :meth:`save`, :meth:`check` or :meth:`wait`, or at the end, unless another exception is being raised.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # whose threads are no daemons
-        self.saving: Future[Path] | None = None  # the one that nobody has waited for yet
+        self.saving: Future[Path] | None = None  # the last, until it was waited for
 
     def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
         """Begin :meth:`CheckpointStore.save`, after :meth:`wait`."""
@@ -251,12 +248,12 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
         self.saving = self._writer.submit(self.store.save, step, state, shards)
 
     def check(self) -> None:
-        """Raise what kept a checkpoint from being written; does not wait."""
+        """Raise the error of a save that failed; does not wait."""
         if self.saving is not None and self.saving.done():
             self.wait()
 
     def wait(self) -> None:
-        """Return when what was saved is on the disk; raise CheckpointError where it could not be written."""
+        """Return when the last save is on the disk; raise CheckpointError where it failed."""
         if self.saving is not None:
             failure, self.saving = self.saving.exception(), None
             if failure is not None:
@@ -272,13 +269,12 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
 
 
 def host_copy(value: Any) -> Any:
-    """A nested state whose tensors are copies on the CPU, so that what it was taken from may change."""
-
+    """Return a nested state whose tensors are copies on the CPU."""
     return tree_map_only(torch.Tensor, on_host, value)
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every global random generator: python, numpy, torch, CUDA where this process computes on it."""
+    """Return the state of every global random generator: python, numpy, torch, and CUDA where it is in use."""
     version, internal, gauss = random.getstate()
     name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -298,10 +294,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put every generator back to what :func:`rng_state` returned.
+    """Restore every generator from :func:`rng_state`.
 
-    CUDA generators are left alone when the state has none, this process does not compute on CUDA, or the devices that
-    it sees are others in number, of which it warns: what is drawn on a GPU (an adapter's dropout) then differs.
+    CUDA generators are left alone where either side has none; another number of devices is a warning.
     """
     cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     if cuda is not None and len(cuda) != torch.cuda.device_count():
@@ -395,3 +390,121 @@ def _require_loadable(value: Any, where: str) -> None:
         return
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(f"{where} is a {kind}; a checkpoint holds only tensors, dicts, lists, tuples and plain values")
+
+
+_MARK = "stored_tensor"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The files that the ranks of a learner are writing for one checkpoint.
+
+    ``written`` waits for all of them and returns the SHA-256 of each by its name, or raises.
+    """
+
+    folder: Path
+    written: Callable[[], Mapping[str, str]]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy_to_host(as_bytes(copy), as_bytes(tensor.detach()))
+    return copy
+
+
+def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a nested state without its tensors, and these by name, uncopied.
+
+    >>> emptied({"model": [torch.ones(1)], "step": 3})
+    ({'model': [{'stored_tensor': 'model.0'}], 'step': 3}, {'model.0': tensor([1.])})
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def without(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel():
+            name = ".".join(path)
+            if name in tensors:
+                raise ValueError(f"two tensors of a state are called {name}")
+            tensors[name] = value
+            return {_MARK: name}
+        if isinstance(value, Mapping):
+            return {key: without(item, (*path, str(key))) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(without(item, (*path, str(index))) for index, item in enumerate(value))
+        return value
+
+    return without(state, ()), tensors
+
+
+def filled(rest: Any, tensors: Mapping[str, StoredTensor]) -> Any:
+    """Undo :func:`emptied`: put the stored tensor of each name in its place."""
+    if isinstance(rest, dict):
+        if rest.keys() == {_MARK}:
+            return tensors[rest[_MARK]]
+        return {key: filled(item, tensors) for key, item in rest.items()}
+    if isinstance(rest, (list, tuple)):
+        return type(rest)(filled(item, tensors) for item in rest)
+    return rest
+
+
+class ShardWriter:
+    """Write this rank's shard of a state to a file, on a thread of its own, from a copy in the host's memory.
+
+    The state's tensors must not change before :meth:`wait_copied` returns. States are written one after the other.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._thread = WorkerThread("checkpoint")
+        self._copied = threading.Event()
+        self._copied.set()
+        self._written: Future[tuple[str, str]] = promised()
+
+    def begin(self, folder: Path, state: Any) -> Any:
+        """Begin to copy and to write; return the state without its tensors."""
+        rest, tensors = emptied(state)
+        own = {name: shard for name, tensor in tensors.items() if (shard := own_shard(tensor, self._ranks)) is not None}
+        launched = torch.cuda.Event() if self._ranks.device.type == "cuda" else None
+        if launched is not None:
+            launched.record()  # kernels launched before still change these tensors
+        self._copied.clear()
+        self._written = self._thread.submit(self._write, folder, own, launched)
+        return rest
+
+    def wait_copied(self) -> None:
+        """Return when the tensors of the last state may change."""
+        self._copied.wait()
+
+    def written(self) -> Future[tuple[str, str]]:
+        """Return a future of the last file's name and its SHA-256."""
+        return self._written
+
+    def silent_s(self) -> float:
+        """Return the seconds since the last copy or write; 0 when idle."""
+        return self._thread.silent_s()
+
+    def close(self) -> None:
+        """End after the queued writes."""
+        self._thread.close()
+
+    def _write(
+        self, folder: Path, own: dict[str, tuple[torch.Tensor, tuple[int, ...]]], launched: Any
+    ) -> tuple[str, str]:
+        try:
+            layout = {name: Kept.of(tensor, begin) for name, (tensor, begin) in own.items()}
+            copies: list[torch.Tensor] = []
+            with nullcontext() if launched is None else torch.cuda.stream(torch.cuda.Stream(self._ranks.device)):
+                if launched is not None:
+                    launched.wait()
+                for tensor, _ in own.values():
+                    copies.append(on_host(tensor))
+                    self._thread.progress()
+        finally:
+            own.clear()
+            self._copied.set()
+        name = f"rank_{self._ranks.rank:05d}{SUFFIX}"
+        folder.mkdir(parents=True, exist_ok=True)
+        progress, copies = self._thread.progress, copies[::-1]
+        released = (copies.pop() for _ in range(len(copies)))  # each is freed when it is written
+        return name, write_tensors(folder / name, layout, released, durable=True, progress=progress)

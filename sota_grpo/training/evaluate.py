@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: greedy, the mean over k samples, and pass@k, the chance that one of k is right."""
+"""Accuracy on held-out problems: greedy, avg@k and pass@k."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from statistics import fmean
+from typing import Any
 
 from sota_grpo import keys
 from sota_grpo.rl.records import VERDICTS, Example, Sample, Sampling, Score, sample_seed, total_reward
@@ -30,31 +32,30 @@ class Accuracy:
 
     @classmethod
     def of(cls, problem_means: Sequence[float]) -> Accuracy:
-        """Accuracy from the mean success of each problem: ``stderr = std(problem means, ddof=1) / sqrt(problems)``."""
+        """Return the mean of the problems' means; ``stderr = std(problem means, ddof=1) / sqrt(problems)``."""
         return cls.of_counts([(mean, 1.0) for mean in problem_means])
 
     @classmethod
     def of_counts(cls, counts: Sequence[Counts]) -> Accuracy:
-        """Hits over trials of all problems together, the problems being the independent units (clusters).
+        """Return hits over trials of all problems together; problems are the independent units (clusters).
 
-        Problem ``i`` of ``n`` has ``y_i`` hits in ``m_i`` trials, and ``R = sum(y) / sum(m)``. Hits of one problem
-        depend on each other, so ``sqrt(R (1 - R) / sum(m))`` would be wrong. By the ratio estimator, to first order,
+        Problem ``i`` of ``n`` has ``y_i`` hits in ``m_i`` trials, and ``R = sum(y) / sum(m)``. By the ratio estimator,
 
             stderr = sqrt(n / (n - 1) * sum(e_i^2)),    e_i = (y_i - R m_i) / sum(m).
 
-        Where every ``m_i`` is the same, that is ``std(y / m, ddof=1) / sqrt(n)``.
+        Where every ``m_i`` is the same, that is ``std(y / m, ddof=1) / sqrt(n)``; of one problem it is 0.
 
-        Source: Cochran, Sampling Techniques, 3rd ed., sections 2.11 and 9A.1. One problem has a standard error of 0.
+        Source: Cochran, Sampling Techniques, 3rd ed., sections 2.11 and 9A.1.
         """
         ratio, terms = _linearised(counts)
         return cls(ratio, _stderr(terms), len(terms))
 
     @classmethod
     def of_gain(cls, before: Sequence[Counts], after: Sequence[Counts]) -> Accuracy:
-        """``after``'s share less ``before``'s on the same problems in the same order, and the error of that difference.
+        """Return ``after``'s share minus ``before``'s on the same problems, and the error of that difference.
 
-        The ``e_i`` of :meth:`of_counts` are subtracted problem by problem before they are squared, so what both find
-        easy or hard cancels. With one trial each it is ``std(y' - y, ddof=1) / sqrt(n)``.
+        The ``e_i`` of :meth:`of_counts` are subtracted problem by problem before they are squared. With one trial each
+        the error is ``std(y' - y, ddof=1) / sqrt(n)``.
 
         >>> Accuracy.of_gain([(0, 1), (1, 1), (0, 1), (0, 1)], [(1, 1), (1, 1), (0, 1), (0, 1)])
         Accuracy(mean=0.25, stderr=0.25, num_problems=4)
@@ -76,7 +77,7 @@ def _stderr(terms: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response; ``asked_again``: it follows a user turn that said something about a response before it."""
+    """A graded response; ``asked_again``: it follows a user turn that replied to an earlier response."""
 
     text: str
     score: Score
@@ -85,21 +86,10 @@ class Response:
     asked_again: bool = False
 
 
-def accuracy(problems: Sequence[Sequence[Response]]) -> Accuracy:
-    """The mean success of each problem's responses: avg@k of k responses each, greedy accuracy of one."""
-    return Accuracy.of([num_right(responses) / len(responses) for responses in problems])
-
-
-def pass_accuracy(problems: Sequence[Sequence[Response]], k: int) -> Accuracy:
-    """pass@k over problems, from as many responses to each as there are; see :func:`pass_at_k`."""
-    return Accuracy.of([pass_at_k(num_right(responses), len(responses), k) for responses in problems])
-
-
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """The chance that at least one of ``k`` samples of a problem is right, without bias, from ``n >= k`` samples.
+    """Return the unbiased estimate, from ``n >= k`` samples, that at least one of ``k`` is right.
 
-    ``1 - C(n - c, k) / C(n, k)`` with ``c`` right ones of ``n``: the share of the subsets of ``k`` samples that hold a
-    right one. (``1 - (1 - c / n)^k`` would be biased.)
+    ``1 - C(n - c, k) / C(n, k)`` with ``c`` right ones of ``n``: the share of subsets of ``k`` with a right sample.
 
     Raises:
         ValueError: ``k`` is not 1 to ``num_samples``, or ``num_right`` not 0 to ``num_samples``.
@@ -114,73 +104,107 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def num_right(responses: Sequence[Response]) -> int:
-    """How many of a problem's responses are right."""
-    return sum(response.score.success for response in responses)
+def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
+    """Return ``after`` minus ``before`` with its error, from ``counts`` of :meth:`Evaluator.evaluate`."""
+    return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in after if name in before}
 
 
-def mean_reward(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> Accuracy:
-    """The mean reward of the responses, ``sum_k weight_k * term_k``, with its error over problems."""
-    return Accuracy.of([fmean(total_reward(one.score.terms, weights) for one in each) for each in problems])
+def _share(measured: Accuracy) -> dict[str, float]:
+    return {"accuracy": measured.mean, "stderr": measured.stderr}
 
 
-def num_failed(problems: Sequence[Sequence[Response]]) -> int:
-    """Responses at which the grader failed."""
-    return sum(response.score.error is not None for responses in problems for response in responses)
+def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> dict[str, Any]:
+    responses = [response for group in problems for response in group]
+    accuracy = Accuracy.of([sum(one.score.success for one in group) / len(group) for group in problems])
+    reward = Accuracy.of([fmean(total_reward(one.score.terms, weights) for one in group) for group in problems])
+    return _share(accuracy) | {
+        "reward": reward.mean,
+        "reward_stderr": reward.stderr,
+        "truncated": sum(response.truncated for response in responses) / len(responses),
+        "response_tokens": sum(response.num_tokens for response in responses) / len(responses),
+    }
 
 
 @dataclass(eq=False)
 class Evaluator:
-    """Measures the engine's policy on held-out problems.
+    """Measure the engine's policy on held-out problems.
 
-    The random streams derive from ``(seed, problem, sample)`` only, so that two evaluations differ by the policy alone.
-    A response at which the grader fails is not right, and the log says how many there were.
-
-    Args:
-        rollouts: of the task's environment and the engine that holds the policy to measure.
-        examples: the held-out problems.
-        max_tokens: most tokens of a response.
-        avg_at_k: samples per problem at temperature 1; 0 measures the greedy answer only.
-        seed: seed of the run.
-        success_above: the reward above which a response is right, where nothing else says which is; else None.
-        by_reward: in the last evaluation nothing but ``success_above`` said which responses are right.
+    Random streams derive from ``(seed, problem, sample)`` only: two evaluations differ by the policy alone. A response
+    at which the grader fails counts as wrong.
     """
 
     rollouts: Rollouts
-    examples: Sequence[Example]
+    examples: Sequence[Example]  # the held-out problems
     _: KW_ONLY
-    max_tokens: int
-    avg_at_k: int
+    max_tokens: int  # of a response
+    avg_at_k: int  # samples per problem at temperature 1; 0: the greedy answer only
     seed: int
-    success_above: float | None = None
-    by_reward: bool = field(default=False, init=False)
-    _is_told: bool = field(default=False, init=False)
+    success_above: float | None = None  # the reward above which a response is right, where no verdict says so
+    by_reward: bool = field(default=False, init=False)  # in the last evaluation no verdict said so
+    _has_warned: bool = field(default=False, init=False)
 
     def measure(self) -> dict[str, float]:
-        """``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of greedy
-        responses also ``eval/reward`` with its error and terms, the benchmark's own accuracies (:meth:`benchmark`),
-        ``eval/task/<name>``, and ``eval/first_turn_accuracy`` where wrong ones were asked about again."""
-        began = time.perf_counter()
-        problems = self.responses(1, temperature=0.0)
-        greedy = accuracy(problems)
-        metrics = {"eval/accuracy": greedy.mean, "eval/stderr": greedy.stderr, "eval/num_samples": greedy.num_problems}
-        metrics |= self._rewards(problems)
-        for name, counts in self.benchmark(problems).items():
-            share = Accuracy.of_counts(counts)
-            metrics |= {f"eval/task/{name}": share.mean, f"eval/task_stderr/{name}": share.stderr}
+        """Return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of
+        greedy responses also ``eval/reward`` with its error and terms, the benchmark's accuracies (:meth:`benchmark`,
+        ``eval/task/<name>``), and ``eval/first_turn_accuracy`` where some wrong ones had a second turn."""
+        began, by_problem = time.perf_counter(), dict[int, Sequence[Response]]()
+
+        def keep(is_greedy: bool, problem: int, responses: Sequence[Response]) -> None:
+            if is_greedy:
+                by_problem[problem] = responses
+
+        found = self.evaluate(on_graded=keep)
+        problems, greedy = [by_problem[index] for index in range(len(by_problem))], found["greedy"]
+        metrics = {"eval/accuracy": greedy["accuracy"], "eval/stderr": greedy["stderr"]}
+        metrics |= {"eval/num_samples": len(problems)}
+        metrics |= {f"eval/{name}": greedy[name] for name in ("reward", "reward_stderr")} | self._terms(problems)
+        for name in self.benchmark(problems):
+            metrics |= {
+                f"eval/task/{name}": greedy[name]["accuracy"],
+                f"eval/task_stderr/{name}": greedy[name]["stderr"],
+            }
         if any(response.asked_again for responses in problems for response in responses):
             at_once = [fmean(one.score.success and not one.asked_again for one in responses) for responses in problems]
             metrics["eval/first_turn_accuracy"] = fmean(at_once)
-        failed = num_failed(problems)
         if self.avg_at_k:
-            problems = self.responses(self.avg_at_k, temperature=1.0)
-            sampled = accuracy(problems)
-            failed += num_failed(problems)
-            metrics |= {"eval/avg_at_k": sampled.mean, "eval/avg_at_k_stderr": sampled.stderr}
-        return metrics | {"eval/grader_errors": failed, "time/eval_s": time.perf_counter() - began}
+            sampled = found["sampled"]
+            metrics |= {"eval/avg_at_k": sampled["accuracy"], "eval/avg_at_k_stderr": sampled["stderr"]}
+        return metrics | {"eval/grader_errors": found["grader_errors"], "time/eval_s": time.perf_counter() - began}
+
+    def evaluate(
+        self,
+        *,
+        temperature: float = 1.0,
+        on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
+    ) -> dict[str, Any]:
+        """Measure greedy accuracy, and with ``avg_at_k`` samples per problem avg@k and pass@1 to pass@k.
+
+        Args:
+            temperature: of the samples.
+            on_graded: called with whether the responses are greedy, the index of their problem, and the responses.
+
+        Returns:
+            Plain values for JSON; accuracies are shares with the standard error over problems. ``counts`` has hits and
+            trials of the greedy accuracies problem by problem, for :func:`gains`.
+        """
+        problems = self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
+        own, weights = self.benchmark(problems), self.rollouts.env.task.term_weights
+        counts = {"accuracy": [(float(one.score.success), 1.0) for (one,) in problems], **own}
+        greedy = _shares(problems, weights) | {name: _share(Accuracy.of_counts(own[name])) for name in own}
+        result: dict[str, Any] = {"num_problems": len(problems), "greedy": greedy, "counts": counts}
+        responses, count = [one for group in problems for one in group], self.avg_at_k
+        if count:
+            problems = self.responses(count, temperature=temperature, on_graded=partial(on_graded, False))
+            responses += [one for group in problems for one in group]
+            right = [sum(one.score.success for one in group) for group in problems]
+            ks = sorted({count, *(1 << power for power in range(count.bit_length()))})
+            passes = {str(k): _share(Accuracy.of([pass_at_k(each, count, k) for each in right])) for k in ks}
+            result |= {"k": count, "temperature": temperature, "sampled": _shares(problems, weights)}
+            result |= {"pass_at_k": passes}
+        return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
-        """What the last evaluation found, in words: the mean reward first where nothing says what is right."""
+        """Describe the last evaluation: by the mean reward where no verdict says which responses are right."""
         accuracy, reward, after = 100 * metrics["eval/accuracy"], metrics["eval/reward"], f"after {steps} steps"
         if reward == metrics["eval/accuracy"]:
             return f"Held-out accuracy {after}: {accuracy:.1f} %"
@@ -189,10 +213,9 @@ class Evaluator:
             return f"Held-out mean reward {after}: {reward:.3g} ({accuracy:.1f} % of the responses above {above})"
         return f"Held-out accuracy {after}: {accuracy:.1f} %, mean reward {reward:.3g}"
 
-    def _rewards(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
-        weights = self.rollouts.env.task.term_weights
-        reward = mean_reward(problems, weights)
-        metrics = {"eval/reward": reward.mean, "eval/reward_stderr": reward.stderr}
+    def _terms(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
+        """Return the mean of each reward term; warn once where success does not vary although rewards do."""
+        weights, metrics = self.rollouts.env.task.term_weights, dict[str, float]()
         scores = [response.score for responses in problems for response in responses]
         for name in weights:
             values = [value for value in (score.terms.get(name) for score in scores) if value is not None]
@@ -201,18 +224,18 @@ class Evaluator:
         lowest, highest, above = min(rewards), max(rewards), self.success_above
         said = {name.rpartition("/")[2] for score in scores for name in score.info}
         self.by_reward = above is not None and said.isdisjoint(VERDICTS)
-        varies = lowest < highest and not self._is_told
+        varies = lowest < highest and not self._has_warned
         if above is not None and varies and (lowest > above or highest <= above):
             logger.warning(
                 "All %d greedy held-out responses count as %s, though their rewards go from %.3g to %.3g: accuracy "
                 "says nothing here, eval/reward does. reward.success_above=%g should be what a right response exceeds.",
                 *(len(scores), "right" if lowest > above else "wrong", lowest, highest, above),
             )
-            self._is_told = True
+            self._has_warned = True
         return metrics
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
-        """What the task's benchmark counts (``Task.counts``), by name, a pair per problem; empty where it has none."""
+        """Return the counts of the task's benchmark (``Task.counts``), by name, a pair per problem."""
         count = getattr(self.rollouts.env.task, "counts", None)
         counts: dict[str, list[Counts]] = {}
         if count is None:
@@ -231,9 +254,9 @@ class Evaluator:
         temperature: float,
         on_graded: Callable[[int, Sequence[Response]], object] = lambda problem, responses: None,
     ) -> list[list[Response]]:
-        """``num_samples`` graded responses to each problem, in the order of the problems; temperature 0 is greedy.
+        """Return ``num_samples`` graded responses to each problem, in order; temperature 0 is greedy.
 
-        ``on_graded`` is called in this thread with the index of a problem and its responses, once they are graded.
+        ``on_graded`` is called in this thread with the index of a problem and its graded responses.
         """
         prompts = [
             Prompt(index, example, num_samples, sample_seed(self.seed, index, 1))

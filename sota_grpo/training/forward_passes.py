@@ -1,16 +1,14 @@
-"""The forward passes of a training step: which rank computes which rows, and what a policy says about them.
+"""The plan of a training step (which rank computes which rows), and forward passes on any number of ranks.
 
-The plan (:class:`Planner`) is made of lengths and masks alone: optimizer steps, ranks and micro-batches. For four rows
-of two prompts, two ranks and one optimizer step, where a token of row ``i`` weighs ``1 / (4 |o_i|)`` (``sequence``)::
+The plan (:class:`Planner`) follows from lengths and masks: optimizer steps, ranks and micro-batches. For four rows of
+two prompts, two ranks and one optimizer step, where a token of row ``i`` weighs ``1 / (4 |o_i|)`` (``sequence``)::
 
     rows            0 1 (prompt A)   2 3 (prompt B)
     share of rank 0 rows 0 1         one pass [0, 1]
     share of rank 1 rows 2 3         one pass [2, 3]
 
-The plan of all ranks is one function of the rows, so it is made once, where the rows are, and each rank is sent its own
-rows only. What its rows weigh is part of the plan, because it depends on the whole optimizer step.
-
-:class:`ForwardPasses` computes micro-batch by micro-batch, on any number of ranks; nothing is trained here.
+The plan of all ranks is made once, where the rows are, and each rank receives its own rows only. Their weights are part
+of the plan, because they depend on the whole optimizer step.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
-from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, rank_shares, row_weights
+from sota_grpo.functional.micro_batches import Aggregation, rank_shares, row_weights
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model
 from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.sharding import Ranks
@@ -47,21 +45,21 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """How rows become optimizer steps; most are options of the config (``optimizer``, ``train``).
+    """Settings of optimizer steps; most are options of the config (``optimizer``, ``train``).
 
     Args:
         lr, weight_decay, beta1, beta2, eps: AdamW; ``momentum`` is Muon's, of the gradients of matrices.
         clip_grad_norm: largest gradient norm; 0 leaves the gradient as it is.
         schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
         optim_batch_size: rows per optimizer step.
-        optim_groups: prompts per optimizer step, in its place where groups differ in size; None: rows are counted.
+        optim_groups: prompts per optimizer step instead, where groups differ in size; None: rows are counted.
         micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
-        forward_tokens: those of a pass that scores rows without a gradient; None: ``micro_batch_tokens``.
+        forward_tokens: the same of a pass without a gradient; None: ``micro_batch_tokens``.
         top_entropy_quantile: share of the tokens of an optimizer step, those of highest entropy, that the surrogate
             keeps; below 1 a forward pass before each optimizer step measures them.
         entropy_target, entropy_coef_delta, entropy_coef_max: of
             :func:`sota_grpo.functional.entropy.adapted_entropy_coef`; without a target the coefficient stays.
-        recompute: the proximal log-probs are recomputed by this learner before the first step on a batch.
+        recompute: this learner recomputes the proximal log-probs before the first step on a batch.
         precision: ``fp32``, ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
     """
 
@@ -101,7 +99,7 @@ class LearnerSettings:
 
 
 def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
-    """Share of the peak learning rate at optimizer step ``step`` (0-based)."""
+    """Return the share of the peak learning rate at optimizer step ``step`` (0-based)."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
@@ -111,58 +109,37 @@ def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
 
 
 class Pass(NamedTuple):
-    """One micro-batch of an optimizer step: the positions of its rows, and the weight of a trained token of each.
+    """One micro-batch of an optimizer step."""
 
-    Where all weights are 0 the rows only keep this rank in step with the others; ``learns``: a backward pass follows.
-    """
-
-    rows: list[int]
-    weights: list[float]
-    learns: bool
+    rows: list[int]  # their positions
+    weights: list[float]  # of a trained token of each; all 0 where the rows only keep this rank in step with the others
+    learns: bool  # a backward pass follows
 
 
 class Share(NamedTuple):
-    """What one rank does in a training step.
+    """The work of one rank in a training step; the rows of its passes are positions in ``rows``."""
 
-    Args:
-        rows: those that this rank reads, in the order of the whole.
-        steps: the passes of each optimizer step; their rows are positions in ``rows``.
-        scoring: micro-batches of ``rows`` whose log-probs are computed before the first step, each with False where it
-            only keeps this rank in step.
-        places: the position of each of ``rows`` in the whole.
-        lengths: tokens of every row of the whole.
-    """
-
-    rows: RowTable
-    steps: list[list[Pass]]
-    scoring: list[tuple[list[int], bool]]
-    places: list[int]
-    lengths: list[int]
+    rows: RowTable  # of this rank, in the order of the whole
+    steps: list[list[Pass]]  # the passes of each optimizer step
+    scoring: list[tuple[list[int], bool]]  # micro-batches to score before the first step; False: only to keep in step
+    places: list[int]  # the position of each of ``rows`` in the whole
+    lengths: list[int]  # tokens of every row of the whole
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans training steps; equal planners plan equal rows alike.
-
-    Args:
-        settings, seed: those of the learner.
-        num_ranks: at least 1.
-        shared_prompt: whether a prompt is computed once for its siblings of a micro-batch.
-        advantage_only: rows without an advantage have no gradient.
-        drops_out: adapters have dropout, so the first step's rows are scored without it.
-        shape: what a row costs.
-    """
+    """A planner of training steps; equal planners plan equal rows alike."""
 
     settings: LearnerSettings
-    seed: int
+    seed: int  # of the learner
     num_ranks: int
-    shared_prompt: bool
-    advantage_only: bool
-    drops_out: bool
-    shape: ModelShape
+    shared_prompt: bool  # a prompt is computed once for its siblings of a micro-batch
+    advantage_only: bool  # rows without an advantage have no gradient
+    drops_out: bool  # adapters have dropout, so the first step's rows are scored without it
+    shape: ModelShape  # the cost of a row follows from it
 
     def shares(self, table: RowTable, version: int) -> list[Share]:
-        """The share of each rank in the training step that follows ``version``."""
+        """Return the share of each rank in the training step that follows ``version``."""
         settings = self.settings
         prompts = row_prompts(table)
         rows = table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)
@@ -170,18 +147,25 @@ class Planner:
         batches = [b for epoch in range(settings.epochs) for b in self.mini_batches(rows, prompts, epoch, version)]
         scoring: list[list[tuple[list[int], bool]]] = [[] for _ in range(self.num_ranks)]
         if settings.recompute or self.drops_out:
-            scored = range(len(rows)) if settings.recompute else batches[0]
-            scoring = self.micro_batches(scored, prompts, settings.scoring_tokens)
+            chosen = range(len(rows)) if settings.recompute else batches[0]
+            scoring = self.micro_batches(chosen, prompts, settings.scoring_tokens)
         steps = [self.passes(rows, batch, prompts, settings.micro_batch_tokens) for batch in batches]
-        return [_share(table, lengths, [step[rank] for step in steps], scoring[rank]) for rank in range(self.num_ranks)]
+        shares = []
+        for own, scored in zip(map(list, zip(*steps)), scoring):
+            read = {index for step in own for one in step for index in one.rows}
+            places = sorted(read.union(*(micro for micro, _ in scored)))
+            new = {place: index for index, place in enumerate(places)}  # rows are counted anew
+            passes = [[one._replace(rows=[new[index] for index in one.rows]) for one in step] for step in own]
+            micros = [([new[index] for index in micro], real) for micro, real in scored]
+            shares.append(Share(table.take(places), passes, micros, places, lengths))
+        return shares
 
     def mini_batches(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], epoch: int, version: int
     ) -> Iterator[list[int]]:
-        """Rows of each optimizer step; the second and later epochs mix groups, so that siblings still share a prompt.
+        """Yield the rows of each optimizer step; the second and later epochs mix whole groups.
 
-        Where the size of a step is no multiple of the groups' sizes, a group is cut at its edge; under ``optim_groups``
-        none is, whatever its size.
+        A step whose size is no multiple of the groups' sizes cuts a group; under ``optim_groups`` none is cut.
         """
         order = list(range(len(rows)))
         if epoch:
@@ -207,11 +191,10 @@ class Planner:
         *,
         keep_truncated: bool = False,
     ) -> list[list[Pass]]:
-        """Each rank's passes over the rows ``batch`` of an optimizer step: those that learn come first.
+        """Return each rank's passes over the rows ``batch`` of an optimizer step: those that learn come first.
 
-        Where the loss of a token is a multiple of its advantage, groups whose advantages are all exactly 0 (all right,
-        all wrong) have no gradient and are only measured; a row of weight 0 is neither. At least one row learns, since
-        a gradient of zeros is a gradient: an optimizer with momentum moves.
+        Under ``advantage_only`` zero-advantage groups are only measured; a row of weight 0 is skipped. At least one row
+        learns: with a gradient of zeros, an optimizer with momentum moves.
         """
         settings = self.settings
         chosen = [rows[index] for index in batch]
@@ -240,10 +223,9 @@ class Planner:
     def micro_batches(
         self, chosen: Sequence[int], prompts: Sequence[Prompt], token_budget: int
     ) -> list[list[tuple[list[int], bool]]]:
-        """Each rank's micro-batches of the rows ``chosen``, and whether they are its own.
+        """Return each rank's micro-batches of the rows ``chosen``, and whether they count.
 
-        Ranks gather their layers together, so each must make as many passes as the busiest: one with fewer
-        micro-batches goes through the shortest row again, which then counts for nothing.
+        Ranks gather their layers together, so each makes as many passes as the busiest: the shortest row fills up.
         """
         fitting = partial(filled, prompts, token_budget=token_budget, shared_prompt=self.shared_prompt)
         if self.num_ranks == 1:
@@ -252,34 +234,23 @@ class Planner:
         if not self.shared_prompt:
             groups = [group.subset([member]) for group in groups for member in range(len(group.rows))]
 
-        def cost(group: PromptGroup) -> int:
-            return step_flops(self.shape, shared_load(group.prompt, group.responses))
-
-        shares = rank_shares(groups, self.num_ranks, cost)
+        shares = rank_shares(
+            groups, self.num_ranks, lambda group: step_flops(self.shape, shared_load(group.prompt, group.responses))
+        )
         parts = [fitting([index for piece in share for index in piece.rows]) for share in shares]
         most = max(map(len, parts))
         again = [min(chosen, key=lambda index: prompts[index].tokens)] if most else []
         return [[(micro, True) for micro in own] + [(again, False)] * (most - len(own)) for own in parts]
 
 
-def _share(rows: RowTable, lengths: list[int], steps: list[list[Pass]], scoring: list[tuple[list[int], bool]]) -> Share:
-    """A rank's part, whose rows are counted anew."""
-    read = {index for step in steps for one in step for index in one.rows} | {i for micro, _ in scoring for i in micro}
-    places = sorted(read)
-    new = {place: index for index, place in enumerate(places)}
-    own = [[one._replace(rows=[new[index] for index in one.rows]) for one in step] for step in steps]
-    scored = [([new[index] for index in micro], real) for micro, real in scoring]
-    return Share(rows.take(places), own, scored, places, lengths)
-
-
 def dropouts(module: nn.Module) -> list[nn.Dropout]:
-    """The dropouts that drop."""
+    """Return the dropouts with a rate above 0."""
     return [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
 
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Every dropout of ``module`` is the identity inside."""
+    """Make every dropout of ``module`` the identity."""
     rates = [(child, child.p) for child in dropouts(module)]
     for child, _ in rates:
         child.p = 0.0
@@ -303,13 +274,12 @@ class ForwardPasses:
         self.halved = False  # the micro-batches, where the device once lacked memory
 
     def within_memory(self, compute: Callable[[], Result]) -> Result:
-        """``compute()``; where the device lacks memory for the first time, once more in micro-batches of half the size.
+        """Return ``compute()``, once more in half the micro-batches where the device lacks memory for the first time.
 
-        They stay so for the rest of the run; several ranks, which would have to agree on it, end at once. Gradients are
-        dropped; ``compute`` must not have updated anything yet.
+        They stay so for the rest of the run. ``compute`` must not have updated anything; gradients are dropped.
 
         Raises:
-            RunFailed: memory is lacking again, or there are several ranks.
+            RunFailed: memory is lacking again, or there are several ranks, which would have to agree.
         """
         tokens, half = self.settings.micro_batch_tokens, self.half
         try:
@@ -337,7 +307,7 @@ class ForwardPasses:
         self.settings = replace(self.settings, micro_batch_tokens=self.half, forward_tokens=scoring)
 
     def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
-        """Passes that may have been planned before the micro-batches were halved, as they would be planned now."""
+        """Plan passes again if the micro-batches were halved since."""
         if not self.halved:
             return passes
         weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights)}
@@ -359,10 +329,9 @@ class ForwardPasses:
         return self.planner().micro_batches(chosen, row_prompts(rows), token_budget)[self.share]
 
     def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
-        """Right-padded ``[N, T]`` batch on the learner's device; ``weights`` are those of a trained token of each row.
+        """Return a right-padded ``[N, T]`` batch on the learner's device, with the ``weights`` of each row's tokens.
 
-        Its layout, where the policy packs rows, is computed before the copy, and all goes in one, so that the host need
-        not wait for the device.
+        The layout of packed rows is computed before the copy: the host need not wait for the device.
         """
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         if weights is not None:
@@ -377,7 +346,7 @@ class ForwardPasses:
         return batch if layout is None else batch.set_non_tensor(keys.LAYOUT, layout)
 
     def log_probs(self, batch: TensorDictBase) -> Tensor:
-        """Log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
+        """Return log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
         return self._policy_outputs(batch).get(keys.LOG_PROBS)
 
     @torch.no_grad()
@@ -390,11 +359,11 @@ class ForwardPasses:
         return outputs
 
     def scored(self, rows: Sequence[AnyRow]) -> Iterator[tuple[AnyRow, Tensor]]:
-        """Each row with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them."""
+        """Yield each row with its :meth:`log_probs` ``[T_i]`` on the CPU."""
         return zip(rows, self._by_row(rows, self.log_probs))
 
     def measured(self, rows: Sequence[Row]) -> Tensor:
-        """Log-probs and entropies, ``[2, sum T_i]`` on the CPU, row after row; without dropout, 0 off the mask."""
+        """Return log-probs and entropies, ``[2, sum T_i]`` on the CPU; without dropout, 0 off the mask."""
 
         def both(batch: TensorDictBase) -> Tensor:
             outputs = self._policy_outputs(batch)
@@ -403,9 +372,9 @@ class ForwardPasses:
         return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
 
     def measured_with_rounding(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None]:
-        """:meth:`measured`, and what half precision changes in its log-probs, ``[sum T_i]``: half minus float32.
+        """Return :meth:`measured`, and its log-probs in half precision minus those in float32, ``[sum T_i]``.
 
-        Half is bf16 where training is in float32. None where parameters are in half precision.
+        Half is bf16 where training is in float32; None where parameters are in half precision.
         """
         measured, trained = self.measured(rows), self.settings.precision
         if not self.single:
@@ -416,12 +385,12 @@ class ForwardPasses:
 
     @property
     def single(self) -> bool:
-        """Whether all parameters are in float32, so that the policy can be computed in it."""
+        """Whether all parameters are in float32."""
         return all(parameter.dtype == torch.float32 for parameter in self.policy.parameters())
 
     @contextlib.contextmanager
     def computing(self, precision: str) -> Iterator[None]:
-        """Compute in another precision than that of training; layers are not compiled again for it."""
+        """Compute in another precision than training does; layers are not compiled again for it."""
         trained = self.settings
         eager = torch.compiler.set_stance("force_eager") if self.policy.fused else contextlib.nullcontext()
         self.settings = replace(trained, precision=precision)
@@ -438,7 +407,7 @@ class ForwardPasses:
         *width: int,
         weight: float | None = None,
     ) -> list[Tensor]:
-        """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row.
+        """Return ``measure`` of padded batches, ``[N, T, *width]``, for each row: ``[T_i, *width]`` on the CPU.
 
         ``weight`` is the loss weight of each trained token; None: the batches have none.
         """
@@ -454,7 +423,7 @@ class ForwardPasses:
         measure: Callable[[TensorDictBase], Tensor],
         weight: float | None = None,
     ) -> dict[int, Tensor]:
-        """``measure`` of these micro-batches, by the place of the row."""
+        """Return ``measure`` of these micro-batches, by the position of the row."""
         chosen = [[rows[index] for index in micro] for micro, _ in micros]
         weights = [None if weight is None else [weight] * len(micro) for micro in chosen]
         values = [measure(self.padded(*one)) for one in zip(chosen, weights)]  # fetched at the end
@@ -468,7 +437,7 @@ class ForwardPasses:
     def _whole(
         self, own: Mapping[int, Tensor], places: Sequence[int], lengths: Sequence[int], *width: int
     ) -> list[Tensor]:
-        """What all ranks found of this one's rows, whose places in the whole and whose lengths are given."""
+        """Return the measures of all ranks for this rank's rows, of these positions and lengths in the whole."""
         if self.ranks.size == 1:
             return [own[index] for index in range(len(places))]
         flat = torch.zeros(sum(lengths), *width)
@@ -479,13 +448,13 @@ class ForwardPasses:
         return [summed[place] for place in places]
 
     def planner(self, *, seed: int = 0, advantage_only: bool = False) -> Planner:
-        """Who cuts rows into this policy's micro-batches and shares them out over its ranks."""
+        """Return a planner for this policy and its ranks."""
         sizes = (self.num_shares, self.policy.shared_prompt)
         return Planner(self.settings, seed, *sizes, advantage_only, bool(dropouts(self.policy)), self.shape)
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The numbers of the policy that its operations are counted from."""
+        """The sizes from which the policy's operations are counted."""
         model = base_model(self.policy.model)
         config, decoder, head = model.config.get_text_config(), model.get_decoder(), model.get_output_embeddings()
         tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}

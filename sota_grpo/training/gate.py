@@ -1,17 +1,15 @@
-"""The gate: before the first step, prove on real samples that this run would train on right mathematics.
+"""The gate: checks on real samples, before the first step, that the run would train on correct mathematics.
 
-Each check is one function of :class:`Subject` that returns a :class:`Check`. None of them leaves a trace: parameters,
-engine weights, random state and the position in the data are afterwards what they were.
+Each check is a function of :class:`TrainingComponents` that returns a :class:`Check`. Afterwards parameters, engine
+weights, random state and the position in the data are what they were.
 
 **Bounds of the checks that compare log-probs.** Two systems that compute one policy in half precision differ by
-rounding, and how much that is depends on the model: its depth, its logits, how sure it is. So no bound is fitted to
-some model. Two invariants hold under any rounding: the mean ratio is 1, and gaps have no slope against the temperature
-(:mod:`sota_grpo.functional.divergences`). What is left is a size, and its measure is the rounding of this very model on
-these very tokens: the trainer's log-probs in half precision against its own in float32.
-
-The engine rounds too, and more than the trainer, whose residual stream is float32. All in all the gaps were 1.1 to 1.9
-times the trainer's rounding; four times is allowed (``MARGIN``). Measured with vLLM on a CPU in bfloat16, on 8
-responses of 64 to 128 tokens; ``healthy`` is the largest of all seeds, the others are the smallest:
+rounding, which depends on the model's depth, logits and confidence. Two invariants hold under any rounding: the mean
+ratio is 1, and gaps have no slope against the temperature (:mod:`sota_grpo.functional.divergences`). The size of the
+gaps is compared with the rounding of this model on these tokens: the trainer's log-probs in half precision against its
+own in float32. The engine rounds more than the trainer, whose residual stream is float32: gaps were 1.1 to 1.9 times
+the trainer's rounding; four times is allowed (``MARGIN``). Measured with vLLM on a CPU in bfloat16, on 8 responses of
+64 to 128 tokens; ``healthy`` is the largest of all seeds, the others are the smallest:
 
 =============================================  =======  =========  ==============  ===============  =========
 figure (what is allowed)                       healthy  one layer  no system turn  T 0.8 against 1  top-p 0.9
@@ -26,78 +24,211 @@ slope, all others                               0.009       -           -       
 the same, random weights (0.02 to 0.05)         0.010       -           -               -             0.091
 =============================================  =======  =========  ==============  ===============  =========
 
-One layer: 1 % of its weights have another sign. SmolLM2-135M-Instruct has 30 layers (10 seeds, ``python -m
-benchmarks.gate``); the embedded policy has 4 and is sure of most tokens (4 seeds); random weights (2 seeds each) have 4
-to 30 layers, widths of 256 to 576 and vocabularies of 8k to 152k. Their rounding was 0.03 nats, 0.001, and 0.03 to
-0.12: a bound for all of them would be one for none.
+One layer: 1 % of its weights have another sign. SmolLM2-135M-Instruct: 10 seeds (``python -m benchmarks.gate``), the
+embedded policy: 4, random weights: 2 for each of several depths, widths and vocabularies. Their rounding was 0.03 nats,
+0.001, and 0.03 to 0.12.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sota_grpo import keys
+from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed, UserError, memory_for
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
+from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.recording.run_files import GATE_FILE
-from sota_grpo.rl.table import RowTable
+from sota_grpo.rewards.grading import own_grader
+from sota_grpo.rl.records import Example, SampledText, Sampling, Score, sample_seed, task_of_example, total_reward
+from sota_grpo.rl.table import Row, RowTable
+from sota_grpo.rl.task import Task
+from sota_grpo.rl.transforms import graded_texts
+from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.source.weight_sync import EngineWeightSync
+from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
-from sota_grpo.training.sample_checks import (
-    every_sampled_token_is_trained,
-    gold_answers_earn_the_full_reward,
-    no_held_out_question_is_trained_on,
-    responses_end_and_are_graded,
-    rewards_and_advantages_belong_to_their_responses,
-)
-from sota_grpo.training.subject import NUM_SAMPLES, Check, CheckError, Subject, sampled_tokens
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.remote_learner import RemoteLearner
 
+NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks sample; of a mixture at least one prompt of each task
+ROWS_TRAINED = 3  # all checks of a sample cost at most as much as training on so many: nine forward passes
+FEWEST_TOKENS = 64  # of a response, however small a step is
 NUM_COMPARED = 2 * NUM_SAMPLES  # rows whose gradient is computed twice: those of two prompts
-NUM_NAMED = 4  # tensors that are named in a sentence
+NUM_NAMED = 4  # tensors that a sentence names
 PROBE_TOKENS = 32  # of a response that shows which weights an engine has
-SPLIT = {True: 1e-4, False: 0.2}  # relative distance of two gradients that is allowed, in float32 or not
+SPLIT = {True: 1e-4, False: 0.2}  # allowed relative distance of two gradients, in float32 or not
+NUM_LOOKED_AT = 16  # prompts whose responses must all be cut for length before that is a failure
+NUM_GRADED = 64  # examples whose gold and empty answers are graded
+NUM_GROUPS = 4  # examples of which a grader of groups grades a whole group: each may cost a call of a judge
+ENOUGH = 4  # failures of the grader, at texts or at whole groups, after which no more are graded
 
-MARGIN = 4  # times the rounding that was measured, and standard errors
-SINGLE = 1e-4  # mean gap that is allowed where both compute in float32
+MARGIN = 4  # times the measured rounding, and standard errors
+SINGLE = 1e-4  # allowed mean gap in float32
 ROUNDING = 1e-6  # float32's own error in a mean of ratios
-HALF = 0.1  # mean gap that is allowed where parameters are in half precision: their rounding cannot be measured
-SMALLEST = 5e-3  # of what is allowed in half precision: a sharp policy's rounding is that of a handful of tokens
-LARGEST = 0.25  # above it nothing is allowed: a trainer that is wrong in half precision would measure that as rounding
+HALF = 0.1  # allowed mean gap where parameters are in half precision, whose rounding cannot be measured
+SMALLEST = 5e-3  # least bound in half precision: a confident policy's rounding is that of a handful of tokens
+LARGEST = 0.25  # largest bound: a trainer that is wrong in half precision would measure that as rounding
 FAR = 1.0  # gap of a single token that is far off in half precision, nats
-LEFT_OUT = 0.27  # of the gap that a layer makes which a push leaves out: the least of 30 layers made 0.4 of it
 SINGLE_FAR = 20 * SINGLE  # in float32
+LEFT_OUT = 0.27  # of the gap of a layer that a push leaves out: the least of 30 layers made 0.4 of it
 SLOPE = 0.05  # share by which the temperatures may differ
 RATIO = 0.01  # of the mean ratio's distance from 1
 
 logger = logging.getLogger(__name__)
 
 
-class Allowed(NamedTuple):
-    """Bounds that follow from rounding, and ``why``: of the mean of ``|gap|``, nats, and of the mean of its square.
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check; ``passed`` is None where there was nothing to look at, which is no failure."""
 
-    The effective sample size may be ``square`` below 1, the mismatch KL half of it.
+    name: str
+    passed: bool | None
+    sentence: str  # with the measured figures
+    seconds: float = 0.0
+
+    @property
+    def outcome(self) -> str:
+        return {True: "passed", False: "FAILED", None: "not made"}[self.passed]
+
+
+class CheckError(UserError):
+    """A check failed under ``check.mode=strict``."""
+
+    def __init__(self, check: Check) -> None:
+        failed = f"The check before training failed ({check.name}): {check.sentence}"
+        super().__init__(f"{failed}; check.mode=warn trains all the same.")
+        self.check = check
+
+
+@dataclass(frozen=True)
+class NamedReference:
+    """A reference or teacher that is another model than the policy."""
+
+    name: str
+    policy: str
+    vocabulary: Mapping[str, int]
+    context: int | None  # most tokens that it reads; None: not known
+    longest: int  # most tokens of a prompt with its response in this run
+
+
+@dataclass(kw_only=True)
+class TrainingComponents:
+    """The components of a run as they will train, and what the checks measure with them.
+
+    Args:
+        exact: engine and trainer both compute in float32.
+        num_layers: of the policy's decoder.
+        transforms: those of a batch (reference log-probs, advantages), in order.
+        packs: the policy's family is known to pack its rows, and padded ones were not requested.
+        reference: the reference, where it is another model.
+        reference_exact: whether the weights of a reference that is the policy at its start have the dtype of the
+            policy's; None: there is no such reference.
+        stop: texts that end a response like the end tokens.
     """
+
+    task: Task
+    rollouts: Rollouts
+    learner: Learner | RemoteLearner
+    weight_sync: EngineWeightSync
+    sampling: Sampling
+    seed: int
+    exact: bool
+    num_layers: int
+    transforms: Sequence[Callable[[RowTable], RowTable]] = ()
+    packs: bool = False
+    rows: RowTable = field(default_factory=lambda: RowTable(0, {}))  # the samples of the checks
+    reference: NamedReference | None = None
+    reference_exact: bool | None = None
+    stop: Sequence[str] = ()
+
+    @cached_property
+    def diagnosis(self) -> dict[str, float | None]:
+        """See :meth:`sota_grpo.training.learner.Learner.diagnose`."""
+        return self.learner.diagnose(self.rows)
+
+    @cached_property
+    def _measured(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        measured, rounding = self.learner.measured_with_rounding(self.rows)
+        mask = sampled_tokens(self.rows)
+        return measured[:, mask], None if rounding is None else rounding[mask]
+
+    @property
+    def said(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The trainer's log-prob of every sampled token of the rows, and its entropy there, flat, in nats."""
+        log_probs, entropies = self._measured[0]
+        return log_probs, entropies
+
+    @property
+    def rounding(self) -> torch.Tensor | None:
+        """The error of half precision alone in the trainer's log-probs of the sampled tokens; None: not known."""
+        return self._measured[1]
+
+    @property
+    def gaps(self) -> torch.Tensor:
+        """Trainer's minus engine's log-prob of every sampled token of the rows, flat, in nats."""
+        return self.said[0] - self.rows.flat(keys.LOG_PROBS)[sampled_tokens(self.rows)]
+
+    @property
+    def num_prompts(self) -> int:
+        return max(NUM_PROMPTS, len(getattr(self.task, "tasks", ())))
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a response of the checks: as in training, or fewer, so that they cost at most a step."""
+        step = self.sampling.max_tokens * self.learner.settings.optim_batch_size
+        affordable = step // (ROWS_TRAINED * self.num_prompts * NUM_SAMPLES)
+        return min(self.sampling.max_tokens, max(affordable, FEWEST_TOKENS))
+
+    def sample(
+        self,
+        num_prompts: int = NUM_PROMPTS,
+        num_samples: int = NUM_SAMPLES,
+        salt: int = 0,
+        max_tokens: int | None = None,
+    ) -> RowTable:
+        """Return fresh graded rows of the first training prompts; another ``salt`` draws other samples."""
+        num_prompts = max(num_prompts, self.num_prompts)
+        sampling = replace(self.sampling, max_tokens=min(max_tokens or self.max_tokens, self.max_tokens))
+        prompts = [
+            Prompt(index, example, num_samples, sample_seed(self.seed, index, 2 + salt))
+            for index, example in enumerate(self.task.train[:num_prompts])
+        ]
+        groups = sorted(self.rollouts.stream(prompts, sampling), key=lambda group: group.prompt.group_id)
+        return RowTable.cat([group.rows for group in groups])
+
+
+def sampled_tokens(rows: RowTable) -> torch.Tensor:
+    """Return which tokens of the flat rows the policy sampled, bool ``[sum T_i]``."""
+    return rows.flat(keys.ASSISTANT_MASK)
+
+
+class Allowed(NamedTuple):
+    """Bounds of the mean of ``|gap|``, in nats, and of the mean of its square, and ``why``."""
 
     gap: float
     square: float
     why: str
 
 
-def allowed_gaps(subject: Subject) -> Allowed:
-    """What rounding may do to ``subject.rows``; see the module."""
-    if subject.exact:
+def allowed_gaps(run: TrainingComponents) -> Allowed:
+    """Return the bounds that follow from rounding; see the module."""
+    if run.exact:
         return Allowed(SINGLE, 2 * ROUNDING, "both compute in float32")
-    rounding = subject.rounding
+    rounding = run.rounding
     if rounding is None:  # gaps of a Laplace distribution of mean m have a mean square of 2 m^2
         return Allowed(HALF, 2 * HALF**2, "parameters are in half precision")
     mean, square = float(rounding.abs().mean()), float(rounding.square().mean())
@@ -108,11 +239,11 @@ def allowed_gaps(subject: Subject) -> Allowed:
     )
 
 
-def the_reference_is_the_policy_at_its_start(subject: Subject) -> Check:
+def the_reference_is_the_policy_at_its_start(run: TrainingComponents) -> Check:
     """The reference gives the samples the log-probs that the trainer gives them, at the same temperature."""
-    ref = subject.rows.flat(keys.REF_LOG_PROBS)[sampled_tokens(subject.rows)]
-    gaps, same = subject.said[0] - ref, replace(subject, exact=subject.exact and bool(subject.reference_exact))
-    allowed, slope = allowed_gaps(same), temperature_slope(gaps, *subject.said)
+    ref = run.rows.flat(keys.REF_LOG_PROBS)[sampled_tokens(run.rows)]
+    gaps, same = run.said[0] - ref, replace(run, exact=run.exact and bool(run.reference_exact))
+    allowed, slope = allowed_gaps(same), temperature_slope(gaps, *run.said)
     mean, steepest = float(gaps.abs().mean()), SLOPE + MARGIN * slope.error
     return Check(
         "the reference is the policy at its start",
@@ -122,15 +253,12 @@ def the_reference_is_the_policy_at_its_start(subject: Subject) -> Check:
     )
 
 
-def the_objective_raises_better_responses(subject: Subject) -> Check:
-    """A step makes each sampled token of a better response likelier, of a worse one less, by the derivative.
-
-    A surrogate of one's own without the minus sign, or without a gradient, would train all the same.
-    """
-    rows = subject.rows[:NUM_COMPARED].without(keys.ADVANTAGE)
+def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
+    """By the derivative, a step makes each sampled token of a better response likelier, of a worse one less likely."""
+    rows = run.rows[:NUM_COMPARED].without(keys.ADVANTAGE)
     signs = torch.tensor([1.0, -1.0]).repeat(len(rows))[: len(rows)]
     rows.set(keys.ADVANTAGE, signs.reshape(-1, 1, 1))
-    found = subject.learner.coefficients(rows).split(rows.lengths(keys.FULL_TOKENS))
+    found = run.learner.coefficients(rows).split(rows.lengths(keys.FULL_TOKENS))
     values = torch.cat([own * sign for own, sign in zip(found, signs)])[sampled_tokens(rows)]
     right, none = int((values > 0).sum()), int((values == 0).sum())
     sentence = f"{right} of {len(values)} sampled tokens move as their advantage says"
@@ -141,26 +269,26 @@ def the_objective_raises_better_responses(subject: Subject) -> Check:
     return Check("the objective raises better responses", right == len(values), sentence)
 
 
-def engine_and_trainer_have_one_temperature(subject: Subject) -> Check:
-    """The slope of the gaps says by which share two temperatures differ: 0.2 for 0.8 against 1."""
-    slope = temperature_slope(subject.gaps, *subject.said)
+def engine_and_trainer_have_one_temperature(run: TrainingComponents) -> Check:
+    """The slope of the gaps is the share by which two temperatures differ: 0.2 for 0.8 against 1."""
+    slope = temperature_slope(run.gaps, *run.said)
     allowed = SLOPE + MARGIN * slope.error
     return Check(
         "engine and trainer have one temperature",
         abs(slope.value) <= allowed,
-        f"the trainer's is {1 - slope.value:.3f} times the engine's, by {subject.gaps.numel()} tokens "
+        f"the trainer's is {1 - slope.value:.3f} times the engine's, by {run.gaps.numel()} tokens "
         f"(allowed 1 +- {allowed:.2g})",
     )
 
 
-def engine_and_trainer_agree(subject: Subject) -> Check:
-    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and a high quantile of it.
+def engine_and_trainer_agree(run: TrainingComponents) -> Check:
+    """Compare the mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and the largest.
 
-    In float32 the quantile is the largest gap. In half precision as many of the largest gaps are left out as half of
-    the responses are, so that a mistake at one token of every response is still found, however long they are.
+    In half precision as many of the largest gaps are left out as half of the responses are: a mistake at one token of
+    every response is still found.
     """
-    gaps, allowed = subject.gaps.abs(), allowed_gaps(subject)
-    left_out, far = (0, SINGLE_FAR) if subject.exact else (len(subject.rows) // 2, FAR)
+    gaps, allowed = run.gaps.abs(), allowed_gaps(run)
+    left_out, far = (0, SINGLE_FAR) if run.exact else (len(run.rows) // 2, FAR)
     mean, highest = float(gaps.mean()), gaps.topk(min(left_out + 1, gaps.numel())).values
     within = f", all but {left_out} within {highest[-1]:.2g}" if left_out else ""
     passed = mean <= allowed.gap and float(highest[-1]) <= far
@@ -168,17 +296,17 @@ def engine_and_trainer_agree(subject: Subject) -> Check:
         "engine and trainer agree",
         passed,
         f"mean log-prob gap {mean:.2g}, largest {highest[0]:.2g}{within}, over {gaps.numel()} tokens "
-        f"(allowed {allowed.gap:.2g} and {far:g}: {allowed.why}){'' if passed else _whose_gap(subject)}",
+        f"(allowed {allowed.gap:.2g} and {far:g}: {allowed.why}){'' if passed else _whose_gap(run)}",
     )
 
 
-def _whose_gap(subject: Subject) -> str:
-    """Where half precision is in play and rounding known: which side is far from float32, and what would mend it."""
-    if subject.exact or subject.rounding is None:
+def _whose_gap(run: TrainingComponents) -> str:
+    """In half precision, name the distance of either side from float32, and the options that mend it."""
+    if run.exact or run.rounding is None:
         return ""
-    half = subject.learner.settings.precision != "fp32"
-    of_trainer = subject.rounding if half else torch.zeros_like(subject.rounding)
-    engine, trainer = (float(gap.abs().mean()) for gap in (subject.gaps - of_trainer, of_trainer))
+    half = run.learner.settings.precision != "fp32"
+    of_trainer = run.rounding if half else torch.zeros_like(run.rounding)
+    engine, trainer = (float(gap.abs().mean()) for gap in (run.gaps - of_trainer, of_trainer))
     mend = "inference_model.torch_dtype=float32" + (" train.precision=fp32" if half else "")
     return (
         f"; from the trainer in float32 the engine is {engine:.2g} away and the trainer {trainer:.2g}: if half "
@@ -186,47 +314,44 @@ def _whose_gap(subject: Subject) -> str:
     )
 
 
-def first_ratio_is_one(subject: Subject) -> Check:
-    """Mean ratio 1; by the loss's own diagnostics effective sample size 1 and no mismatch; in float32 nothing clipped.
+def first_ratio_is_one(run: TrainingComponents) -> Check:
+    """The mean ratio is 1, by the loss's diagnostics the effective sample size too; in float32 nothing is clipped.
 
-    Small gaps of mean square ``v`` have an effective sample size of ``1 - v`` and a mismatch KL of ``v / 2``. How many
-    tokens half precision clips depends on the clip's width (GSPO's 3e-4 is within the rounding): reported only.
+    Small gaps of mean square ``v`` have an effective sample size of ``1 - v`` and a mismatch KL of ``v / 2``.
     """
-    diagnosis, ratio = subject.diagnosis, mean_ratio(subject.gaps)
+    diagnosis, ratio = run.diagnosis, mean_ratio(run.gaps)
     ess, kl, clipped = (diagnosis[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
     assert ess is not None  # every sample has at least one token
     assert kl is not None
     assert clipped is not None
-    square, mass = allowed_gaps(subject).square, RATIO + MARGIN * ratio.error
+    square, mass = allowed_gaps(run).square, RATIO + MARGIN * ratio.error
     return Check(
         "the first ratio is one",
-        1 - ess <= square and kl <= square / 2 and abs(ratio.value - 1) <= mass and (clipped == 0 or not subject.exact),
+        1 - ess <= square and kl <= square / 2 and abs(ratio.value - 1) <= mass and (clipped == 0 or not run.exact),
         f"mean {ratio.value:.4f} (allowed 1 +- {mass:.2g}), effective sample size {ess:.6f} (allowed {1 - square:g}), "
         f"mismatch KL {kl:.2g} (allowed {square / 2:.2g}), {clipped:.2%} of the tokens clipped",
     )
 
 
-def prompts_are_computed_once(subject: Subject) -> Check:
-    """Where the policy's family is known to pack its rows, it does: padded ones cost several times as much."""
-    packed = bool(subject.diagnosis["packed"])
+def prompts_are_computed_once(run: TrainingComponents) -> Check:
+    """A policy whose family can pack its rows does: padded rows cost several times as much."""
+    packed = bool(run.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, each with its prompt"
-    if subject.packs and not packed:
+    if run.packs and not packed:
         sentence += ", which this model does not need: the log says why; model.attn_implementation=sdpa asks for it"
-    return Check("prompts are computed once", packed or not subject.packs, sentence)
+    return Check("prompts are computed once", packed or not run.packs, sentence)
 
 
-def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
+def gradient_does_not_depend_on_the_split(run: TrainingComponents) -> Check:
     """The gradient over micro-batches of several rows equals the sum over micro-batches of one row each.
 
-    Of two prompts' rows, under advantages and log-probs that no clip cuts. In float32 the two differ by 1e-6, whatever
-    the model; in half precision they were 0.011 to 0.069 of the norm apart, by models of 4 to 30 layers. So 0.2 is
-    allowed there: a row of four that is lost or counted twice makes about half of the norm; a single lost token is seen
-    in float32 only.
+    Of two prompts' rows, under advantages and log-probs that no clip cuts. In float32 the two differ by 1e-6; in half
+    precision they were 0.011 to 0.069 of the norm apart (4 to 30 layers), and 0.2 is allowed: one of four rows that is
+    lost or counted twice makes about half of the norm.
     """
-    rows = subject.rows[:NUM_COMPARED]
-    longest = max(rows.lengths(keys.FULL_TOKENS))
-    budgets = compared_budgets(subject.learner.settings.micro_batch_tokens, longest)
-    norm, gap, single = subject.learner.gradient_gap(rows, budgets)
+    rows = run.rows[:NUM_COMPARED]
+    together = max(run.learner.settings.micro_batch_tokens, 2 * max(rows.lengths(keys.FULL_TOKENS)))
+    norm, gap, single = run.learner.gradient_gap(rows, (together, 1))
     passed = norm > 0 and gap <= SPLIT[single]
     sentence = f"relative gap {gap:.2g} at gradient norm {norm:.3g} (allowed {SPLIT[single]:g}"
     sentence += f"{', both in float32' if single else ''})"
@@ -238,81 +363,69 @@ def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
     return Check("the gradient does not depend on the split", passed, sentence)
 
 
-def compared_budgets(micro_batch_tokens: int, longest: int) -> tuple[int, int]:
-    """Tokens of a micro-batch, of several rows and of one; at least twice the longest, else each is alone in both."""
-    return max(micro_batch_tokens, 2 * longest), 1
-
-
-def pushed_weights_landed(subject: Subject) -> Check:
+def pushed_weights_landed(run: TrainingComponents) -> Check:
     """After a push of changed weights the engine samples from them, and from the old ones once those are back.
 
-    Every trainable tensor is changed, which makes a policy with another rounding. So the gap to the pushed weights may
-    be 1.5 times the gap after the push back, scaled by what half precision does to the one and to the other; or a share
-    of the gap to the old ones. One of ``L`` layers that was left out of the push is about ``1 / sqrt(L)`` of that gap,
-    as changes of layers add up like independent errors; :data:`LEFT_OUT` of it is allowed. Where rounding cannot be
-    measured it may be twice, or a tenth. In float32 none of it is needed. A token counts for at most 1 nat, else a few
-    that the old weights find impossible drown the rest.
+    Every trainable tensor is changed. In half precision the gap to the pushed weights may be 1.5 times the gap after
+    the push back, scaled by the rounding of both; or :data:`LEFT_OUT` of the gap to the old weights over ``sqrt(L)``:
+    one of ``L`` layers that the push left out makes about ``1 / sqrt(L)`` of that gap. Where rounding cannot be
+    measured it may be twice, or a tenth. A token counts for at most 1 nat.
 
-    Measured on the embedded policy with a bfloat16 engine (8 rows, 5 seeds): the gap to the pushed weights is 0.02 to
-    0.04 of that to the old ones; 0.43 to 1.5 of it when attention, MLP, norms or embeddings are left out of the push.
-    On SmolLM2 in bfloat16 (9 seeds) a right push comes to 0.50 to 0.73 of what is allowed, one without a single one of
-    the 30 layers to 1.5 and more.
+    Measured on the embedded policy with a bfloat16 engine: the gap to the pushed weights is 0.02 to 0.04 of that to the
+    old ones, and 0.43 to 1.5 of it when attention, MLP, norms or embeddings are left out. On SmolLM2 in bfloat16 a
+    right push comes to 0.50 to 0.73 of what is allowed, one without a single layer to 1.5 and more.
 
-    A single tensor may be within the rounding. So engines that can say have the checksum of each compared, and what is
-    not compared is told; in float32, where none is within it, those that did not land are found by their effect.
+    A single tensor may be within the rounding: engines that report checksums have those of each tensor compared. In
+    float32, tensors that did not arrive are found by their effect.
     """
-    learner, version = subject.learner, subject.learner.version
+    learner, version = run.learner, run.learner.version
     learner.perturb()
     try:
-        subject.weight_sync.send(version=version)
-        compared = subject.weight_sync.compared()
-        probe = subject.sample(salt=1, max_tokens=PROBE_TOKENS)
-        subject.weight_sync.sleep()
-        new, rounding = _typical(subject, probe)
+        run.weight_sync.send(version=version)
+        compared = run.weight_sync.compared()
+        probe = run.sample(salt=1, max_tokens=PROBE_TOKENS)
+        run.weight_sync.sleep()
+        new, rounding = _typical(run, probe)
     finally:
         learner.restore()
-    old, _ = _typical(subject, probe, round_too=False)
-    subject.weight_sync.send(version=version)
-    rows = subject.sample(max_tokens=PROBE_TOKENS)
-    subject.weight_sync.sleep()
-    back, usual = _typical(subject, rows)
-    if subject.exact:
+    old, _ = _typical(run, probe, round_too=False)
+    run.weight_sync.send(version=version)
+    rows = run.sample(max_tokens=PROBE_TOKENS)
+    run.weight_sync.sleep()
+    back, usual = _typical(run, rows)
+    if run.exact:
         allowed = SINGLE
     elif rounding and usual:
-        allowed = max(1.5 * back * rounding / usual, LEFT_OUT * old / math.sqrt(subject.num_layers))
+        allowed = max(1.5 * back * rounding / usual, LEFT_OUT * old / math.sqrt(run.num_layers))
     else:
         allowed = max(2 * back, old / 10)
     differing = sorted(compared.differing)
-    passed = new <= allowed and back <= allowed_gaps(subject).gap and old > new and not differing
+    passed = new <= allowed and back <= allowed_gaps(run).gap and old > new and not differing
     sentence = (
         f"mean log-prob gap {new:.2g} to the pushed weights (allowed {allowed:.2g}), {old:.2g} to the old ones, "
         f"{back:.2g} after the push back"
     )
     if count := len(compared.equal) + len(differing):
         sentence += f"; {len(differing)} of {count} tensors have another checksum in the engine"
-    if not subject.exact and not compared.reported:
-        sentence += f"; not verified: single tensors, which {subject.weight_sync.engine.name} does not read back"
-    if not subject.exact and compared.unread:
+    if not run.exact and not compared.reported:
+        sentence += f"; not verified: single tensors, which {run.weight_sync.engine.name} does not read back"
+    if not run.exact and compared.unread:
         sentence += f"; not verified: {_few(sorted(compared.unread))}, which the engine holds in another form"
-    if not passed and not differing and subject.exact and back <= SINGLE < min(new, old):
-        differing = _left_out(subject, probe, allowed)
+    if not passed and not differing and run.exact and back <= SINGLE < min(new, old):
+        differing = _left_out(run, probe, allowed)
     if differing:
         sentence += f"; these did not land: {_few(differing)}"
     return Check("pushed weights landed", passed, sentence)
 
 
 def _few(names: Sequence[str]) -> str:
-    """The first of them, and how many there are besides."""
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return ", ".join(names[:NUM_NAMED]) + more
 
 
-def _left_out(subject: Subject, rows: RowTable, allowed: float) -> list[str]:
-    """The tensors without whose change the trainer gives the rows' log-probs; empty where no such are found.
-
-    All of a kind (of every layer), all of a layer, and single ones are tried.
-    """
-    learner, names = subject.learner, subject.learner.trainable_names()
+def _left_out(run: TrainingComponents, rows: RowTable, allowed: float) -> list[str]:
+    """Return the tensors whose change the engine lacks: of every layer alike, all of a layer, or a single one."""
+    learner, names = run.learner, run.learner.trainable_names()
     sets: dict[str, list[str]] = {}
     for name in names:
         numbers = re.findall(r"\.\d+\.", name)
@@ -321,7 +434,7 @@ def _left_out(subject: Subject, rows: RowTable, allowed: float) -> list[str]:
     for chosen in sorted(sets.values(), key=len, reverse=True):
         learner.perturb(chosen)
         try:
-            gap, _ = _typical(subject, rows)
+            gap, _ = _typical(run, rows)
         finally:
             learner.restore()
         if gap <= allowed:
@@ -329,11 +442,11 @@ def _left_out(subject: Subject, rows: RowTable, allowed: float) -> list[str]:
     return []
 
 
-def the_reference_reads_the_policys_tokens(subject: Subject) -> Check:
-    """Every token of the policy has the same id in the reference, which reads the longest sample."""
-    other = subject.reference
+def the_reference_reads_the_policys_tokens(run: TrainingComponents) -> Check:
+    """Every token of the policy has the same id in the reference, whose context holds the longest sample."""
+    other = run.reference
     assert other is not None
-    own = subject.rollouts.env.tokenizer.get_vocab()
+    own = run.rollouts.env.tokenizer.get_vocab()
     odd = sorted(token for token, index in own.items() if other.vocabulary.get(token) != index)
     short = other.context is not None and other.context < other.longest
     sentence = f"{len(own) - len(odd)} of the {len(own)} tokens of {other.policy} have the same id in {other.name}"
@@ -347,12 +460,247 @@ def the_reference_reads_the_policys_tokens(subject: Subject) -> Check:
     return Check("the reference reads the policy's tokens", not odd and not short, sentence)
 
 
-WITHOUT_SAMPLES: tuple[Callable[[Subject], Check], ...] = (
+NUM_LOOKED_AT = 16  # prompts whose responses must all be cut for length before that is a failure
+NUM_GRADED = 64  # examples whose gold and empty answers are graded
+NUM_GROUPS = 4  # examples for which a grader of groups is given a whole group: each may cost a call of a judge
+ENOUGH = 4  # failures of the grader, at texts or at whole groups, after which no more are graded
+
+
+def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
+    """A gold answer is right and earns more than an empty one, for the first training and held-out examples.
+
+    Without gold answers, the empty one must be gradable for at least one example; a grader of groups grades groups.
+    """
+    task, num_texts, graded, applies = run.task, 0, False, False
+    known: list[tuple[Example, Score, Score]] = []  # with the scores of the empty and of the gold answer
+    errors: list[str] = []
+    lost = 0
+    for example, siblings in _examples(run):
+        gold = task.gold_response(example)
+        texts = [""] * siblings if gold is None else ["", gold]
+        env = run.rollouts.env
+        scores = env.grader.scores([(_as_sampled(text, env), example) for text in texts]).result()
+        failures = [score.error for score in scores if score.error is not None]
+        known += [(example, scores[0], scores[1])] if gold is not None else []
+        graded |= len(failures) < len(scores)
+        applies |= any(value is not None for score in scores for value in score.terms.values())
+        errors += failures
+        num_texts += len(scores)
+        lost += len(failures) if siblings == 1 else len(failures) == siblings
+        if lost >= ENOUGH or (not graded and any("TimeoutError" in failure for failure in failures)):
+            break  # each may have cost the grader's whole deadline
+    full: dict[str | None, float] = {}  # of each task of a mixture
+    rewards = [[total_reward(score.terms, task.term_weights) for score in scores] for _, *scores in known]
+    for (example, *_), (_, earned) in zip(known, rewards):
+        name = task_of_example(example.extra)
+        full[name] = max(full.get(name, -math.inf), earned)
+    bad = [
+        example
+        for (example, _, right), (nothing, earned) in zip(known, rewards)
+        if not right.success or earned < full[task_of_example(example.extra)] or nothing >= earned
+    ]
+    most = ", ".join(f"{full[each]:g}" + ("" if each is None else f" ({each})") for each in full)
+    name = "gold answers earn the full reward"
+    sentence = f"{len(known) - len(bad)} of {len(known)} gold answers earn the full reward of {most}"
+    looked_at = bool(known) or applies
+    if not known:
+        name = "responses can be graded"
+        sentence = "not checked against gold answers, of which the task knows none"
+    if bad:
+        sentence += f"; the first that does not: {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
+    if not applies:
+        sentence += f"; no reward applies to any of {num_texts} texts, and where that goes on nothing is learned"
+    if errors:
+        sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
+    return Check(name, (not bad and graded) if looked_at or not graded else None, sentence)
+
+
+def _as_sampled(text: str, env: TaskEnv) -> SampledText:
+    """Return the text with an engine's token ids, as the grader reads those."""
+    ids = env.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return SampledText(env.decode(torch.tensor(ids, dtype=torch.int64)), [*ids, end_token_ids(env.tokenizer)[0]])
+
+
+def _examples(run: TrainingComponents) -> Iterator[tuple[Example, int]]:
+    """Yield the examples whose answers are graded, each with the size of its group."""
+    task = run.task
+    if hasattr(task.score, "score_group") or getattr(task, "is_judged", False):
+        count = max(NUM_GROUPS, len(getattr(task, "tasks", ())))  # of a mixture each task once
+        yield from ((example, run.rollouts.env.group_size(example)) for example in task.train[:count])
+    else:
+        yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])
+
+
+def no_held_out_question_is_trained_on(run: TrainingComponents) -> Check:
+    """The normalised questions of the two splits are disjoint."""
+    if not run.task.heldout:
+        return Check("no held-out question is trained on", None, "no problem is held out")
+    shared = {normalised(e.query) for e in run.task.heldout} & {normalised(e.query) for e in run.task.train}
+    sentence = f"{len(shared)} held-out questions stand in the training split"
+    if shared:
+        sentence += f", for example {min(shared)[:80]!r}; take them out of one of the two"
+    return Check("no held-out question is trained on", not shared, sentence)
+
+
+def responses_end_and_are_graded(run: TrainingComponents) -> Check:
+    """Some sample ends before its limit (more are drawn where all were cut), and of each task some can be graded."""
+    rows, faults = run.rows, []
+    ended = int((~rows.get(keys.TRUNCATED)).sum())
+    unseen = not ended and run.max_tokens < run.sampling.max_tokens
+    if not ended and not unseen and not run.sampling.ignore_eos:
+        run.weight_sync.wake()
+        step = run.learner.settings.optim_batch_size // NUM_SAMPLES  # no more than an optimizer step's responses
+        more = run.sample(min(NUM_LOOKED_AT, step), salt=2)
+        run.weight_sync.sleep()
+        if bool(more.get(keys.TRUNCATED).all()):
+            faults.append(
+                f"all of {len(more)} more were cut, too, so that no response ends: raise inference_model.max_tokens "
+                f"(now {run.sampling.max_tokens}), or name in inference_model.stop what ends a response"
+            )
+    failed = rows.get(keys.REWARD_ERROR).flatten()
+    reasons = [json.loads(text).get("error") for text in rows.get(keys.REWARD_INFO)]
+    tasks = [task_of_example(json.loads(row[keys.EXTRA])) for row in rows.rows(keys.EXTRA)]
+    for name, places in _places(tasks).items():
+        of_task = "" if name is None else f" of {name}"
+        if bool(failed[places].all()):
+            faults.append(f"the grader failed at every response{of_task}, the first time: {reasons[places[0]]}")
+    counts = f"{ended} of {len(rows)} responses end before their limit, {len(rows) - int(failed.sum())} are graded"
+    if failed.any() and not faults:
+        first = reasons[int(failed.int().argmax())]
+        counts += f"; the grader failed at {int(failed.sum())} of {len(rows)}, the first time: {first}"
+    if unseen:
+        counts += f"; not verified: that longer ones than the {run.max_tokens} tokens that the checks sample end"
+    return Check("responses end and are graded", not faults, "; ".join([counts, *faults]))
+
+
+def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
+    """The trained tokens are those that the policy sampled, of every turn, from its first to its end token."""
+    faults = [fault for row in run.rows.rows() if (fault := _mask_fault(run, row)) is not None]
+    sentence = f"{len(run.rows) - len(faults)} of {len(run.rows)} responses are trained from their first token"
+    if faults:
+        sentence += f" to their end; in the others {faults[0]}"
+    return Check("every sampled token is trained", not faults, sentence + ("" if faults else " to their end token"))
+
+
+def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
+    """Return what is wrong with the trained tokens of a row."""
+    env, ids, mask = run.rollouts.env, row[keys.FULL_TOKENS], row[keys.ASSISTANT_MASK]
+    start = len(row[keys.PROMPT_TOKENS])
+    outside = torch.zeros(1, dtype=torch.int32)
+    edges = torch.diff(mask.int(), prepend=outside, append=outside).nonzero().flatten().tolist()
+    turns = list(zip(edges[::2], edges[1::2]))  # from, to
+    if not turns or turns[0][0] < start:
+        return "a token of the prompt is trained" if turns else "no token is trained"
+    if not env.multi_turn and turns[0][0] > start:
+        return "the first sampled token is not trained"
+    if not env.multi_turn and len(turns) > 1:
+        return "a sampled token is not trained"
+    if turns[-1][1] < len(ids):
+        return "the last sampled token is not trained"
+    if getattr(env.tokenizer, "chat_template", None) and len({int(ids[first - 1]) for first, _ in turns}) > 1:
+        return "turns begin behind different tokens, so that the first of one is not trained"
+    whole = [*turns[:-1], *([] if bool(row[keys.TRUNCATED]) or run.sampling.ignore_eos else turns[-1:])]
+    ends = end_token_ids(env.tokenizer)
+    for first, end in whole:
+        said = env.tokenizer.decode(ids[first:end]) if run.stop else ""
+        if int(ids[end - 1]) not in ends and not any(stop in said for stop in run.stop):
+            return "the end token is not trained"
+    return None
+
+
+def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) -> Check:
+    """Every sample, graded again, earns the reward of its row; of two siblings the better has the larger advantage.
+
+    A response that earns another reward each time shows nothing, and a judge is not asked again. Advantages are those
+    of made-up rewards, as the samples' own may all be equal.
+    """
+    rows, name = run.rows, "rewards and advantages belong to their responses"
+    wrong, steady = _regraded(run)
+    swapped, compared = _swapped_advantages(run)
+    sentence = f"{steady - len(wrong)} of {steady} responses earn the reward of their row when they are graded again"
+    if wrong:
+        place, again = wrong[0]
+        sentence += f"; response {place} of {len(rows)} has {float(rows.get(keys.REWARD)[place]):g} and earns {again:g}"
+    sentence += f"; in {compared - swapped} of {compared} groups the better response has the larger advantage"
+    return Check(name, (not wrong and not swapped) if steady or compared else None, sentence)
+
+
+def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
+    """Return the rows that earn another reward when graded again, with that reward; and how many were compared."""
+    weights = run.rollouts.env.task.term_weights
+    rows, groups = run.rows.rows(), list(_places(run.rows.get(keys.GROUP_ID).tolist()).values())
+
+    def pair(row: Row) -> tuple[SampledText, Example]:
+        ((text, example),) = graded_texts([row])
+        last = int((~row[keys.ASSISTANT_MASK]).nonzero()[-1]) + 1
+        record = row.get(keys.DIALOG)
+        return SampledText(text, row[keys.FULL_TOKENS][last:].tolist(), record and json.loads(record)), example
+
+    failed = run.rows.get(keys.REWARD_ERROR).flatten().tolist()
+    asked = groups if hasattr(run.task.score, "score_group") else [[place] for group in groups for place in group]
+    first: dict[int, float] = {}
+    second: dict[int, float] = {}
+    for rewards in (first, second):
+        odd = {place for place, value in first.items() if not _equal(value, float(rows[place][keys.REWARD]))}
+        graded = [group for group in asked if rewards is first or odd & {*group}]
+        futures = [own_grader(run.rollouts.env.grader).scores([pair(rows[p]) for p in group]) for group in graded]
+        for group, future in zip(graded, futures):
+            for place, score in zip(group, future.result(), strict=True):
+                if score.error is None and not failed[place]:
+                    # terms that are not the grader's (a judge's, penalties) are the row's
+                    own = {key[-1]: float(v) for key, v in rows[place].items() if key[:-1] == keys.REWARD_TERMS}
+                    rewards[place] = total_reward({**own, **score.terms}, {**dict.fromkeys(own, 1.0), **weights})
+    unsteady = {place for place, value in second.items() if place in first and not _equal(value, first[place])}
+    wrong = [(place, value) for place, value in second.items() if place in odd and place not in unsteady]
+    return wrong, len(first) - len(unsteady)
+
+
+def _equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-5)  # rewards are kept in float32
+
+
+def _places(names: Iterable[Hashable]) -> dict[Any, list[int]]:
+    """Return the positions of each name."""
+    places: dict[Any, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return places
+
+
+def _swapped_advantages(run: TrainingComponents) -> tuple[int, int]:
+    """Return in how many groups the better response lacks the larger advantage, and of how many.
+
+    Rewards are made up: 1, 0, 0, 1, 1, 0, ..., so that advantages of the next response or the next group show.
+    """
+    rows = run.rows.without(keys.ADVANTAGE, keys.GRADED_REWARD)
+    groups = list(_places(rows.get(keys.GROUP_ID).tolist()).values())
+    better = torch.zeros(len(rows))
+    for number, group in enumerate(groups):
+        better[group[number % 2 :: 2]] = 1.0
+    rows.set(keys.REWARD, better.reshape(-1, 1))
+    rows.set(keys.REWARD_ERROR, torch.zeros(len(rows), 1, dtype=torch.bool))
+    weights = run.rollouts.env.task.term_weights
+    for name in {*weights, *rows.names(keys.REWARD_TERMS)}:
+        rows.set((*keys.REWARD_TERMS, name), better.reshape(-1, 1) * (1 if weights.get(name, 1) > 0 else -1))
+    for transform in run.transforms:
+        rows = transform(rows)
+    if not rows.has(keys.ADVANTAGE):
+        return 0, 0
+    advantage = rows.get(keys.ADVANTAGE).flatten()
+    swapped = [
+        group
+        for group in groups
+        if not advantage[[p for p in group if better[p]]].min() > advantage[[p for p in group if not better[p]]].max()
+    ]
+    return len(swapped), len(groups)
+
+
+WITHOUT_SAMPLES: tuple[Callable[[TrainingComponents], Check], ...] = (
     the_reference_reads_the_policys_tokens,
     gold_answers_earn_the_full_reward,
     no_held_out_question_is_trained_on,
 )
-WITH_SAMPLES: tuple[Callable[[Subject], Check], ...] = (
+WITH_SAMPLES: tuple[Callable[[TrainingComponents], Check], ...] = (
     responses_end_and_are_graded,
     every_sampled_token_is_trained,
     rewards_and_advantages_belong_to_their_responses,
@@ -365,29 +713,25 @@ WITH_SAMPLES: tuple[Callable[[Subject], Check], ...] = (
     gradient_does_not_depend_on_the_split,
     pushed_weights_landed,
 )
-OF_A_REFERENCE = {
-    the_reference_reads_the_policys_tokens: "reference",  # with what the subject has it to be about
-    the_reference_is_the_policy_at_its_start: "reference_exact",
-}
+OF_A_REFERENCE = (the_reference_reads_the_policys_tokens, the_reference_is_the_policy_at_its_start)
 CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in OF_A_REFERENCE)  # of every run
 
 
-def checks_of(subject: Subject) -> list[Callable[[Subject], Check]]:
-    """Return the checks that apply: a reference's only where there is one that they are about."""
-    left_out = {check for check, about in OF_A_REFERENCE.items() if getattr(subject, about) is None}
+def checks_of(run: TrainingComponents) -> list[Callable[[TrainingComponents], Check]]:
+    """Return the checks that apply: those of a reference only where there is one."""
+    at_start = run.reference_exact is not None and run.learner.version == 0
+    left_out = {check for check, is_there in zip(OF_A_REFERENCE, (run.reference is not None, at_start)) if not is_there}
     return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]
 
 
 def run_gate(
-    subject: Subject,
+    run: TrainingComponents,
     mode: str,
-    checks: Sequence[Callable[[Subject], Check]] | None = None,
+    checks: Sequence[Callable[[TrainingComponents], Check]] | None = None,
     *,
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> list[Check]:
-    """Make these checks, or every one; ``warn`` logs those that fail, ``strict`` raises at the first.
-
-    ``on_check`` receives each outcome as it comes.
+    """Make these checks, or all that apply, with ``on_check`` at each; ``warn`` logs failures, ``strict`` raises.
 
     Raises:
         CheckError: a check failed and ``mode`` is ``strict``.
@@ -397,16 +741,16 @@ def run_gate(
     if mode == "off":
         return []
     random = rng_state()
-    half = max(1, subject.learner.settings.micro_batch_tokens // 2)
+    half = max(1, run.learner.settings.micro_batch_tokens // 2)
     fix = f"use train.micro_batch_tokens={half} or train_model.gradient_checkpointing=true"
     done: list[Check] = []
-    for check in checks_of(subject) if checks is None else checks:
+    for check in checks_of(run) if checks is None else checks:
         began = time.perf_counter()  # the first that needs samples waits for them
         try:
             with memory_for(f"the check '{check.__name__.replace('_', ' ')}'", fix):
-                if check not in WITHOUT_SAMPLES and not subject.rows:
-                    subject.rows = graded_rows(subject)
-                result = replace(check(subject), seconds=time.perf_counter() - began)
+                if check not in WITHOUT_SAMPLES and not run.rows:
+                    run.rows = graded_rows(run)
+                result = replace(check(run), seconds=time.perf_counter() - began)
         except UnusableValues as error:
             raise UserError(f"The responses sampled before training cannot be trained on: {error}") from error
         done.append(result)
@@ -417,13 +761,13 @@ def run_gate(
             raise CheckError(result)
         if result.passed is False:
             logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
-    subject.weight_sync.wake()
+    run.weight_sync.wake()
     set_rng_state(random)
     return done
 
 
 def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
-    """Replace the run's ``gate.json`` by the outcome of these checks; RunFailed where it cannot be written."""
+    """Write the outcome of these checks to the run's ``gate.json``."""
     path = run_dir / GATE_FILE
     try:
         write_json(path, {"mode": mode, "checks": [asdict(check) for check in checks]})
@@ -431,19 +775,19 @@ def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
         raise RunFailed(f"{path} cannot be written ({error.strerror}); free space there and start again.") from error
 
 
-def graded_rows(subject: Subject) -> RowTable:
-    """The samples as a batch is trained on; what follows needs the learner's device as much as a step does."""
-    batch = subject.sample()
-    subject.weight_sync.sleep()
-    for transform in subject.transforms:
+def graded_rows(run: TrainingComponents) -> RowTable:
+    """Return samples as a batch that is trained on; a colocated engine sleeps from here on."""
+    batch = run.sample()
+    run.weight_sync.sleep()
+    for transform in run.transforms:
         batch = transform(batch)
     return batch
 
 
-def _typical(subject: Subject, rows: RowTable, *, round_too: bool = True) -> tuple[float, float | None]:
-    """Size of the gaps to the learner's weights as they are, and of their rounding where that is needed and known."""
-    learner, mask, rounding = subject.learner, sampled_tokens(rows), None
-    if subject.exact or not round_too:
+def _typical(run: TrainingComponents, rows: RowTable, *, round_too: bool = True) -> tuple[float, float | None]:
+    """Return the mean gap to the learner's present weights, and that of their rounding where needed and known."""
+    learner, mask, rounding = run.learner, sampled_tokens(rows), None
+    if run.exact or not round_too:
         measured = learner.measured(rows)
     else:
         measured, rounding = learner.measured_with_rounding(rows)

@@ -13,11 +13,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError, memory_for
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
+from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
     Ranks,
@@ -41,7 +43,6 @@ from sota_grpo.training.forward_passes import (
     Pass,
     Planner,
     Share,
-    dropouts,
     learning_rate_factor,
     without_dropout,
 )
@@ -59,22 +60,20 @@ PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 
 
 
 class NonFiniteStep(UserError):
-    """A loss or a gradient was not finite; the batch that caused it lies beside the run."""
+    """A loss or a gradient is not finite; the message names the file with the batch."""
 
 
 class Learner(ForwardPasses):
-    """Trains ``policy`` with ``loss``.
-
-    Contract. Consumes: complete batches of graded rows. Produces: new weights, ``version`` raised by one per
-    :meth:`update`. Waits for: nobody. When a step is not finite it stops with the batch dumped.
+    """Train ``policy`` with ``loss``; every :meth:`update` raises ``version`` by one.
 
     Args:
         policy: gives log-probs of padded rows; its trainable parameters are optimised.
         loss: the objective around the same policy.
-        dump_dir: where a batch that gave a non-finite step is written.
+        dump_dir: the folder for the batch of a step that is not finite.
         seed: order of the groups in the second and later epochs.
-        ranks: the processes that train this policy together, each of which holds a part of it (see
-            :func:`sota_grpo.policy.sharding.shard`) and is given the same calls with the same rows. None: this one.
+        ranks: the processes that train this policy together, each with a shard of it
+            (:func:`sota_grpo.policy.sharding.shard`) and the same calls. None: this one alone.
+        tokenizer: written with the exported model.
     """
 
     def __init__(
@@ -87,16 +86,16 @@ class Learner(ForwardPasses):
         dump_dir: Path,
         seed: int = 0,
         ranks: Ranks | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         super().__init__(policy, settings, pad_token_id, ranks)
-        self.loss, self.dump_dir, self.seed = loss, dump_dir, seed
+        self.loss, self.dump_dir, self.seed, self.tokenizer = loss, dump_dir, seed, tokenizer
         self.version = self.optimizer_steps = 0
         # the scorer's names: they are those of checkpoints
         self.trainable = {name: p for name, p in policy.scorer.named_parameters() if p.requires_grad}
         self.parameters = list(self.trainable.values())
-        self.drops_out = bool(dropouts(policy))
         self.changed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # with positions and values before
-        #: Called before a parameter or what the optimizer keeps of one changes: somebody may be copying them.
+        #: Called before a parameter or its optimizer state changes: a checkpoint may be copying them.
         self.before_change: Callable[[], object] = lambda: None
         self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings.rates)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -108,11 +107,11 @@ class Learner(ForwardPasses):
             self._apply_entropy_coef(0.0)
 
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
-        """A training step: ``epochs`` passes over the ``[N]`` ragged rows, an optimizer step per ``optim_batch_size``.
+        """Do a training step: ``epochs`` passes over the ``[N]`` ragged rows, ``optim_batch_size`` a step.
 
         Returns:
-            Metrics of the step: means over its optimizer steps; ``mismatch_kl`` is that of the weights before it and
-            without dropout. None where there was nothing to measure: no trained token, or no step taken.
+            Metrics, means over the optimizer steps; ``mismatch_kl`` is that of the weights before the step, without
+            dropout. None where there was nothing to measure: no trained token, or no step taken.
 
         Raises:
             NonFiniteStep: a loss or gradient is NaN or infinite.
@@ -120,7 +119,7 @@ class Learner(ForwardPasses):
         return self.update_share(self.step_planner().shares(RowTable.of(rows), self.version)[self.share])
 
     def update_share(self, share: Share) -> dict[str, float | None]:
-        """:meth:`update`, given this rank's share of it."""
+        """Do this rank's share of a training step."""
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
         if share.scoring:
@@ -140,12 +139,12 @@ class Learner(ForwardPasses):
         return metrics | {"time/learn_s": time.perf_counter() - began}
 
     def step_planner(self) -> Planner:
-        """Who plans :meth:`update`."""
+        """Return the planner of :meth:`update`."""
         steady = self.settings.entropy_target is None  # else rows without an advantage may learn from a bonus, later
         return self.planner(seed=self.seed, advantage_only=self.loss.advantage_only and steady)
 
     def _mismatch(self, rows: Sequence[Row], own: Mapping[int, torch.Tensor]) -> float | None:
-        """Mean KL of the log-probs that the ranks measured to the engine's; None over no token."""
+        """Return the mean KL of the measured log-probs to the engine's; None over no token."""
         masks = {index: known_tokens(rows[index]) for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat([torch.zeros(0), *gaps])
@@ -153,7 +152,7 @@ class Learner(ForwardPasses):
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
     def _passes(self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False) -> list[Pass]:
-        """This rank's passes over the rows of one optimizer step."""
+        """Plan this rank's passes over the rows of one optimizer step."""
         order, prompts = range(len(rows)), row_prompts(rows)
         planned = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
         return planned[self.share]
@@ -163,7 +162,7 @@ class Learner(ForwardPasses):
         "use optimizer.name=adamw_8bit, train_model.lora.enabled=true or more train_model.num_devices",
     )
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
-        """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
+        """Do an optimizer step; under fp16 an overflowing gradient skips it: only the scale changes."""
         totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes)))
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         if self.skips_by_itself:
@@ -200,34 +199,36 @@ class Learner(ForwardPasses):
 
     @property
     def skips_by_itself(self) -> bool:
-        """Whether the optimizer itself clips, and skips a step that is not finite.
-
-        Then an optimizer step waits for the GPU once, after all of it is queued.
-        """
+        """Whether the optimizer itself clips and skips: then a step waits for the GPU once, at its end."""
         whole = not any(isinstance(parameter, DTensor) for parameter in self.parameters)
         alone = self.device.type == "cuda" and whole and not self.scaler.is_enabled()
         return alone and isinstance(self.optimizer, torch.optim.AdamW)
 
     def _stepped(self, losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Take the step by fused AdamW, unless a loss or a gradient is not finite; the gradient's norm."""
+        """Step with fused AdamW, unless a loss or a gradient is not finite; return the gradient's norm."""
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).float()
         finite = torch.stack([norm, *(loss.float() for loss in losses.values())]).isfinite().all()
         limit = self.settings.clip_grad_norm or math.inf
         self.before_change()
-        optimizer: Any = self.optimizer  # these two are how torch's GradScaler speaks to fused optimizers
+        optimizer: Any = self.optimizer  # attributes by which torch's GradScaler controls fused optimizers
         optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # as clip_grad_norm_ does it
         optimizer.found_inf = (~finite).float()
         optimizer.step()
         return norm
 
     def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
-        """What these passes sum up to, their gradient in ``.grad``, without a wait for the device."""
+        """Run these passes and return their sums, with the gradient in ``.grad``, without waiting for the device."""
         threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
         losses: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
+
+        def add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0) + value.detach()
+
         largest: list[torch.Tensor] = []
         for index, (micro, weights, learns) in enumerate(passes, start=1):
             if self.ranks.size > 1:
@@ -238,8 +239,8 @@ class Learner(ForwardPasses):
             terms = {name: value for name, value in out.items() if name.startswith("loss_")}
             if learns:
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-            _add(losses, terms)
-            _add(sums, dict(out.sums.items()))
+            add(losses, terms)
+            add(sums, dict(out.sums.items()))
             largest.append(out.gradient_squared_max)
         top = torch.stack(largest).amax(0, keepdim=True)
         if self.ranks.size > 1:
@@ -249,7 +250,7 @@ class Learner(ForwardPasses):
         return Totals(losses, diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share}, threshold)
 
     def _measured(self, totals: Totals, norm: torch.Tensor) -> tuple[dict[str, float], dict[str, float | None], float]:
-        """Losses, diagnostics (None over no trained token) and the gradient's norm as numbers, in one transfer."""
+        """Return losses, diagnostics (None over no trained token) and the gradient's norm, in one transfer."""
         values = [*totals.losses.values(), *totals.means.values(), norm]
         device = next(iter(totals.losses.values())).device
         numbers = torch.stack([value.to(device, torch.float64) for value in values]).tolist()
@@ -262,9 +263,9 @@ class Learner(ForwardPasses):
         return losses, diagnostics, numbers[-1]
 
     def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:
-        """Mark which trained tokens of the whole step the surrogate keeps; the least entropy of these, if not all are.
+        """Mark the tokens of the step with the highest entropies, over all ranks, for the surrogate.
 
-        The entropies are the policy's before the step and without dropout, of all ranks, however the step is split.
+        The entropies are the policy's before the step, without dropout. Returns the least that is kept, a metric.
         """
         micros = [(one.rows, any(one.weights)) for one in passes]
         entropy = self._own(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
@@ -280,7 +281,7 @@ class Learner(ForwardPasses):
         return {"entropy_threshold": every[kept].min().item() if kept.any() else math.nan}
 
     def _apply_entropy_coef(self, applied: float) -> None:
-        """What the next step's loss multiplies the entropy by; the head computes no gradient for a bonus of 0."""
+        """Set the next step's entropy coefficient; the head computes no gradient for a bonus of 0."""
         self.loss.entropy_coeff = applied
         self.policy.scorer.entropy_grad = applied > 0
 
@@ -289,22 +290,16 @@ class Learner(ForwardPasses):
         torch.cuda.empty_cache()
 
     def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, torch.Tensor]:
-        """This rank's part of the gradient of one step over ``rows``, by parameter, on the CPU; nothing is updated.
-
-        Truncated rows take part, since all may be; adapter dropout is off. Advantages and log-probs are not those of
-        the rows: see :meth:`_unclipped`.
-        """
+        """Return this rank's gradient of one step over the :meth:`_unclipped` rows, by parameter, on the CPU."""
         gradients = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
         return gradients
 
     def gradient_gap(self, rows: Sequence[Row], token_budgets: tuple[int, int]) -> GradientGap:
-        """How far :meth:`gradient` under the second budget is from that under the first.
+        """Return the relative distance of :meth:`gradient` under the two budgets.
 
-        The first waits on the CPU and comes back one parameter at a time, so that a GPU holds no more than in a step.
-        On a CPU both are computed in float32 if the parameters are, whatever the precision of training: there it is the
-        same code, and nothing of a mistake is hidden by rounding. A GPU has other kernels for half precision, and would
-        need more memory.
+        The first gradient waits on the CPU, so that a GPU holds no more than in a step. On a CPU both are computed in
+        float32 if the parameters are, so that rounding hides no mistake; a GPU has other kernels for half precision.
         """
         trained = self.settings.precision
         precision = "fp32" if self.single and self.device.type == "cpu" else trained
@@ -324,7 +319,7 @@ class Learner(ForwardPasses):
         return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
 
     def _gradients(self, rows: Sequence[Row], token_budget: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of a dry run, each where it lies: in ``.grad``, which the caller empties."""
+        """Yield the gradients of a dry run, in ``.grad``, which the caller empties."""
         self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
         for name, parameter in self.trainable.items():
@@ -332,7 +327,7 @@ class Learner(ForwardPasses):
                 yield name, local(parameter.grad.detach()).div_(scale)
 
     def _norm(self, parts: Sequence[torch.Tensor]) -> float:
-        """Over all ranks, from the norms of what is this one's to count."""
+        """Return the norm over all ranks of this rank's norms."""
         own = torch.stack(list(parts)).norm() if parts else torch.zeros(())
         return float(own if self.ranks.size == 1 else self.ranks.total(own.double().square()).sqrt())
 
@@ -340,9 +335,8 @@ class Learner(ForwardPasses):
     def perturb(self, but: Collection[str] = ()) -> None:
         """Change every trainable tensor ``but`` these, by name, in place and each time alike, until :meth:`restore`.
 
-        :data:`PROBE_SHARE` of the elements, at least one, change their sign (zeros become 1). Noise on all elements
-        would need a copy of the whole model to restore; this keeps 3 to 5 % of its bytes. Of a sharded tensor each rank
-        changes its own part.
+        :data:`PROBE_SHARE` of the elements of each shard, at least one, change their sign (zeros become 1). To restore
+        them takes 3 to 5 % of the model's bytes, where noise would take a whole copy.
         """
         self.before_change()
         for name, parameter in self.trainable.items():
@@ -356,21 +350,20 @@ class Learner(ForwardPasses):
             tensor.put_(places, torch.where(values == 0, 1.0, -values))
 
     def trainable_names(self) -> list[str]:
-        """The names of the trainable tensors."""
+        """Return the names of the trainable tensors."""
         return list(self.trainable)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take back each bit of :meth:`perturb`."""
+        """Undo :meth:`perturb`, bit for bit."""
         for tensor, places, values in self.changed:
             tensor.put_(places, values)
         self.changed = []
 
     def diagnose(self, rows: Sequence[Row]) -> dict[str, float | None]:
-        """The objective's own diagnostics (``ess``, ``mismatch_kl``, ...) of a step, and ``packed``; none is taken.
+        """Return the objective's diagnostics (``ess``, ``mismatch_kl``, ...) without taking a step, and ``packed``.
 
-        Rows get a random advantage, so that a batch without any has clipped tokens too; truncated rows take part,
-        since all may be; adapter dropout is off.
+        Advantages are random, truncated rows take part, and adapter dropout is off.
         """
         generator = torch.Generator().manual_seed(self.seed)
         changed = RowTable.of(rows).rows()
@@ -383,7 +376,7 @@ class Learner(ForwardPasses):
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
     def coefficients(self, rows: Sequence[Row]) -> torch.Tensor:
-        """:meth:`GRPOLoss.coefficients` of every token, flat ``[sum T_i]``, as if this policy had sampled the rows."""
+        """Return :meth:`GRPOLoss.coefficients`, flat ``[sum T_i]``, as if this policy had sampled the rows."""
         sampled = []
         for row, own in self._with_ratio(rows):
             if self.loss.distill_coeff:  # a teacher that agrees with the advantage
@@ -393,13 +386,13 @@ class Learner(ForwardPasses):
             return torch.cat(self._by_row(sampled, self.loss.coefficients, weight=1.0))
 
     def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], torch.Tensor]]:
-        """Copies of the rows whose tokens all have this log-ratio, each with the policy's log-probs ``[T_i]``."""
+        """Yield copies of the rows whose tokens all have this log-ratio, with the policy's log-probs ``[T_i]``."""
         for row, own in self.scored(RowTable.of(rows).rows()):
             old = torch.where(row[keys.ASSISTANT_MASK], own - log_ratio, 0.0)
             yield {**row, keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old}, own
 
     def _dry_run(self, rows: Sequence[Row], token_budget: int, *, learn: bool = True) -> dict[str, float | None]:
-        """The diagnostics of a step without dropout, truncated rows included; its gradient is in ``.grad``."""
+        """Return the diagnostics of a step without dropout, truncated rows included; its gradient is in ``.grad``."""
         plain = RowTable.of(rows).rows()
         passes = self._passes(plain, token_budget, keep_truncated=True)
         with without_dropout(self.policy):
@@ -407,12 +400,11 @@ class Learner(ForwardPasses):
         return self._measured(totals, torch.zeros(()))[1]
 
     def _unclipped(self, rows: Sequence[Row]) -> list[dict[Key, Any]]:
-        """Copies with advantages above 0 and all ratios near a half, so that no objective clips, caps or masks a token.
+        """Return copies with advantages above 0 and all ratios near a half: no objective clips, caps or masks a token.
 
-        One whose weight is a function of a whole row's ratio (VESPO) is given ratios of 1: 0.5^100 would weigh nothing.
-        In half precision rounding moves a token's ratio by several per cent, yet clips are as narrow as 3e-4, so which
-        tokens are clipped, and the gradient, would depend on how rows are packed: 0.4 % of the tokens made 0.23 of its
-        norm. A positive advantage is clipped from above alone, so a half is far from every clip.
+        A positive advantage is clipped from above alone, so a half is far from every clip. Near a clip, rounding would
+        decide: 0.4 % of the tokens made 0.23 of the norm. Where a weight is a function of a whole row's ratio (VESPO),
+        ratios are 1: 0.5^100 would weigh nothing.
         """
         generator = torch.Generator().manual_seed(self.seed)
         log_ratio = 0.0 if self.loss.surrogate.weighs_rows else -math.log(2)
@@ -425,25 +417,23 @@ class Learner(ForwardPasses):
         return unclipped
 
     def _stop_at_non_finite(self, rows: Sequence[Row], metrics: dict[str, float]) -> None:
-        """Of several ranks each writes the rows that it computed."""
+        """Write the rows that this rank computed, and raise."""
         rank = "" if self.ranks.leads else f".rank_{self.ranks.rank}"
         path = self.dump_dir / f"non_finite_step_{self.optimizer_steps}{rank}.pt"
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
         bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-        beside = "" if self.ranks.size == 1 else " and in those of the other ranks beside it"
+        others = "" if self.ranks.size == 1 else " and in those of the other ranks in that folder"
         raise NonFiniteStep(
             f"Optimizer step {self.optimizer_steps} is not finite ({bad}); it changed no weight, and its batch is in "
-            f"{path}{beside}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
+            f"{path}{others}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
         )
 
     def state_dict(self, kept: Callable[[torch.Tensor], Any] = gathered) -> dict[str, Any]:
-        """Trainable parameters, optimizer, schedule, scaler and counters, all of plain types.
+        """Return trainable parameters, optimizer, schedule, scaler and counters, of plain types.
 
-        Its form is the same for any number of ranks. Of several all must take part, and rank 0's alone is whole.
-
-        Args:
-            kept: what of each tensor, as this rank holds it, is to stand in the state.
+        Its form is the same for any number of ranks, which all must take part; rank 0's alone is whole. ``kept`` makes
+        the entry of each tensor from this rank's shard.
         """
         adapts = self.settings.entropy_target is not None
         return {
@@ -458,7 +448,7 @@ class Learner(ForwardPasses):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, bit for bit on as many ranks; each is given the whole, or where it lies."""
+        """Continue from a whole :meth:`state_dict`, bit for bit on as many ranks; tensors may be stored ones."""
         missing = self.trainable.keys() ^ state["model"].keys()
         if missing:
             raise UserError(
@@ -475,7 +465,7 @@ class Learner(ForwardPasses):
         for group, peak in zip(self.optimizer.param_groups, self.schedule.base_lrs):
             group["lr"] = peak * factor
         self.scaler.load_state_dict(state["scaler"])
-        if self.settings.entropy_target is not None and "entropy_coef" in state:  # older ones had no such coefficient
+        if self.settings.entropy_target is not None:
             self.entropy_coef, applied = state["entropy_coef"]
             self._apply_entropy_coef(applied)
         if not self.halved and state.get("halved_to") == self.half:  # else it was given other micro-batches
@@ -483,15 +473,15 @@ class Learner(ForwardPasses):
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
 
+    def export_hf(self, folder: Path, progress: Callable[[], object] = lambda: None) -> None:
+        """Write model and tokenizer for transformers; rank 0 writes, all ranks take part."""
+        assert self.tokenizer is not None
+        save_hf(self.policy.model, self.tokenizer, folder, progress)
+
 
 class Totals(NamedTuple):
-    """What an optimizer step's passes summed up, on the device, and the metric of :meth:`Learner._keep_top_entropy`."""
+    """Sums over an optimizer step's passes, on the device, and the metric of :meth:`Learner._keep_top_entropy`."""
 
     losses: dict[str, torch.Tensor]
     means: dict[str, torch.Tensor]
     threshold: dict[str, float]
-
-
-def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        totals[name] = totals.get(name, 0) + value.detach()

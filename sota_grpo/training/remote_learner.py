@@ -1,4 +1,4 @@
-"""The learner as the driver sees it when it lives in other processes: one facade over all ranks."""
+"""A learner in other processes: a worker for each rank, and one facade over all of them in the driver."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from tensordict import TensorDictBase
-from transformers import PreTrainedTokenizerBase
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.lora import AdapterPack, packed_weights, weight_slices
 from sota_grpo.policy.sharding import gathered
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
+from sota_grpo.training.checkpoint import Shards, ShardWriter
 from sota_grpo.training.forward_passes import LearnerSettings, Planner, Share
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.shards import Shards, ShardWriter
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
 from sota_grpo.workers.packing import StatePack
 
@@ -39,7 +37,7 @@ Result = TypeVar("Result")
 def _on_thread(
     method: Callable[Concatenate[LearnerWorker, P], Result],
 ) -> Callable[Concatenate[LearnerWorker, P], Future[Result]]:
-    """The method, run on the worker's thread: collectives must not overlap, and a CUDA device belongs to a thread."""
+    """Run the method on the worker's thread: collectives must not overlap, and a CUDA device belongs to a thread."""
 
     @wraps(method)
     def submit(worker: LearnerWorker, *args: P.args, **by_name: P.kwargs) -> Future[Result]:
@@ -49,21 +47,17 @@ def _on_thread(
 
 
 class LearnerWorker:
-    """A :class:`sota_grpo.training.learner.Learner` as a worker (see :class:`sota_grpo.workers.base.WorkerSpec`).
+    """One rank of a :class:`~sota_grpo.training.learner.Learner`, as a worker (:mod:`sota_grpo.workers.base`).
 
-    Contract. Consumes: the same calls, in the same order, as the other ranks' workers. Produces: futures; what is
-    gathered (states, weights) is rank 0's answer and None on the others. Waits for: the other ranks, in every
-    collective. When one of them dies this one waits for it until it is killed, or until the deadline of the process
-    group.
+    It needs the same calls, in the same order, as the other ranks. Gathered values (states, weights) are rank 0's
+    answers and None on the others. In a collective it waits for every rank, until the deadline of the process group.
 
     Args:
         make_learner: joins the other ranks and builds this rank's learner
             (:func:`sota_grpo.policy.sharding.join_ranks`, :func:`sota_grpo.policy.sharding.shard`).
-        tokenizer: written beside the exported model; None where nothing is exported.
     """
 
-    def __init__(self, make_learner: Callable[[], Learner], tokenizer: PreTrainedTokenizerBase | None = None):
-        self.tokenizer = tokenizer
+    def __init__(self, make_learner: Callable[[], Learner]):
         self._thread = WorkerThread("learner")
         self.learner: Learner = self._thread.submit(make_learner).result()
         self.learner.policy.register_forward_hook(lambda *_: self._thread.progress())
@@ -72,7 +66,7 @@ class LearnerWorker:
 
     @_on_thread
     def update(self, share: Share) -> dict[str, float | None]:
-        """:meth:`Learner.update_share`, with a random stream (of adapters' dropout) of this step and this share."""
+        """:meth:`Learner.update_share`, with a random stream (adapters' dropout) for this step and this share."""
         learner = self.learner
         torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.share))
         return learner.update_share(share)
@@ -90,11 +84,11 @@ class LearnerWorker:
 
     @_on_thread
     def load_state_dict(self, state: StatePack) -> None:
-        """:meth:`Learner.load_state_dict`; of several ranks each copies its own rows out of the pack."""
+        """:meth:`Learner.load_state_dict`; each of several ranks copies its own rows out of the pack."""
         self.learner.load_state_dict(state.state(views=self.learner.ranks.size > 1))
 
     def sees(self, path: str) -> None:
-        """Raise UserError unless a file of the driver's is here, in a folder that this process can write to."""
+        """Raise UserError unless this file of the driver exists here, in a folder that this process can write to."""
         folder = os.path.dirname(path)
         if not (os.path.isfile(path) and os.access(folder, os.W_OK)):
             raise UserError(
@@ -104,7 +98,7 @@ class LearnerWorker:
 
     @_on_thread
     def begin_save(self, folder: str) -> Any:
-        """Begin to write this rank's part of the state; what of it is no tensor (:class:`ShardWriter`)."""
+        """Begin to write this rank's shard of the state; return the values that are no tensors."""
         return self._writer.begin(Path(folder), self.learner.state_dict(lambda own: own))
 
     def written(self) -> Future[tuple[str, str]]:
@@ -115,7 +109,7 @@ class LearnerWorker:
     def weights(
         self, base: bool, merged: bool, dtype: torch.dtype | None, index: int, most_bytes: int
     ) -> tuple[WeightPack, int] | None:
-        """A slice of what engines load (:func:`sota_grpo.policy.lora.weight_slices`), and how many slices there are."""
+        """Return a slice of the engines' weights (:func:`sota_grpo.policy.lora.weight_slices`), and their number."""
         model, progress = self.learner.policy.model, self._thread.progress
         slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
         pack = packed_weights(model, base=base, merged=merged, dtype=dtype, names=slices[index], progress=progress)
@@ -123,15 +117,14 @@ class LearnerWorker:
 
     @_on_thread
     def adapter(self) -> AdapterPack | None:
-        """The adapter alone, gathered."""
+        """Return the adapter alone, gathered."""
         pack = AdapterPack.of(self.learner.policy.model)
         return pack if self.learner.ranks.leads else None
 
     @_on_thread
     def export_hf(self, folder: str) -> None:
-        """:func:`sota_grpo.policy.load.save_hf`, written by rank 0."""
-        assert self.tokenizer is not None
-        save_hf(self.learner.policy.model, self.tokenizer, folder, self._thread.progress)
+        """:meth:`Learner.export_hf`."""
+        self.learner.export_hf(Path(folder), self._thread.progress)
 
     @_on_thread
     def ask(self, method: str, *args: Any) -> Any:
@@ -154,14 +147,14 @@ _LONGEST_PING_PAUSE_S = 10.0
 
 
 class LearnerDied(RunFailed):
-    """A rank of the learner is gone or hangs, so none can go on; the message names it and the cause."""
+    """A rank of the learner died or hangs, so none can continue; the message names it and the cause."""
 
 
 _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full tokens
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """The entries that a learner reads, which no row may lack: no text, no copies, no terms of the reward."""
+    """Return the columns that a learner reads, which no row may lack: no text, no copies, no terms of the reward."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
@@ -173,7 +166,7 @@ def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
 
 
 def _asked(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
-    """The same method of :class:`RemoteLearner`: every rank is asked, rank 0 answers; rows travel as one table."""
+    """Call the method on every rank and return rank 0's answer; rows travel as one table."""
 
     def ask(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
         assert not by_name  # a worker's calls have none
@@ -186,16 +179,16 @@ def _asked(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenat
 
 
 class _Pings:
-    """The last ping of each rank: one that does not answer keeps the owner from pinging no other."""
+    """The last ping of each rank: one that does not answer delays no ping of the others."""
 
     def __init__(self, workers: Sequence[Worker], pause_s: float):
         self._workers, self._pause_s, self._pinged_s = workers, pause_s, float("-inf")
         self._last: dict[int, tuple[Future[Any], float]] = {}  # and when it was sent
 
     def look(self) -> tuple[dict[int, float], dict[int, Future[Any]]]:
-        """The seconds since each rank's ping that is not answered; the answers of the others, which are pinged again.
+        """Return the seconds since each unanswered ping, and the answers of the other ranks.
 
-        They are pinged at most every ``pause_s``.
+        Those are pinged again, at most every ``pause_s``.
         """
         now_s = time.monotonic()
         answered = {index: ping for index, (ping, _) in self._last.items() if ping.done()}
@@ -209,12 +202,11 @@ class _Pings:
 
 
 class RemoteLearner:
-    """:class:`~sota_grpo.training.learner.Learner` over the ranks that ``workers`` run, for loop, gate and checkpoints.
+    """:class:`~sota_grpo.training.learner.Learner` over the ranks of ``workers``, for loop, gate and checkpoints.
 
-    Contract. Consumes: calls, from any thread. Produces: rank 0's answers. Waits for: every rank, as long as each shows
-    progress. Every rank is given every call, in one order, because their collectives must match. When a rank dies, or
-    shows no progress for ``silence_s``, the others would wait for it for ever: all are killed and :class:`LearnerDied`
-    names the one and the cause, in every thread that waits. An exception that all ranks survive is raised as it is.
+    Calls may come from any thread; every rank gets every call, in one order, because collectives must match, and rank 0
+    answers. When a rank dies, or shows no progress for ``silence_s``, the others would wait for it for ever: all are
+    killed, and waiting threads raise :class:`LearnerDied`. An exception that all ranks survive is raised as it is.
 
     Args:
         workers: one per rank, in the order of the ranks; each runs a
@@ -222,8 +214,7 @@ class RemoteLearner:
         settings: those of the ranks' learners.
         share: makes a large argument travel once, as :meth:`sota_grpo.workers.base.Launcher.share` does.
         silence_s: longest time without progress: one micro-batch, or one optimizer step, or one gathered state.
-        start_silence_s: longest time in which no rank that is starting does anything, or one does not answer
-            (:class:`sota_grpo.workers.base.Start`).
+        start_silence_s: the same while ranks start (:class:`sota_grpo.workers.base.Start`).
         grace_s: after one rank's exception, how long the others may take to answer.
     """
 
@@ -252,7 +243,7 @@ class RemoteLearner:
         """Return when every rank has built its learner; the first call does this by itself.
 
         Raises:
-            LearnerDied: one did not, or those that have not did nothing for too long.
+            LearnerDied: one failed, or the starting ranks were idle for too long.
         """
         if self._ready:
             return
@@ -280,7 +271,7 @@ class RemoteLearner:
         self._ready = True
 
     def attend(self) -> None:
-        """Look whether every rank lives, as often as is of use, while something else is waited for.
+        """Check that every rank is alive, while something else is waited for.
 
         Raises:
             LearnerDied: a rank died, or has not answered for ``silence_s``.
@@ -293,7 +284,7 @@ class RemoteLearner:
             self._die(max(mute, key=mute.__getitem__), f"it does not answer, for {self._silence_s:g} s")
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """:meth:`Learner.update`, with the time that the driver took; each rank is sent its own rows, planned here."""
+        """:meth:`Learner.update`, timed here; the driver plans it and sends each rank its own rows."""
         began = time.perf_counter()
         if self._planner is None:
             self._planner = self._call("ask", "step_planner")
@@ -308,17 +299,17 @@ class RemoteLearner:
         return self._call("state_dict").state()
 
     def require_folder(self, folder: Path) -> None:
-        """Raise UserError unless every rank can write its part of a checkpoint below ``folder``."""
-        ending = f".{secrets.token_hex(6)}.tmp"  # of a leftover, should this process be killed here
+        """Raise UserError unless every rank can write its shard of a checkpoint below ``folder``."""
+        ending = f".{secrets.token_hex(6)}.tmp"  # that of leftovers, if this process is killed here
         with NamedTemporaryFile(dir=folder, prefix=".seen", suffix=ending) as probe:
             self._call("sees", probe.name)
 
     def begin_save(self, folder: Path) -> tuple[dict[str, Any], Shards]:
-        """The state but for its tensors, which every rank begins to write to ``folder``; training goes on meanwhile."""
+        """Return the state without its tensors, which every rank begins to write to ``folder`` while training."""
         return self._call("begin_save", str(folder.absolute())), Shards(folder, self._written)
 
     def _written(self) -> dict[str, str]:
-        """The SHA-256 of each rank's file, when all are written; raises what kept one from it."""
+        """Return the SHA-256 of each rank's file when all are written; raises the error of one that failed."""
         answers = [worker.call("written") for worker in self.workers]
         while pending := [answer for answer in answers if not answer.done()]:
             self._wait(pending)
@@ -328,12 +319,12 @@ class RemoteLearner:
         return dict(answer.result() for answer in answers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """:meth:`Learner.load_state_dict`, of whatever number of ranks the state is, in memory or stored by ranks."""
+        """:meth:`Learner.load_state_dict`; the state may be of any number of ranks, in memory or in files."""
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
     def weights(self, *, base: bool = True, merged: bool = True, dtype: torch.dtype | None = None) -> WeightPack:
-        """What engines load (:func:`sota_grpo.policy.lora.engine_weights`), of which rank 0 packs a part at a time."""
+        """Return the engines' weights (:func:`sota_grpo.policy.lora.engine_weights`), which rank 0 packs in slices."""
         packs: list[WeightPack] = []
         count = 1
         while len(packs) < count:
@@ -342,7 +333,7 @@ class RemoteLearner:
         return WeightPack(tuple(part for pack in packs for part in pack.parts))
 
     def adapter(self) -> AdapterPack:
-        """The adapter alone (:class:`sota_grpo.policy.lora.AdapterPack`)."""
+        """Return the adapter alone."""
         return self._call("adapter")
 
     measured = _asked(Learner.measured)
@@ -356,7 +347,7 @@ class RemoteLearner:
     give_back = _asked(Learner.give_back)
 
     def export_hf(self, folder: Path) -> None:
-        """:func:`sota_grpo.policy.load.save_hf`, written on the machine of rank 0."""
+        """:meth:`Learner.export_hf`, on the machine of rank 0."""
         self._call("export_hf", str(folder))
 
     def close(self) -> None:
@@ -369,7 +360,7 @@ class RemoteLearner:
         return self._call_each(method, [args] * len(self.workers))
 
     def _call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> Any:
-        """Rank 0's answer, when all have answered; each is given arguments of its own.
+        """Call every rank with arguments of its own; return rank 0's answer when all have answered.
 
         Raises:
             LearnerDied: a rank died or hangs, or failed where the others wait for it.
@@ -382,7 +373,7 @@ class RemoteLearner:
         failed = [index for index, answer in enumerate(answers) if answer.done() and answer.exception()]
         if not failed:
             return answers[0].result()
-        # whoever is still waiting may be waiting for the rank that failed, or about to say why it did
+        # the others may wait for the rank that failed, or be about to fail for the same reason
         pending = wait(answers, timeout=self._grace_s).not_done
         errors = {index: answer.exception() for index, answer in enumerate(answers) if answer not in pending}
         died = [index for index, error in errors.items() if isinstance(error, WorkerDied)]
@@ -392,7 +383,7 @@ class RemoteLearner:
         raise next(error for error in errors.values() if error)
 
     def _wait(self, answers: Sequence[Future[Any]]) -> None:
-        """Return when all have answered or one has failed; meanwhile every rank is asked for signs of progress."""
+        """Return when all have answered or one has failed; every rank is pinged for progress meanwhile."""
         pings = _Pings(self.workers, self._look_pause_s)
         while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
@@ -406,7 +397,7 @@ class RemoteLearner:
                 self._die(max(suspects, key=suspects.__getitem__), f"it {what}, for {self._silence_s:g} s")
 
     def _die(self, index: int, what: str, cause: BaseException | None = None) -> NoReturn:
-        """End all ranks. Other threads then see ranks that this has killed, and are told of the first failure too."""
+        """Kill all ranks; other threads, which then see killed ranks, raise the first failure too."""
         with self._ending:
             if self._died is None:
                 self._died = LearnerDied(

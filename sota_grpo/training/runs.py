@@ -1,4 +1,4 @@
-"""Run directories: what a run is called, whether it is finished or alive, and which one a resumed command continues."""
+"""Run directories: the signature of a run, its state, and the run that a resumed command continues."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sota_grpo.config import rubric_file
+from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.spelling import flat
 from sota_grpo.errors import UserError
 from sota_grpo.files import drop_leftovers, write_text
@@ -33,113 +34,89 @@ from sota_grpo.recording.run_files import (
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.untrusted import require_plain
 
-#: Sections and options that may differ between a run and its continuation: they do not change what is computed.
+#: Sections and options that a resumed run may change: they do not change what is computed.
 FREE_SECTIONS = ("logging", "ray")
 ROLES = ("train_model", "inference_model", "ref_model")
 FREE_OPTIONS = (
-    ("train", "resume"),
-    ("train", "micro_batch_tokens"),
-    ("train", "checkpoint_frequency"),
-    ("train", "keep_checkpoints"),
-    ("train", "export_hf"),
-    ("train", "grace_s"),
-    *((role, option) for role in ROLES for option in ("num_devices", "devices")),
-    ("env", "reward_workers"),
-    ("env", "timeout_s"),
-    ("engine", "url"),
-    ("inference_model", "gpu_memory_utilization"),
-    ("inference_model", "max_num_seqs"),
-    *(("train_model", option) for option in ("shard_gradients", "tensor_parallel_size", "fsdp_size")),
-    ("train_model", "compile"),
-    ("check", "mode"),
+    "train.resume",
+    "train.micro_batch_tokens",
+    "train.checkpoint_frequency",
+    "train.keep_checkpoints",
+    "train.export_hf",
+    "train.grace_s",
+    *(f"{role}.{option}" for role in ROLES for option in ("num_devices", "devices")),
+    "env.reward_workers",
+    "env.timeout_s",
+    "engine.url",
+    "inference_model.gpu_memory_utilization",
+    "inference_model.max_num_seqs",
+    "train_model.shard_gradients",
+    "train_model.tensor_parallel_size",
+    "train_model.fsdp_size",
+    "train_model.compile",
+    "check.mode",
+    "reward.judge.url",
 )
-FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
-FILES_OF_ENTRIES = ("dataset_path", "eval_path", "reward_path")  # of env.mixture
-_IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME
-_IN_FILES_OF_ENTRIES = ("tools", "environment")
+FILES = ("env.dataset_path", "env.eval_path", "reward.path")
+_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")  # FILE.py:NAME
+_ENTRY = re.compile(r"env\.mixture\.[^.]+\.(\w+)")
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
-# a sweep is continued as a whole (sota_grpo/sweeps.py), so that what it did stands in one place.
+# a sweep is continued as a whole (sota_grpo/sweeps.py).
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
 _ELSEWHERE = "choose another hydra.run.dir (of a sweep: hydra.sweep.dir; from Python: run_dir)"
 _TRIES = 5
 
 
 def signature(config: Mapping[str, Any]) -> str:
-    """Digest of everything in ``config`` that changes what a step computes.
+    """Return the digest of everything in ``config`` that changes what a step computes.
 
-    The engine counts by the name that ``auto`` stands for here, and a file by what it holds. The length of the run
-    counts only where the learning rate depends on it.
+    A file counts by its content, the engine by the name that ``auto`` has here, and the length of the run only where
+    the learning rate depends on it.
     """
-    kept = _counted(config)
-    for section, option in FILES:
-        if section in kept and kept[section].get(option) is not None:
-            kept[section][option] = _content(kept[section][option])
-    judge = kept.get("reward", {}).get("judge")
-    if judge is not None:
-        judge["rubric"] = _rubric(judge.get("rubric"))
-    for name, entry in (kept.get("env", {}).get("mixture") or {}).items():
-        files: dict[str, Any] = {
-            option: _content(entry[option]) for option in FILES_OF_ENTRIES if entry.get(option) is not None
-        }
-        files |= {option: _in_file_content(str(entry[option])) for option in _IN_FILES_OF_ENTRIES if entry.get(option)}
-        files |= {"judge_rubric": _rubric(entry["judge_rubric"])} if entry.get("judge_rubric") else {}
-        kept["env"]["mixture"] = {**kept["env"]["mixture"], name: {**entry, **files}}
-    for section, option in _IN_FILES:
-        if kept.get(section, {}).get(option):
-            kept[section][option] = _in_file_content(kept[section][option])
-    if kept.get("optimizer", {}).get("schedule") == "constant":
-        kept["train"].pop("total_dialog_turns", None)
-    if "engine" in kept:
+    kept = {name: _content(name, value) for name, value in _counted(config).items()}
+    if kept.get("optimizer.schedule") == "constant":
+        kept.pop("train.total_dialog_turns", None)
+    if "engine.name" in kept:
         from sota_grpo.engines import resolve_engine_name
 
-        kept["engine"]["name"] = resolve_engine_name(kept["engine"]["name"], device=config.get("device"))
+        kept["engine.name"] = resolve_engine_name(kept["engine.name"], device=config.get("device"))
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without what a continuation is free to change."""
-    kept = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
-    for name in FREE_SECTIONS:
-        kept.pop(name, None)
-    for section, option in FREE_OPTIONS:
-        kept.get(section, {}).pop(option, None)
-    judge = kept.get("reward", {}).get("judge")
-    if judge is not None:
-        kept["reward"]["judge"] = {name: value for name, value in judge.items() if name != "url"}
-    return kept
+    """Return the options, by dotted name, that a resumed run may not change."""
+    free = {*FREE_SECTIONS, *FREE_OPTIONS}
+    return {name: value for name, value in flat(config).items() if free.isdisjoint((name, name.partition(".")[0]))}
 
 
-def _in_file_content(value: str) -> Any:
-    """Of FILE.py:NAME the file's digest and the name; what is something else stands for itself."""
-    own = in_file(value)
-    return value if own is None else [_content(str(own[0])), own[1]]
-
-
-def _rubric(rubric: str | None) -> str | None:
-    return rubric if rubric is None or rubric_file(rubric) is None else _content(rubric)
-
-
-def _content(path: str) -> str:
-    """Digest of a file; what is no file stands for itself."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        return path
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _content(name: str, value: Any) -> Any:
+    """Return the digest of the file that an option names, with the name of what it defines; else the value."""
+    entry = _ENTRY.fullmatch(name)
+    option = name if entry is None else ENTRY_OPTIONS.get(entry[1])
+    is_file = option in FILES or (option == "reward.judge.rubric" and rubric_file(value) is not None)
+    own = in_file(value) if value and option in _IN_FILES else None
+    if value is None or not (is_file or own):
+        return value
+    file = Path(value).expanduser() if own is None else own[0]
+    digest = str(file)
+    if file.is_file():
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return digest if own is None else [digest, own[1]]
 
 
 class RunRefused(UserError):
-    """The directory is another run's, or another process is at work in it: nothing was written there."""
+    """The directory is that of another run, or another process uses it: nothing was written there."""
 
 
 class RunDir(AbstractContextManager["RunDir"]):
-    """A run directory that belongs to this process until :meth:`close`, or until the process dies however it dies.
+    """A run directory, locked by this process until :meth:`close` or its death.
 
     Attributes:
         path: the directory.
-        resumed: a run was started here before; it goes on.
-        finished: that run has done all the steps asked for.
-        shorter: the steps that it was started for, where more are asked for now.
+        resumed: a run was started here before.
+        finished: that run has done all requested steps.
+        shorter: the steps that it was started for, where more are requested now.
     """
 
     def __init__(self, path: Path, digest: str, num_steps: int, lock: IO[bytes], passed: Any = None):
@@ -155,12 +132,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._lock = lock
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
-        """Raise RunRefused unless a resumed run's models are those that it was started with, and note them.
+        """Raise RunRefused unless a resumed run has the models that it was started with.
 
-        A checkpoint of an adapter has none of the weights under it, and none has those of a reference.
-
-        Args:
-            digests: by option, ``model.name`` and ``ref_model.name``; None: not known.
+        ``digests`` are by option, ``model.name`` and ``ref_model.name``; None: not known.
         """
         before = (read_record(self.path) or {}).get("models")
         for option, digest in digests.items():
@@ -173,18 +147,18 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._row["models"] = dict(digests)
 
     def start(self, config_yaml: str) -> None:
-        """The run trains from here on. Called before the first step, when nothing that could be mended is left."""
+        """Record that the run trains from here on; called right before the first step."""
         self._row["starts"] = [*self._starts, this_start()]
         self._write(CONFIG_FILE, config_yaml)
         self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
         (self.path / FAILURE_FILE).unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """``train.resume=auto`` looks for another run from now on."""
+        """Record that the run is finished."""
         self._write(RUN_FILE, json.dumps({**self._row, "finished": True}))
 
     def close(self) -> None:
-        """Let other processes have the directory; idempotent."""
+        """Unlock the directory; idempotent."""
         self._lock.close()
 
     def __exit__(self, *_: object) -> None:
@@ -198,19 +172,16 @@ class RunDir(AbstractContextManager["RunDir"]):
 
 
 def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
-    """The directory this command works in, locked.
+    """Return the locked directory of this command's run.
 
     ``resume=None`` starts in ``run_dir``. ``auto`` continues ``run_dir`` when it holds a run; else, of the unfinished
-    runs of the same config next to it (``outputs/DATE/TIME``) that no process holds, the one that saved a checkpoint
-    last; else it starts in ``run_dir``. Anything else is the path of the run to continue. A run whose directory is
-    named may become longer, also where its learning rate depends on the length: the schedule is then the longer one's.
-
-    Args:
-        num_steps: training steps asked for; a finished run of fewer can be continued by its path.
+    runs of the same config next to it (``outputs/DATE/TIME``) without a process, the one that saved a checkpoint last;
+    else it starts in ``run_dir``. Anything else is the path of the run to continue, which may become longer, with its
+    learning rate's schedule.
 
     Raises:
-        RunRefused: the directory already holds a run, another process works in it, the run named is not there, or its
-            config is another one.
+        RunRefused: the directory already holds a run or has a process, or the run to continue is missing or has another
+            config.
     """
     digest, passed = signature(config), config.get("passed")
     if resume == "auto" and not (run_dir / RUN_FILE).exists():
@@ -238,7 +209,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
 
 
 def require_free(run_dir: Path, resume: str | None) -> None:
-    """Raise what :func:`open_run` raises of the directory without having to know the config; nothing is written."""
+    """Raise the errors of :func:`open_run` that need no config; nothing is written."""
     if is_held(run_dir):
         raise RunRefused(_is_busy(run_dir))
     if resume not in (None, "auto"):
@@ -261,7 +232,7 @@ def _holds_a_run(path: Path) -> str:
 
 
 def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int, resume: str | None) -> str | None:
-    """Why this command cannot work in ``path``, which is locked."""
+    """Return why this command cannot use ``path``, which is locked."""
     record = read_record(path)
     if record is None:
         return None
@@ -271,7 +242,7 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
     length = {"total_dialog_turns": before.get("train", {}).get("total_dialog_turns")}
     as_long = {**config, "train": {**config.get("train", {}), **length}}
     if record.get("signature") != digest and record.get("signature") != signature(as_long):
-        old, new = (flat(_counted(options)) for options in (before, config))
+        old, new = map(_counted, (before, config))
         names = [name for name, value in new.items() if name in old and old[name] != value]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         differs = ", ".join(names[:3]) + more if names else "a file that it names, or what was passed, is another"
@@ -303,14 +274,14 @@ def _newest_beside(run_dir: Path, digest: str, num_steps: int, passed: Any) -> R
 
 
 def _goes_on(path: Path, digest: str, num_steps: int) -> bool:
-    """Whether ``path`` holds an unfinished run that this command would continue."""
+    """Whether ``path`` holds an unfinished run of this command."""
     record = read_record(path) or {}
     same = record.get("signature") == digest and record["num_steps"] <= num_steps
     return same and not record["finished"] and os.access(path, os.W_OK)
 
 
 def _age(path: Path) -> tuple[float, float]:
-    """When the run last saved a checkpoint (0: never), and when it was started; a larger one is newer."""
+    """Return when the run last saved a checkpoint (0: never), and when it was started."""
     from sota_grpo.training.checkpoint import CheckpointStore  # brings torch
 
     def modified(path: Path) -> float:
@@ -324,11 +295,11 @@ def _age(path: Path) -> tuple[float, float]:
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """The open lock file of ``path``, or None while another process has it. The system frees it with the process."""
+    """Return the open lock file of ``path``, or None while another process has it; it ends with the process."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         file = (path / LOCK_FILE).open("ab")
-        for _ in range(_TRIES):  # a process that only looks whether a run is alive has it for an instant
+        for _ in range(_TRIES):  # `is_held` takes it for an instant
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.register_at_fork(after_in_child=file.close)  # a worker must not keep the lock of a killed run
@@ -341,12 +312,12 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    """For a run directory in which the system lets nothing be written."""
+    """Return the error for a run directory that cannot be written."""
     return UserError(f"The run directory {path} cannot be written ({error.strerror}); set hydra.run.dir.")
 
 
 def drop_empty(fresh: Path) -> None:
-    """Remove a directory that was made for a command and holds nothing, and empty folders of the clock above it."""
+    """Remove a directory without files that was made for a command, and empty DATE folders above it."""
     if not fresh.is_dir() or {path.name for path in fresh.iterdir()} - {".hydra"}:
         return
     shutil.rmtree(fresh, ignore_errors=True)  # a link stays

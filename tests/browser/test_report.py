@@ -14,8 +14,7 @@ import pytest
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import note_failure, save_replay
 from sota_grpo.report import write_report
-from sota_grpo.training.gate import write_gate
-from sota_grpo.training.subject import Check
+from sota_grpo.training.gate import Check, write_gate
 from tests.report_rigs import HOSTILE, replay_record, step_metrics, write_run
 
 pytestmark = pytest.mark.browser

@@ -256,31 +256,6 @@ def test_a_resumed_pair_continues_bit_for_bit_under_dropout(pair: Pair, tmp_path
     assert all(torch.equal(value, expected[name]) for name, value in resumed.weights().tensors())
 
 
-@pytest.mark.slow
-def test_four_ranks_then_one_then_two_then_four(pair: Pair, tmp_path: Path) -> None:
-    """As four without a break; and what four have saved, four read bit for bit."""
-    (tmp_path / "four").mkdir()
-    batches, store = [ragged_rows(9) for _ in range(4)], CheckpointStore(tmp_path, keep=9)
-    with started(4, tmp_path / "four") as four:
-        whole = four.learner()
-        for batch in batches:
-            whole.update(batch)
-        expected = dict(whole.weights().tensors())
-        learner = four.learner()
-        for turn, who in enumerate((None, pair.one, pair.learner, four.learner)):
-            if who is not None:
-                save(store, turn, learner)
-                learner = who()
-                learner.load_state_dict(store.latest()[1]["learner"])
-            learner.update(batches[turn])
-        for name, value in learner.weights().tensors():
-            torch.testing.assert_close(value, expected[name], **CLOSE)
-        save(store, 4, learner)
-        saved, again = learner.state_dict(), four.learner()
-        again.load_state_dict(store.latest()[1]["learner"])
-        torch.testing.assert_close(again.state_dict(), saved, rtol=0.0, atol=0.0)
-
-
 def test_a_disk_that_is_full_for_a_rank_ends_no_learner_and_keeps_the_old(pair: Pair, tmp_path: Path) -> None:
     store, two = CheckpointStore(tmp_path), pair.learner()
     rows = ragged_rows(5)
@@ -322,22 +297,6 @@ def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
     assert norm == pytest.approx(expected_norm, rel=1e-5)
     assert gap < 1e-5
     assert_equal_weights(two, one)  # all that changed nothing
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_the_probe_moves_every_trainable_tensor_and_restores_each_bit(lora: bool, pair: Pair) -> None:
-    two, one, rows = pair.learner(lora=lora), pair.one(lora=lora), row_list(ragged_rows(6))
-    before, measured = two.state_dict()["model"], two.measured(rows)
-    two.perturb()
-    state = two.state_dict()
-    assert not any(torch.equal(state["model"][name], value) for name, value in before.items())
-    one.load_state_dict(state)
-    torch.testing.assert_close(two.measured(rows), one.measured(rows), **CLOSE)  # it is scored with, too
-    pushed = dict(two.weights(base=False).tensors())
-    two.restore()
-    assert all(torch.equal(value, before[name]) for name, value in two.state_dict()["model"].items())
-    assert torch.equal(two.measured(rows), measured)
-    assert not any(torch.equal(value, pushed[name]) for name, value in two.weights(base=False).tensors())
 
 
 def test_an_export_is_the_merged_model_and_a_refused_one_leaves_the_ranks_alive(pair: Pair, tmp_path: Path) -> None:

@@ -94,16 +94,6 @@ def test_variants_train_with_a_reference(overrides: tuple[str, ...], tmp_path: P
     assert rows[1]["mismatch_kl"] < 1e-8  # what was published, merged adapters included, is what the trainer holds
 
 
-def test_adapter_dropout_is_real(tmp_path: Path) -> None:
-    """The learner's forward differs from the engine's by the dropout, from the second step on (``B`` starts at 0)."""
-    rows = run(tmp_path, "train_model.lora.enabled=true", "train_model.lora.dropout=0.1", "optimizer.lr=1e-2",
-               "optimizer.warmup_steps=0")  # fmt: skip
-    assert rows[0]["mismatch_kl"] < 1e-8
-    assert rows[1]["mismatch_kl"] < 1e-8  # it compares weights, so it is measured without dropout
-    assert rows[0]["ess"] > 1 - 1e-6
-    assert rows[1]["ess"] < 1 - 1e-5
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_trains(precision: str, tmp_path: Path) -> None:
     rows = run(tmp_path, f"train.precision={precision}", "policy.kl_coef=0.01")

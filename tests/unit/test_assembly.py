@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import socket
@@ -21,13 +22,14 @@ from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import (
     Placement,
     Plan,
+    Role,
     make_plan,
     num_engines,
+    place,
     reference_has_own_weights,
     resolve_device,
 )
 from sota_grpo.assembly.learning import make_model, make_reference
-from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import UserError
@@ -64,15 +66,6 @@ def gpus(monkeypatch):
 @pytest.fixture
 def with_vllm(monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: object())
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_the_defaults_run_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
-    gpus(count)
-    plan = make_plan(config_of("policy.kl_coef=0.1", "engine.name=vllm"), "cuda")
-    found = plan.placement
-    assert (found.train, found.inference, found.colocated, plan.workers) == ((0,), (0,), True, False)
-    assert found.ref == (min(1, count - 1),)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -284,31 +277,11 @@ def test_a_mixture_of_experts_is_refused_before_weights_are_read(family: str, ke
         build.build(config_of(f"model.name={tmp_path}"), tmp_path)
 
 
-def test_arithmetic_trains_on_the_first_examples_only_when_asked() -> None:
-    few, all_of_them = task_of(config_of("env.max_samples=5")), task_of(config_of())
-    assert list(few.train) == list(all_of_them.train[:5])
-    assert len(few.heldout) == len(all_of_them.heldout)
-
-
 def test_a_missing_sink_is_found_before_anything_is_loaded(monkeypatch) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"logging.wandb=online needs wandb.*logging.wandb=disabled"):
         preflight.preflight(config_of("logging.wandb=online"))
     preflight.preflight(config_of("logging.wandb=offline"))  # goes on without a copy
-
-
-@pytest.mark.parametrize(("mode", "asked", "told"), [("on", 9, True), ("on", 8, False), ("off", 9, False)])
-def test_fewer_held_out_problems_than_asked_for_are_said(mode, asked, told, monkeypatch) -> None:
-    config = config_of("env.num_heldout=8", f"eval.num_samples={asked}")
-    config.eval.mode = mode  # in YAML ``on`` is a truth value
-    logger = Mock()
-    monkeypatch.setattr(build, "logger", logger)
-    task = task_of(config)
-    build.tell_of_few_problems(config, task)
-    assert len(build.make_evaluator(config, task, Mock()).examples) == 8
-    said = [call.args[0] % call.args[1:] for call in logger.info.call_args_list]
-    assert said == (["All 8 held-out problems are measured (eval.num_samples=9)."] if told else [])
-    assert not logger.warning.called
 
 
 @pytest.mark.parametrize(("seen", "names"), [(None, "0,2"), ("4,5,6", "4,6"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")])
@@ -484,3 +457,97 @@ def test_a_cluster_that_asks_for_another_token_is_named_at_once(
             ray_cluster.each_node(address, lambda: None, deadline_s=1.0)
     assert os.environ.get("RAY_AUTH_MODE") == ("token" if held else None)
     raylet.Config.initialize("")
+
+
+@pytest.mark.parametrize("counts", list(itertools.product((1, 2, 3), repeat=3)))
+def test_counts_give_disjoint_sets_of_that_size(counts: tuple[int, int, int]) -> None:
+    train, inference, ref = (Role(name, count) for name, count in zip(("train", "inference", "ref"), counts))
+    found = place(train, inference, ref, available=9)
+    sets = (found.train, found.inference, found.ref)
+    assert tuple(map(len, sets)) == counts
+    assert len(set().union(*sets)) == sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("roles", "available", "fix"),
+    [
+        (({"num_devices": 1}, {"num_devices": 1}, {"num_devices": 1}), 2, "leave inference_model.num_devices out"),
+        (({}, {"devices": [0]}, {"num_devices": 1}), 2, "leave inference_model.devices out"),
+        (({"devices": [0, 1]}, {"num_devices": 1}, {}), 2, "shorten train_model.devices"),
+    ],
+)
+def test_the_fix_names_an_option_that_helps(roles: tuple[dict, dict, dict], available: int, fix: str) -> None:
+    named = [Role(name, **role) for name, role in zip(("train_model", "inference_model", "ref_model"), roles)]
+    with pytest.raises(UserError, match=rf"3 devices .* has {available}; {fix}"):
+        place(*named, available=available)
+
+
+@pytest.mark.parametrize("available", range(6))
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_the_defaults_fit_every_machine(available: int, with_reference: bool) -> None:
+    ref = Role("ref_model") if with_reference else None
+    found = place(Role("train_model"), Role("inference_model"), ref, available=available)
+    spare = 1 if available > 1 else 0
+    assert (found.train, found.inference, found.colocated) == ((0,), (0,), True)
+    assert found.ref == ((spare,) if with_reference else ())
+
+
+def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
+    found = place(Role("train_model", devices=[2]), Role("inference_model", 2), None, available=3)
+    assert (found.train, found.inference, found.ref) == ((2,), (0, 1), ())
+
+
+@pytest.mark.parametrize(("devices", "message"), [([7], "device 7"), ([0], "named by")])
+def test_wrong_indices_are_refused(devices: list[int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        place(Role("train_model", devices=[0]), Role("inference_model", devices=devices), None, available=2)
+
+
+@pytest.mark.parametrize("name", ["train_model", "inference_model", "ref_model"])
+def test_an_index_that_does_not_exist_is_refused_where_there_is_one_device(name: str) -> None:
+    roles = [
+        Role(role, devices=[2] if role == name else None) for role in ("train_model", "inference_model", "ref_model")
+    ]
+    said = rf"{name}\.devices names device 2, and this machine has 1 .*use {name}\.devices=\[0\]"
+    with pytest.raises(UserError, match=said):
+        place(*roles, available=1)
+
+
+@pytest.mark.parametrize("counts", list(itertools.product((1, 2, 3), repeat=3)))
+def test_on_the_cpu_a_device_is_a_worker(counts: tuple[int, int, int]) -> None:
+    names = ("train_model", "inference_model", "ref_model")
+    counted = place(*(Role(name, count) for name, count in zip(names, counts)), available=0)
+    assert (len(counted.train), len(counted.inference), len(counted.ref)) == counts
+    named = place(*(Role(name, devices=range(2, 2 + count)) for name, count in zip(names, counts)), available=0)
+    assert (len(named.train), len(named.inference), len(named.ref)) == counts
+
+
+@pytest.mark.parametrize("available", [2, 3, 8])
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_concurrent_engines_never_share_the_learners_device(available: int, with_reference: bool) -> None:
+    ref = Role("ref_model") if with_reference else None
+    found = place(Role("train_model"), Role("inference_model"), ref, available=available, concurrent=True)
+    assert not found.colocated
+    assert not set(found.train) & set(found.inference)
+    assert found.ref == (((2,) if available > 2 else found.train) if with_reference else ())
+
+
+@pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])
+def test_shared_engines_stand_on_all_devices_of_the_learner(available: int, reference: tuple[int, ...]) -> None:
+    engines = Role("inference_model", default=2, shared=True)
+    found = place(Role("train_model", 4), engines, Role("ref_model"), available=available, concurrent=True)
+    assert (found.train, found.inference, found.ref) == ((0, 1, 2, 3), (0, 1, 2, 3), reference)
+    assert found.colocated
+    listed = place(Role("train_model", devices=[3, 1]), engines, None, available=4, concurrent=True)
+    assert listed.train == listed.inference == (3, 1)
+
+
+def test_shared_engines_ask_for_no_further_device() -> None:
+    engines = Role("inference_model", shared=True)
+    with pytest.raises(UserError, match=r"9 devices .*train_model=8, ref_model=1.* has 8; lower train_model"):
+        place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)
+
+
+def test_a_copy_over_several_devices_asks_for_all_of_them() -> None:
+    found = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
+    assert (found.train, found.inference) == ((2,), (0, 1))

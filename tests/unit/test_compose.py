@@ -94,7 +94,7 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
         ("+env.repeat=1", "There is no option env.repeat; did you mean env.repeats?"),
         ("algorithm=dappo", "There is no algorithm=dappo; the presets are cispo, clip_higher, dapo, "),
         ("optimizer.lr=abc", "optimizer.lr=abc: Value 'abc' of type 'str' could not be converted to Float."),
-        ("env.dataset_path=a=b", "an override is OPTION=VALUE, and a value with =, { or [ in it stands in quotes."),
+        ("env.dataset_path=a=b", "an override is OPTION=VALUE, and a value with =, { or [ in it needs quotes."),
         ("grpo_cpu", "grpo_cpu is a preset; give it as --config-name grpo_cpu."),
         ("env.repeats=4,8", "env.repeats=4,8"),
         ("env.repeats=${nobody}", "nobody"),

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from sota_grpo import keys
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.devices import make_plan
 from sota_grpo.assembly.replay import replayed
-from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_model, load_tokenizer, save_hf
 from sota_grpo.recording.run_files import METRICS_FILE
 from sota_grpo.rl.objectives import GRPOLoss
@@ -156,17 +154,3 @@ def test_a_teacher_that_is_the_policy_moves_nothing(tmp_path: Path) -> None:
     (first,) = run(tmp_path / "run", *ALONE, f"ref_model.name={same}", "check.mode=off", "train.total_dialog_turns=16")
     assert first["grad_norm"] < 1e-6
     assert abs(first["distill/reverse_kl"]) < 1e-6
-
-
-def test_a_replay_needs_the_teachers_log_probs(tmp_path: Path) -> None:
-    run(tmp_path / "run", "train.total_dialog_turns=16", "check.mode=off")
-    with pytest.raises(UserError, match=r"algorithm\.distill_coef=1 needs the reference's log-probs, and step 0 has"):
-        replayed(tmp_path / "run", 0, ["algorithm.distill_coef=1"])
-
-
-@pytest.mark.parametrize(
-    "apart", [["train_model.lora.enabled=true", "ref_model.name=other"], []], ids=["LoRA", "whole"]
-)
-def test_a_named_reference_has_weights_of_its_own(apart: list[str]) -> None:
-    config = compose("grpo_cpu", ["engine=transformers", "algorithm.distill_coef=1", *apart])
-    assert make_plan(config, "cpu").placement.ref == (0,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -186,14 +185,6 @@ def test_a_resumed_run_keeps_the_micro_batches_that_it_was_started_with(tmp_path
 
 
 @NO_GPU
-def test_an_adapter_is_proposed_with_what_trains_all_weights_beside_it() -> None:
-    found = planned(*LLAMA, gib=80.0)
-    assert fits_with_its_change_only(found)["train_model.lora.enabled"] is True
-    assert found.other_change["train_model.num_devices"] > 1
-    assert "to train all weights" in found.refusal
-
-
-@NO_GPU
 def test_where_nothing_helps_it_says_so() -> None:
     found = planned("model.name=Qwen/Qwen2.5-72B-Instruct", gib=4.0)
     assert found.change is None
@@ -277,15 +268,6 @@ def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> Non
     assert sum(tokens) <= sum(batch.tokens for batch in found) + 1000
 
 
-def test_the_largest_sample_is_measured_and_ends_at_the_context() -> None:
-    options = ["inference_model.max_model_len=100", "inference_model.max_tokens=2000", "env.max_samples=20"]
-    found = estimate(compose("grpo_cpu", options))
-    prompt, response = found.largest_sample
-    assert prompt + response == 100
-    assert found.num_problems is not None
-    assert "the longest of" in found.places["prompt"]
-
-
 def test_prompts_are_counted_with_the_tools_that_they_tell_of() -> None:
     """As the chat template writes them, by hand."""
     tools = Path(__file__).parent / "environments" / "guess.py"
@@ -361,15 +343,6 @@ def test_the_command_refuses_with_2_and_names_the_change(capsys: pytest.CaptureF
     assert "It fits" in printed
 
 
-def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert called("-cn", "grpo_cpu", "--json", "--prompt-tokens", "99", "seed=7") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] is True
-    assert found["steps"] == 80
-    for device in found["devices"]:
-        assert device["peak"] == max(sum(parts.values()) for parts in device["moments"].values())
-
-
 GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
 
 
@@ -408,17 +381,3 @@ def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
     path = CheckpointStore(tmp_path / "c").save(1, learner.state_dict())
     model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
     assert path.stat().st_size == pytest.approx(estimating.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)
-
-
-def test_an_override_that_is_none_is_told_apart() -> None:
-    with pytest.raises(UserError, match="--config-name grpo_cpu"):
-        called("grpo_cpu")
-
-
-@NO_GPU
-def test_heads_that_vllm_cannot_share_do_not_fit_and_are_not_proposed() -> None:
-    """Qwen2.5-1.5B has 12 query heads and 2 of keys and values: 4 GPUs can share them, 8 cannot."""
-    on_gpu = ["device=cuda", "engine=vllm", "mode=async", "inference_model.num_devices=8"]
-    eight, four = (planned(*on_gpu, f"inference_model.tensor_parallel_size={n}", gib=80.0) for n in (8, 4))
-    assert "12 attention heads" in str(eight.refusal)
-    assert four.fits, four.refusal

@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sota_grpo.assembly.evaluation import evaluate
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
@@ -66,7 +65,7 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
     found = evaluator.measure()
     assert (found["eval/reward"], found["eval/reward/near"], found["eval/reward/rare"]) == (-0.5, -0.5, 0.0)
     assert found["eval/reward_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
-    assert evaluate(evaluator)["greedy"]["reward"] == -0.5
+    assert evaluator.evaluate()["greedy"]["reward"] == -0.5
     assert "accuracy says nothing" not in caplog.text
     assert evaluator.sentence(3, found) == "Held-out accuracy after 3 steps: 0.0 %, mean reward -0.5"
     evaluator.success_above = -0.75
@@ -119,7 +118,7 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
         return env.task.gold_response(examples[request.group_id]) if is_right else "no idea"
 
     evaluator = Evaluator(Rollouts(env, make_saying(env, say)), examples, max_tokens=64, avg_at_k=4, seed=SEED)
-    found = evaluate(evaluator)
+    found = evaluator.evaluate()
     assert found["num_problems"] == 10
     assert found["greedy"]["accuracy"] == 0.5
     assert found["sampled"]["accuracy"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5 / 4)
@@ -205,4 +204,6 @@ def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions
     )
     assert found["eval/accuracy"] == found["eval/task/prompt_strict"]
     assert found["eval/task_stderr/prompt_strict"] == found["eval/stderr"]
-    assert evaluate(evaluator)["greedy"]["instruction_strict"]["stderr"] == found["eval/task_stderr/instruction_strict"]
+    assert (
+        evaluator.evaluate()["greedy"]["instruction_strict"]["stderr"] == found["eval/task_stderr/instruction_strict"]
+    )

@@ -84,19 +84,6 @@ def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, 
     assert largest_gap(whole, split) < 1e-5 * scale
 
 
-def test_gradient_depends_on_no_row_order(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path), make_rows()
-    for row in rows:  # ``gradient`` draws advantages by position: keep each row its own through the loss instead
-        row.set(keys.LOSS_WEIGHT, row[keys.ASSISTANT_MASK].float())
-    order = torch.randperm(len(rows)).tolist()
-    learner._dry_run(rows, 50)
-    first = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
-    learner._dry_run([rows[index] for index in order], 50)
-    second = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
-    scale = max(float(grad.abs().max()) for grad in first.values())
-    assert largest_gap(first, second) < 1e-5 * scale
-
-
 def test_the_gradient_gap_is_the_distance_of_two_gradients(tmp_path: Path) -> None:
     learner, rows = make_learner(tmp_path), make_rows()
     one, other = (learner.gradient(rows, token_budget=budget) for budget in (1 << 20, 13))
@@ -431,15 +418,6 @@ def test_non_finite_step_stops_with_the_batch_and_unchanged_weights(tmp_path: Pa
     assert torch.isnan(dumped["batch"]["advantage"]).any()
 
 
-def test_a_padded_batch_brings_its_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the host makes it before the copy and need not wait for the device."""
-    learner = make_learner(tmp_path)
-    batch = learner.padded(make_rows(3))
-    expected = learner.log_probs(batch.exclude(keys.LAYOUT))
-    monkeypatch.setattr(learner.policy, "layout", None)
-    assert torch.equal(learner.log_probs(batch), expected)
-
-
 @pytest.mark.parametrize("trained", ["fp32", "bf16"])
 def test_what_half_precision_does_to_log_probs_is_half_minus_float32(trained: str, tmp_path: Path) -> None:
     rows = make_rows(4)
@@ -545,15 +523,6 @@ def test_a_token_of_unknown_log_prob_counts_for_no_weight(aggregation: str, torc
     assert losses["loss/objective"] == pytest.approx(expected, rel=1e-4)
     weighed = set_loss_weights(rows, aggregation)
     assert float(learner.loss(pad_rows(weighed, pad_token_id=PAD)).loss_objective) == pytest.approx(expected, rel=1e-4)
-
-
-def test_scores_belong_to_their_rows(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path, micro_batch_tokens=20), make_rows()
-    alone = {id(row): learner.log_probs(learner.padded([row]))[0] for row in rows}
-    found = list(learner.scored(rows))
-    assert {id(row) for row, _ in found} == alone.keys()
-    for row, own in found:
-        torch.testing.assert_close(own, alone[id(row)], rtol=1e-5, atol=1e-5)
 
 
 def test_learning_rate_schedules() -> None:
@@ -668,10 +637,6 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
     constant = make_learner(tmp_path)
     constant.load_state_dict(kept)
     assert constant.loss.entropy_coeff == 0.0
-    older = {name: value for name, value in kept.items() if name != "entropy_coef"}
-    fresh = make_learner(tmp_path, entropy_target=100.0, **adapts)
-    fresh.load_state_dict(older)
-    assert fresh.loss.entropy_coeff == fresh.entropy_coef == 0.0
 
 
 def test_weights_are_gathered_before_room_is_made_and_an_engine_wakes() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +15,22 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
+import sota_grpo
+from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.passed import PASSED, Passed, take
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
+from sota_grpo.rewards.functions import RewardFunctionError, fingerprint, pickled, unpickled
+from sota_grpo.rewards.grading import grading_pool
+from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.tasks.table import TableTask
+from sota_grpo.tasks.wrappers import with_reward_functions
+from tests.unit.test_api import ROWS as CHAT_ROWS
+from tests.unit.test_api import SMALL
 
 ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]
 
@@ -82,13 +96,6 @@ def test_columns_keep_their_types_as_far_as_json_has_them() -> None:
     row = {"prompt": "?", "n": numpy.int64(3), "x": numpy.arange(2), "day": datetime.date(2026, 11, 2), "none": None}
     _, passed = taken(dataset=[row])
     assert lines(passed.train_rows) == [{"prompt": "?", "n": 3, "x": [0, 1], "day": "2026-11-02", "none": None}]
-
-
-def test_a_path_is_the_option_and_nothing_is_copied(tmp_path: Path) -> None:
-    config, passed = taken(dataset=tmp_path / "a.jsonl", eval_dataset="b.jsonl")
-    assert (config.env.dataset, config.env.dataset_path) == ("table", str(tmp_path / "a.jsonl"))
-    assert config.env.eval_path == "b.jsonl"
-    assert passed.signature == {}
 
 
 @pytest.mark.parametrize(
@@ -192,3 +199,202 @@ def test_what_cannot_travel_is_graded_in_this_process_if_told_so(tmp_path: Path)
     assert task.score("4", task.train[0]).terms == {"locked": 1.0}
     with pytest.raises(UserError, match="stayed in that process"):
         task_of(config)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = TableTask([TableTask().read_row({"prompt": "2 + 2?", "answer": "4", "level": 3}, "row 1")])
+EXAMPLE = TASK.train[0]
+CODE = """
+BONUS = 2
+class Base:
+    longest = 99
+class Rule(Base):
+    def __init__(self, least): self.least = least
+    def allows(self, text): return self.size(text) >= self.least
+    @staticmethod
+    def size(text): return len(text)
+RULE = Rule(3)
+def helper(text): return [BONUS for _ in text if RULE.allows(text)]
+def make(weight):
+    def f(solution_str, scale=1.0):
+        return weight * scale * len(helper(solution_str))
+    return f
+f = make(0.5)
+"""
+
+
+def compiled(text: str) -> Callable[..., Any]:
+    """The ``f`` of a program, as a notebook would hold it."""
+    program: dict[str, Any] = {"__name__": "__main__"}
+    exec(text, program)
+    return program["f"]
+
+
+def passed_to(folder: Path, functions: dict[str, Callable[..., Any]], **options: Any) -> Task:
+    path = folder / "reward.pkl"
+    path.write_bytes(pickled(functions))
+    return with_reward_functions(TASK, str(path), list(functions), functions=functions, **options)
+
+
+def test_equal_code_is_one_function_and_anything_it_reads_makes_another() -> None:
+    same = fingerprint({"f": compiled(CODE)})
+    assert fingerprint({"f": compiled("# a note\n\n" + CODE.replace("): return", "):\n        return"))}) == same
+    changes = [
+        ("weight * scale", "weight + scale"),  # code
+        ("scale=1.0", "scale=2.0"),  # a default
+        ("make(0.5)", "make(0.25)"),  # the closure
+        ("BONUS = 2", "BONUS = 3"),  # a global that only a comprehension in a helper reads
+        (">= self.least", "> self.least"),  # a method of an object that the helper reads
+        ("Rule(3)", "Rule(4)"),  # the state of that object
+        ("return len(text)", "return 1 + len(text)"),  # a static method
+        ("longest = 99", "longest = 98"),  # an attribute of the base class
+    ]
+    others = [fingerprint({"f": compiled(CODE.replace(old, new))}) for old, new in changes]
+    assert len({same, *others}) == 1 + len(changes)
+    assert fingerprint({"g": compiled(CODE)}) != same
+
+
+def test_a_function_has_the_same_fingerprint_in_every_process() -> None:
+    """Hashing is random by process; a set among the constants must not show it."""
+    text = "def f(solution_str):\n    return solution_str in {'yes', 'no', 'perhaps', 'never'}\n"
+    program = f"exec({text!r})\nfrom sota_grpo.rewards.functions import fingerprint\nprint(fingerprint({{'f': f}}))"
+    found = {
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        for _ in range(2)
+    }
+    assert found == {fingerprint({"f": compiled(text)}) + "\n"}
+
+
+def test_partials_methods_and_callable_objects_count_with_what_they_hold() -> None:
+    text = (
+        "import functools\nclass Judge:\n    def __init__(self, n): self.n = n\n"
+        "    def __call__(self, solution_str): return self.n\n    def m(self, solution_str): return self.n\n"
+        "def g(solution_str, n): return n\n"
+    )
+    forms = ("Judge({})", "Judge({}).m", "functools.partial(g, n={})")
+    endings = [f"f = {form.format(n)}" for n in (1, 2) for form in forms]
+    prints = [fingerprint({"f": compiled(text + ending)}) for ending in endings]
+    assert len(set(prints)) == 6
+    assert [fingerprint({"f": compiled(text + ending)}) for ending in endings] == prints
+
+
+def test_a_function_of_the_main_program_grades_in_another_process(tmp_path: Path) -> None:
+    """It travels with the helper and the constant that it reads, not by a name that the grader does not have."""
+    text = "from os import getpid as PID\nBONUS = 0.25\ndef helper(n): return n + BONUS\n"
+    verl = "def f(solution_str, ground_truth): return {'score': helper(solution_str == ground_truth), 'pid': PID()}"
+    trl = "def f(completions, level, **columns): return [helper(one) for one in level]"
+    functions = {"verl": compiled(text + verl), "trl": compiled(text + trl)}
+    task = passed_to(tmp_path, functions, weights=[1.0, 2.0])
+    here = scorer_of(task)("4", EXAMPLE)
+    with grading_pool(task, num_workers=1, timeout_s=30) as pool:
+        (there,) = pool.scores([("4", EXAMPLE)]).result(60)
+    assert there.error is None
+    assert there.terms == here.terms == {"verl": 1.25, "trl": 3.25}
+    assert there.info["verl/pid"] != here.info["verl/pid"]
+
+
+def test_what_cannot_travel_is_one_sentence() -> None:
+    lock = threading.Lock()
+    with pytest.raises(RewardFunctionError, match=r"locked cannot be sent .*cannot pickle.*env\.reward_workers=0\.$"):
+        pickled({"fine": len, "locked": functools.partial(lambda solution_str, held: 1.0, held=lock)})
+
+
+def test_what_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RewardFunctionError, match="stayed in that process"):
+        unpickled(tmp_path / "reward.pkl")
+    (tmp_path / "reward.pkl").write_bytes(b"cno_such_module_anywhere\nf\n.")
+    with pytest.raises(RewardFunctionError, match=r"cannot be loaded here \(ModuleNotFoundError"):
+        unpickled(tmp_path / "reward.pkl")
+
+
+def test_an_error_names_the_line_of_the_code(tmp_path: Path) -> None:
+    program: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("\n\ndef f(solution_str):\n    return 1 / 0\n", "cell-7.py", "exec"), program)
+    score = scorer_of(passed_to(tmp_path, {"f": program["f"]}))("4", EXAMPLE)
+    assert score.error == "ZeroDivisionError: division by zero (cell-7.py, line 4)"
+
+
+FEW = ["engine=transformers", "train.total_dialog_turns=16"]
+
+
+def objective_of(scale: float) -> Any:
+    """A function that travels as code, with what it holds."""
+
+    def scaled(log_ratio: torch.Tensor, advantage: torch.Tensor, dual_clip: float | None = None) -> torch.Tensor:
+        return -scale * advantage * log_ratio.exp()
+
+    return scaled
+
+
+def trained(run_dir: Path, scale: float, *overrides: str) -> sota_grpo.Result:
+    return sota_grpo.train(
+        "grpo_cpu",
+        objective=objective_of(scale),
+        reward=lambda completions, **_: [float(len(text) % 7) for text in completions],
+        dataset=CHAT_ROWS,
+        overrides=[*SMALL, *FEW, *overrides],
+        run_dir=run_dir,
+    )
+
+
+def slopes(result: sota_grpo.Result) -> list[float]:
+    return result.metrics["grad_norm"].tolist()
+
+
+def test_it_trains_is_kept_and_goes_on_under_the_same_function_only(tmp_path: Path) -> None:
+    one, two = trained(tmp_path / "one", 1.0), trained(tmp_path / "two", 3.0)
+    assert slopes(two)[0] == pytest.approx(3 * slopes(one)[0], rel=1e-3)
+    assert one.config["algorithm"]["objective"] == f"{tmp_path}/one/inputs/objective.py:scaled"
+    before = slopes(one)
+    longer = trained(tmp_path / "one", 1.0, "train.total_dialog_turns=24", "train.resume=auto")
+    assert (len(slopes(longer)), slopes(longer)[:2]) == (3, before)
+    with pytest.raises(UserError, match=r"another"):
+        trained(tmp_path / "two", 2.0, "train.resume=auto")
+
+    moved = shutil.move(tmp_path / "one", tmp_path / "moved")
+    with pytest.raises(UserError, match=rf"asks to run {moved}/inputs/objective.py \(algorithm.objective\)"):
+        load_config(Path(moved), ["reward.path=null", "reward.name=null"])
+    kept = surrogate(load_config(Path(moved), trust=True).algorithm.objective)
+    terms = {"log_prob": torch.zeros(2), "log_ratio": torch.tensor([0.0, 1.0]), "advantage": torch.ones(2)}
+    clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    read = {name: value for name, value in (terms | clips).items() if kept.reads(name)}
+    assert list(read) == ["log_ratio", "advantage", "dual_clip"]
+    torch.testing.assert_close(kept.loss(**read), -terms["log_ratio"].exp())
+
+
+@pytest.mark.parametrize(
+    ("objective", "overrides", "why"),
+    [
+        (lambda log_prob, reward: log_prob, [], "asks for reward"),
+        (lambda advantage: advantage, [], "reads neither log_prob nor log_ratio"),
+        (3, [], "objective is 3, which is no function"),
+        (functools.partial(objective_of, threading.Lock()), [], "asks for|reads neither|cannot be written"),
+        (objective_of(1.0), ["algorithm.objective=cispo"], "algorithm.objective=cispo names another"),
+    ],
+)
+def test_what_cannot_be_one_is_a_sentence(objective: Any, overrides: list[str], why: str) -> None:
+    config = Config()
+    if overrides:
+        config.algorithm.objective = "cispo"
+    with pytest.raises(UserError, match=why):
+        take(config, overrides, objective=objective)
+
+
+def test_a_function_that_holds_what_no_file_can_is_a_sentence() -> None:
+    held = threading.Lock()
+
+    def locked(log_prob: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        with held:
+            return -advantage * log_prob
+
+    with pytest.raises(
+        UserError, match=r"the objective locked cannot be written to the run .*make what it needs inside"
+    ):
+        take(Config(), [], objective=locked)
+
+
+def test_a_function_without_a_name_has_one_in_the_config() -> None:
+    config = Config()
+    passed = take(config, [], objective=lambda log_prob, advantage: -advantage * log_prob)
+    assert config.algorithm.objective.rpartition(":")[2].isidentifier()
+    assert json.loads(json.dumps(passed.signature))["passed"].keys() == {"objective"}

@@ -108,12 +108,6 @@ def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
     assert sorted(map(int, rows.split(", "))) == [3, 10, 17, 24, 31, 38]
 
 
-def test_a_side_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
-    path = table(tmp_path / "rows.jsonl", [f"{LONG} {i}" for i in range(20)])
-    with pytest.raises(UserError, match="tokens and at most 127 fit"):
-        env_of(of_table(path, "env.skip_unreadable=true"))
-
-
 def test_vllm_is_given_what_is_no_option_here() -> None:
     options = EngineOptions("m", eos_token_ids=[1], engine_kwargs={"max_num_batched_tokens": 4096})
     for on_cpu in (True, False):
@@ -182,19 +176,6 @@ def test_an_argument_that_the_model_does_not_take_is_a_sentence() -> None:
         make_model(config, torch.device("cpu"))
 
 
-def test_exports_take_the_templates_arguments_along_whatever_they_are_called() -> None:
-    facts = Facts(TINY, "run", longest_prompt=10, num_train=64)
-    given = {"enable_thinking": False, 'a": __import__("os").abort(), "b': "x'$(touch PWNED)\n"}
-    config = Config()
-    config.env.chat_template_kwargs = given
-    options, ours = verl_options(config, facts)
-    script = verl_script(options, ours, ["A heading."])
-    (word,) = [one for one in shlex.split(script.partition("main_ppo")[2]) if "apply_chat_template_kwargs" in one]
-    assert word.startswith("++data.apply_chat_template_kwargs={enable_thinking:false,")
-    config.env.chat_template_kwargs = None
-    assert "template_kwargs=" not in verl_script(*verl_options(config, facts), [])
-
-
 def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
     """vLLM's own end at 512, in steps of 16; what a user says of compilation stays."""
 
@@ -211,3 +192,16 @@ def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
     own = {"engine_kwargs": {"compilation_config": {"max_cudagraph_capture_size": 64, "mode": 3}}}
     assert compilation(1024, **own) == {"max_cudagraph_capture_size": 64, "mode": 3}
     refuse_arguments(EngineOptions(str(TINY), eos_token_ids=(), max_rows=1024, **own).resolved(), on_cpu=False)
+
+
+def test_exports_take_the_templates_arguments_along_whatever_they_are_called() -> None:
+    facts = Facts(TINY, "run", longest_prompt=10, num_train=64)
+    given = {"enable_thinking": False, 'a": __import__("os").abort(), "b': "x'$(touch PWNED)\n"}
+    config = Config()
+    config.env.chat_template_kwargs = given
+    options, ours = verl_options(config, facts)
+    script = verl_script(options, ours, ["A heading."])
+    (word,) = [one for one in shlex.split(script.partition("main_ppo")[2]) if "apply_chat_template_kwargs" in one]
+    assert word.startswith("++data.apply_chat_template_kwargs={enable_thinking:false,")
+    config.env.chat_template_kwargs = None
+    assert "template_kwargs=" not in verl_script(*verl_options(config, facts), [])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,18 +36,6 @@ def test_a_step_is_done_once_and_a_killed_one_again(tmp_path: Path, monkeypatch:
     assert (tmp_path / "ran").read_text() == "xx"
 
 
-def test_checks_that_fail_leave_nothing_that_looks_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They write their file all the same, and nothing that takes an hour is begun."""
-    monkeypatch.chdir(tmp_path)
-    first, *_ = real.steps(given(tmp_path))
-    assert first.said == "Checking"
-    target = tmp_path / "gate.json"
-    failing = [sys.executable, "-c", f"{WRITE}; sys.exit(1)", str(target)]
-    with pytest.raises(subprocess.CalledProcessError):
-        real.do(replace(first, command=failing, target=target))
-    assert not target.exists()
-
-
 @pytest.mark.parametrize("preset", real.BENCHMARKS)
 def test_the_run_and_both_evaluations_have_the_same_seed_and_problems(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,12 +60,3 @@ def test_the_run_and_both_evaluations_have_the_same_seed_and_problems(
     shared = list(before.command[before.command.index("--task") :])
     assert after.command[-len(shared) - 2 : -2] == shared
     assert after.command[-2:] == ["--against", str(before.target)]
-
-
-def test_a_folder_keeps_the_options_that_it_was_begun_with(tmp_path: Path) -> None:
-    assert "there is no file" in real.refuse_others(given(tmp_path))
-    (tmp_path / "rows.jsonl").touch()
-    assert real.refuse_others(given(tmp_path)) is None
-    assert real.refuse_others(given(tmp_path)) is None
-    assert "other options" in real.refuse_others(given(tmp_path, "seed", "4"))
-    assert json.loads((tmp_path / "out" / "options.json").read_text())["seed"] == "3"

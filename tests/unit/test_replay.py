@@ -17,7 +17,6 @@ from sota_grpo.assembly.replay import CountedLoss, Step, compared, cosines, open
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import with_options
 from sota_grpo.errors import UserError
-from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.run_files import METRICS_FILE, read_replays
 from sota_grpo.recording.stored_steps import Origin, StoredStep, read_step, stored_steps
 from sota_grpo.rl.table import RowTable
@@ -111,27 +110,6 @@ def test_step_0_under_another_preset_is_that_of_a_run_under_it(plain: Path, tmp_
     assert found["agrees"]
 
 
-def test_what_stands_in_the_step_is_what_the_run_saw(plain: Path) -> None:
-    tokenizer = load_tokenizer("tiny")
-    for path, row in zip(stored_steps(plain), metrics(plain), strict=True):
-        stored = read_step(path)
-        assert dict(stored.metrics) == {name: value for name, value in row.items() if name != "step"}
-        said = [
-            (own - behaviour, entropy)
-            for sample in stored.samples
-            for own, behaviour, entropy, assistant in zip(
-                *(sample[name] for name in ("policy_log_probs", "log_probs", "entropy", "assistant")), strict=True
-            )
-            if assistant
-        ]
-        assert len(said) == round(row["response_tokens/mean"] * 16)
-        assert max(abs(gap) for gap, _ in said) < 1e-4  # synchronous, the behaviour policy is that before the step
-        assert min(entropy for _, entropy in said) >= 0
-        for sample, row_td in zip(stored.samples, stored.rows, strict=True):
-            assert "".join(sample["pieces"]) == tokenizer.decode(row_td.get(keys.RESPONSE_TOKENS))
-            assert len(sample["pieces"]) == sample["response_tokens"]
-
-
 def test_a_run_in_half_precision_is_replayed_in_float32_and_told_apart(tmp_path: Path) -> None:
     found = replayed(run(tmp_path / "run", "train.precision=bf16", "train.total_dialog_turns=16"), 0)
     assert not found["agrees"]
@@ -170,26 +148,6 @@ def test_an_override_that_cannot_matter_is_refused_in_one_sentence(overrides, se
     with pytest.raises(UserError, match=sentence) as refused:
         replayed(plain, 0, overrides)
     assert "\n" not in str(refused.value)
-
-
-def test_a_smaller_micro_batch_is_no_comparison(plain: Path) -> None:
-    found = replayed(plain, 0, ["train.micro_batch_tokens=200"])
-    assert found["cosines"] == {}
-    norm = found["figures"]["grad_norm"]
-    assert norm == {"stored": norm["stored"], "replayed": pytest.approx(norm["stored"], rel=1e-4)}
-
-
-def test_a_narrow_clip_takes_gradients(plain: Path) -> None:
-    """Two optimizer steps per step: in the second the ratio is no longer 1, and a narrow clip finds it."""
-    found = replayed(plain, 0, ["algorithm.clip_low=1e-7", "algorithm.clip_high=1e-7"])
-    moved, moves, clipped = (
-        found["figures"][name] for name in ("tokens/with_gradient", "tokens/with_advantage", "clip_fraction")
-    )
-    assert moves["run"] == moves["replayed"] >= moved["replayed"] > moved["run"]
-    assert clipped["run"] > clipped["replayed"]
-    assert found["cosines"]["replayed"]["run"] < 1 - 1e-6
-    assert "under algorithm.clip_low=1e-7 algorithm.clip_high=1e-7" in found["title"]
-    assert not any("every ratio is 1" in note for note in found["notes"])
 
 
 SCALED = """
@@ -301,18 +259,6 @@ def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
     assert list(json.loads(printed)["cosines"]) == ["replayed", "dapo"]
     assert "the report will not show this replay" in said
     (plain / "replays").unlink()
-
-
-def test_overrides_stand_anywhere_and_nothing_else_does(monkeypatch, capsys) -> None:
-    seen = []
-    monkeypatch.setattr(cli.replay, "run", lambda options: seen.append(options) or 0)
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["replay", "RUN", "--step", "2", "--json", "algorithm=dapo"])
-    assert (seen[0].run_dir, seen[0].step, seen[0].overrides) == ("RUN", 2, ["algorithm=dapo"])
-    for odd in ("--steps=2", "dapo"):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(["replay", "RUN", "--step", "2", odd])
-        assert odd in capsys.readouterr().err
 
 
 def kl_step(*, graded: float | None) -> Step:

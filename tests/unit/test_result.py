@@ -45,19 +45,8 @@ def test_a_run_that_is_training_is_read_up_to_its_last_whole_line(run_dir: Path)
     assert result.metrics["reward"].to_dict() == {0: 0.1, 1: 0.3, 2: 0.5}
 
 
-def test_before_the_first_step_every_table_is_empty(run_dir: Path) -> None:
-    write(run_dir / "metrics.jsonl", [])
-    result = Result(run_dir)
-    assert [len(table) for table in (result.metrics, result.evaluations, result.rollouts)] == [0, 0, 0]
-    assert repr(result) == f"Result({str(run_dir)!r})\n  steps      0, unfinished"
-
-
-def test_rollouts_keep_what_is_nested(run_dir: Path) -> None:
-    write(run_dir / "rollouts.jsonl", [{"step": 1, "response": "4", "reward_terms": {"right": 1.0}}])
-    assert Result(run_dir).rollouts.loc[1, "reward_terms"] == {"right": 1.0}
-
-
 def test_the_summary_says_how_far_and_how_well(run_dir: Path) -> None:
+    assert not Result(run_dir).finished
     (run_dir / "run.json").write_text(json.dumps({"finished": True}))
     assert repr(Result(run_dir)).splitlines() == [
         f"Result({str(run_dir)!r})",
@@ -65,26 +54,16 @@ def test_the_summary_says_how_far_and_how_well(run_dir: Path) -> None:
         "  reward     0.1 -> 0.3 (first and last step)",
         "  held out   25.0 % -> 75.0 % right of 8 problems, greedy",
     ]
-
-
-def test_the_summary_has_the_held_out_reward_where_accuracy_is_not_all(run_dir: Path) -> None:
     rows = [{"step": n, "eval/accuracy": 0.0, "eval/num_samples": 8, "eval/reward": n - 3.25} for n in (0, 2)]
     write(run_dir / "metrics.jsonl", rows)
     assert "0.0 % right of 8 problems, greedy\n             -3.25 -> -1.25 mean reward" in repr(Result(run_dir))
-
-
-def test_the_summary_of_a_long_run_compares_ten_turns(run_dir: Path) -> None:
     write(run_dir / "metrics.jsonl", [{"step": n, "reward": float(n)} for n in range(100)])
     assert "reward     4.5 -> 94.5 (first and last 10 steps)" in repr(Result(run_dir))
-
-
-def test_config_and_finished_are_read(run_dir: Path) -> None:
-    (run_dir / "config.yaml").write_text("seed: 3\nmodel:\n  trust_remote_code: false\n")
-    result = Result(run_dir)
-    assert result.config == {"seed": 3, "model": {"trust_remote_code": False}}
-    assert not result.finished
-    (run_dir / "run.json").write_text(json.dumps({"finished": True}))
-    assert result.finished
+    write(run_dir / "metrics.jsonl", [])
+    write(run_dir / "rollouts.jsonl", [{"step": 1, "response": "4", "reward_terms": {"right": 1.0}}])
+    empty = Result(run_dir)
+    assert (len(empty.metrics), len(empty.evaluations), empty.finished) == (0, 0, True)
+    assert empty.rollouts.loc[1, "reward_terms"] == {"right": 1.0}
 
 
 def test_the_model_is_the_exported_one_and_loaded_once(run_dir: Path) -> None:

@@ -24,7 +24,7 @@ from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.procedural import CalculatorTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
-from sota_grpo.training.sample_checks import _as_sampled
+from sota_grpo.training.gate import _as_sampled
 from tests.l3_parts import make_env, make_saying
 from tests.unit.test_table import verl_row
 

@@ -31,8 +31,7 @@ from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
 from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator
-from sota_grpo.training.gate import run_gate
-from sota_grpo.training.subject import CheckError
+from sota_grpo.training.gate import CheckError, run_gate
 from tests.l3_parts import MoodyTask, collector_of, make_env, make_saying, make_subject
 from tests.process_rigs import wait_for
 from tests.unit.graders import WEIGHTS, Unloadable, moody

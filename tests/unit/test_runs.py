@@ -67,14 +67,13 @@ def with_option(section: str, option: str, value: object, config: dict = CONFIG)
 # --- what makes two runs the same -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("section", "option"), [*FREE_OPTIONS, ("logging", "level")])
-def test_an_option_that_changes_nothing_that_is_computed_is_free(section: str, option: str) -> None:
-    assert signature(with_option(section, option, 1)) == signature(with_option(section, option, 2))
+def test_an_option_that_changes_nothing_that_is_computed_is_free() -> None:
+    for name in (*FREE_OPTIONS, "logging.level"):
+        section, _, option = name.partition(".")
+        assert signature(with_option(section, option, 1)) == signature(with_option(section, option, 2)), name
 
-
-@pytest.mark.parametrize(("section", "option"), [("train", "epochs"), ("eval", "every"), ("train", "optim_batch_size")])
-def test_every_other_option_is_signed(section: str, option: str) -> None:
-    assert signature(with_option(section, option, 1)) != signature(with_option(section, option, 2))
+    for section, option in (("train", "epochs"), ("eval", "every"), ("train", "optim_batch_size")):
+        assert signature(with_option(section, option, 1)) != signature(with_option(section, option, 2)), option
 
 
 def test_the_length_is_signed_where_the_learning_rate_depends_on_it() -> None:
@@ -115,12 +114,6 @@ def test_a_first_start_that_fails_leaves_no_run(tmp_path: Path) -> None:
         assert not corrected.resumed
     with opened(run_at(tmp_path, "2026-01-02", "10-00-00"), "auto") as place:
         assert place.path != run_dir
-
-
-def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot be written .*hydra\.run\.dir"):
-        opened(tmp_path / "file" / "run", None)
 
 
 # --- auto -------------------------------------------------------------------------------------------------------------
@@ -180,17 +173,6 @@ def test_auto_looks_only_beside_directories_named_by_the_clock(tmp_path: Path) -
     for mine in (tmp_path / "a" / "y", tmp_path / "b" / "y", run_at(tmp_path, "2026-01-01", "mine")):
         with opened(mine, "auto") as place:
             assert (place.path, place.resumed) == (mine, False)
-
-
-def test_a_run_of_a_sweep_is_continued_in_its_own_directory_only(tmp_path: Path) -> None:
-    """A sweep is continued as a whole, by its directory: what it did stands in one place."""
-    job = tmp_path / "multirun" / "2026-01-01" / "10-00-00" / "1"
-    started(job, saved_at=1)
-    other = tmp_path / "multirun" / "2026-01-02" / "09-00-00" / "1"
-    with opened(other, "auto") as place:
-        assert (place.path, place.resumed) == (other, False)
-    with opened(job, "auto") as place:
-        assert place.resumed
 
 
 # --- a run by its name ------------------------------------------------------------------------------------------------
@@ -298,14 +280,13 @@ def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:
 # --- files and differences --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("section", "option"), FILES)
-def test_a_file_counts_by_what_it_holds(tmp_path: Path, section: str, option: str) -> None:
+def test_a_file_counts_by_what_it_holds(tmp_path: Path) -> None:
     for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
         (tmp_path / name).write_text(text)
-    a, b, c, hub = (
-        signature(with_option(section, option, name)) for name in (*(str(tmp_path / n) for n in "abc"), "org/table")
-    )
-    assert a == b != c != hub != a
+    names = (*(str(tmp_path / n) for n in "abc"), "org/table")
+    for section, _, option in (name.partition(".") for name in FILES):
+        a, b, c, hub = (signature(with_option(section, option, name)) for name in names)
+        assert a == b != c != hub != a, option
 
 
 def test_a_refusal_names_what_differs(tmp_path: Path) -> None:

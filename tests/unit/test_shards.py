@@ -25,9 +25,8 @@ from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import Kept, StoredTensor, TensorFileError, in_memory, stored_tensors, write_tensors
-from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
+from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore, Shards, ShardWriter, filled
 from sota_grpo.training.remote_learner import LearnerWorker
-from sota_grpo.training.shards import Shards, ShardWriter, emptied, filled
 from sota_grpo.workers.base import WorkerDied, WorkerThread
 from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
@@ -85,13 +84,6 @@ def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path
     found = {"w": torch.empty(5, 7)}
     dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert torch.equal(found["w"], whole)
-
-
-def test_a_scalar_and_a_tensor_that_is_not_as_announced(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "a.safetensors", {"step": Kept.of(torch.tensor(3.0))}, [torch.tensor(3.0)])
-    assert stored_tensors([tmp_path / "a.safetensors"])["step"].read() == 3.0
-    with pytest.raises(ValueError, match=r"w is torch\.float32 \(3,\) and was to be"):
-        write_tensors(tmp_path / "b.safetensors", {"w": Kept(torch.float32, (2,))}, [torch.ones(3)])
 
 
 def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
@@ -187,33 +179,6 @@ def test_a_writer_that_was_killed_leaves_the_checkpoint_of_the_same_step_and_is_
     saved(store, 1, 2.0)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
     assert float(CheckpointStore.load(path)["learner"]["model"]["w"].read()[0, 0]) == 2.0
-
-
-def test_saves_that_are_killed_again_and_again_fill_no_disk(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    saved(store, 1)
-    for _ in range(3):  # each ends while its ranks write
-        half = store.folder(2)
-        half.mkdir()
-        (half / "rank_00000.safetensors").write_bytes(b"half")
-    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/", "checkpoint_000002/"]
-    assert store.num_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-
-
-def test_a_leftover_that_cannot_be_removed_keeps_no_checkpoint_from_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EBUSY, "in use")
-
-    store = CheckpointStore(tmp_path)
-    half = store.folder(1)
-    half.mkdir()
-    with monkeypatch.context() as patched:
-        patched.setattr("os.rmdir", refuse)
-        path = saved(store, 1)
-    assert half.is_dir()
-    assert CheckpointStore.load(path)["learner"]["model"]["w"].shape == (4, 2)
 
 
 def test_what_a_rank_wrote_of_8_bit_moments_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,17 +279,6 @@ def test_what_names_files_elsewhere_is_no_checkpoint(shards: Any, tmp_path: Path
         CheckpointStore.load(path)
 
 
-def test_a_state_whose_tensor_is_in_no_file_is_refused(tmp_path: Path) -> None:
-    path = CheckpointStore(tmp_path).save(1, {"learner": {"stored_tensor": "w"}, "shards": ODD})
-    with pytest.raises(CheckpointError, match="no checkpoint of this program"):
-        CheckpointStore.load(path)
-
-
-def test_two_tensors_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"two tensors of a state are called a\.b"):
-        emptied({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
-
-
 def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +290,7 @@ def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
         return write(*args, **options)
 
     progress: list[str] = []
-    monkeypatch.setattr("sota_grpo.training.shards.write_tensors", slow)
+    monkeypatch.setattr("sota_grpo.training.checkpoint.write_tensors", slow)
     monkeypatch.setattr(WorkerThread, "progress", lambda thread: progress.append(thread.name))
     writer = ShardWriter(Ranks())
     writer.begin(tmp_path / "a", {"w": weight})
@@ -355,7 +309,7 @@ def test_a_copy_that_fails_lets_training_go_on_and_is_told(tmp_path: Path, monke
     def full(*_: Any) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("sota_grpo.training.shards.copy_to_host", full)
+    monkeypatch.setattr("sota_grpo.training.checkpoint.copy_to_host", full)
     writer = ShardWriter(Ranks())
     writer.begin(tmp_path / "a", {"w": torch.ones(3)})
     writer.wait_copied()
