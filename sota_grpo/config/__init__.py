@@ -20,6 +20,7 @@ from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rewards.judge.questions import KINDS
+from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS
 
@@ -196,7 +197,7 @@ class AlgorithmConfig:
     name: str = opt("grpo", "label of the preset, written to the logs")
     baseline: str = opt(
         "group_mean",
-        "what the reward is compared with",
+        "what the reward is compared with; or an advantage estimator of your own, FILE.py:FUNCTION",
         ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none"),
     )
     scale: str = opt(
@@ -495,8 +496,11 @@ def reference_name(config: Config) -> str:
 
 
 def has_reference(config: Config) -> bool:
-    """Whether a reference's log-probs are asked for: by a KL term, or of a teacher."""
-    return config.policy.kl_coef > 0 or config.algorithm.distill_coef > 0
+    """Whether a KL term, a teacher or the objective reads a reference's log-probs."""
+    algorithm = config.algorithm
+    return (
+        config.policy.kl_coef > 0 or algorithm.distill_coef > 0 or surrogate(algorithm.objective).reads("ref_log_prob")
+    )
 
 
 def most_kept(config: Config) -> int:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, model_name, responses_per_step, reward_names
+from sota_grpo.config import Config, has_reference, model_name, responses_per_step, reward_names
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.objective_files import estimator, surrogate
 from sota_grpo.tasks import parameters
 
 _OF_SIBLINGS = {"group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std"}
 
 
 def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
+    estimator(config.algorithm.baseline)  # raises a sentence on a function that does not exist
     group_terms = {config.algorithm.baseline, config.algorithm.scale} & _OF_SIBLINGS
     group_terms |= {"decouple_terms"} if config.algorithm.decouple_terms else set()
     if config.env.repeats < 2 and group_terms and not learns_from_a_teacher_alone(config):
@@ -38,7 +39,7 @@ def distillation_has_a_teacher(config: Config) -> Iterator[str]:
                 f"algorithm.advantage_coef={algorithm.advantage_coef} weighs the task's advantage beside a teacher's, "
                 "and algorithm.distill_coef=0 has none; leave it at 1.0."
             )
-        if name is not None and config.policy.kl_coef == 0:
+        if name is not None and not has_reference(config):
             yield (
                 f"ref_model.name={name} is read by nothing; add algorithm.distill_coef=1 to learn from it, or "
                 "policy.kl_coef to stay near it."
