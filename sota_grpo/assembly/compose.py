@@ -30,11 +30,12 @@ _PACKAGED = _PACKAGE / "presets"
 #: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
-_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")  # FILE.py:NAME
+_OWN_FUNCTIONS = ("algorithm.objective", "algorithm.baseline")
+_IN_FILES = (*_OWN_FUNCTIONS, "env.tools", "env.environment")  # FILE.py:NAME
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *_IN_FILES)  # or names of a hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Options of :func:`needs_consent` without effect where no loss is computed, and where nothing is sampled or graded.
-UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
+UNUSED_WITHOUT_LOSS = ("ray.address", *_OWN_FUNCTIONS)
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
     *("env.tools", "env.environment", "env.sandbox"),

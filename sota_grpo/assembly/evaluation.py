@@ -29,6 +29,7 @@ from sota_grpo.policy.tensor_files import in_memory
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, EXPORTED, RUN_FILE, read_record
 from sota_grpo.rewards.grading import GradingPool, own_grader
+from sota_grpo.rl.objective_files import in_file
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
@@ -107,7 +108,9 @@ def find_target(
                 "device=cpu."
             )
         target = Target(name, config)
-    target.config.algorithm.objective = AlgorithmConfig().objective  # nothing is trained: its file may be missing
+    algorithm = target.config.algorithm  # nothing is trained: the files that it names need not exist
+    algorithm.objective = AlgorithmConfig().objective
+    algorithm.baseline = "none" if in_file(algorithm.baseline) else algorithm.baseline
     validate(target.config)
     return target
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from sota_grpo import keys
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
 from sota_grpo.assembly.learning import kl_in_reward, make_advantage, make_learner, make_model, make_policy
-from sota_grpo.config import Config, model_name
+from sota_grpo.config import Config, has_reference, model_name
 from sota_grpo.config.spelling import walk, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
@@ -307,13 +307,11 @@ def _require_stored(step: Step, changed: Config) -> None:
             f"algorithm.decouple_terms=true needs the weights of the reward terms, which {has} where the run decoupled "
             "them itself."
         )
-    for name in ("policy.kl_coef", "algorithm.distill_coef"):
-        coefficient = attrgetter(name)(changed)
-        if coefficient > 0 and not step.stored.rows.has(keys.REF_LOG_PROBS):
-            raise UserError(
-                f"{name}={coefficient:g} needs the reference's log-probs, and {has} none: the run had policy.kl_coef=0 "
-                "and no teacher."
-            )
+    if has_reference(changed) and not step.stored.rows.has(keys.REF_LOG_PROBS):
+        readers = {name: attrgetter(name)(changed) for name in ("policy.kl_coef", "algorithm.distill_coef")}
+        names = [f"{name}={value:g}" for name, value in readers.items() if value > 0]
+        reader = (names or [f"algorithm.objective={changed.algorithm.objective}"])[0]
+        raise UserError(f"{reader} needs the reference's log-probs, and {has} none: the run had no reference.")
 
 
 def _notes(step: Step, others: Sequence[Replay]) -> list[str]:

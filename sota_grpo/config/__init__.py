@@ -20,6 +20,7 @@ from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rewards.judge.questions import KINDS
+from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS
 
@@ -185,7 +186,11 @@ class AlgorithmConfig:
     """The terms of the objective; the presets in ``config/algorithm/`` only choose among them (docs/algorithm.md)."""
 
     name: str = opt("grpo", "label of the preset, written to the logs")
-    baseline: str = opt("group_mean", "baseline that is subtracted from the reward", _BASELINES)
+    baseline: str = opt(
+        "group_mean",
+        "baseline that is subtracted from the reward; or an advantage estimator of your own, FILE.py:FUNCTION",
+        _BASELINES,
+    )
     scale: str = opt("group_std", "divisor of the centred reward", _SCALES)
     decouple_terms: bool = opt(False, "centre and scale each reward term within its group before their sum (GDPO)")
     objective: str = opt("clipped", "surrogate of each token; or your own, FILE.py:FUNCTION", SURROGATES.keys())
@@ -458,8 +463,11 @@ def reference_name(config: Config) -> str:
 
 
 def has_reference(config: Config) -> bool:
-    """Whether the run needs a reference: for a KL term or as a teacher."""
-    return config.policy.kl_coef > 0 or config.algorithm.distill_coef > 0
+    """Whether a KL term, a teacher or the objective reads a reference's log-probs."""
+    algorithm = config.algorithm
+    return (
+        config.policy.kl_coef > 0 or algorithm.distill_coef > 0 or surrogate(algorithm.objective).reads("ref_log_prob")
+    )
 
 
 def most_kept(config: Config) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, model_name, responses_per_step, reward_names
+from sota_grpo.config import Config, has_reference, model_name, responses_per_step, reward_names
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.objective_files import estimator, surrogate
 from sota_grpo.tasks import parameters
 
 _OF_SIBLINGS = {"group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std"}
@@ -16,6 +16,7 @@ _OF_SIBLINGS = {"group_mean", "leave_one_out", "length_weighted", "best_of_other
 
 def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
+    estimator(algorithm.baseline)  # raises a sentence on a function that does not exist
     terms = {algorithm.baseline, algorithm.scale} & _OF_SIBLINGS
     terms |= {"decouple_terms"} if algorithm.decouple_terms else set()
     if algorithm.distill_coef > 0 and algorithm.advantage_coef == 0:  # the reward is not in the loss
@@ -34,7 +35,7 @@ def distillation_has_a_teacher(config: Config) -> Iterator[str]:
         if algorithm.advantage_coef != 1:
             coef = f"algorithm.advantage_coef={algorithm.advantage_coef}"
             yield f"{coef} has no effect without a teacher (algorithm.distill_coef=0); leave it at 1.0."
-        if name is not None and config.policy.kl_coef == 0:
+        if name is not None and not has_reference(config):
             yield f"ref_model.name={name} has no effect; add algorithm.distill_coef=1 (a teacher) or policy.kl_coef."
         return
     if name is None or name == model_name(config):

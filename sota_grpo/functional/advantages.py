@@ -65,7 +65,7 @@ def group_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
-    baseline: Baseline = "group_mean",
+    baseline: Baseline | Tensor = "group_mean",
     scale: Scale = "group_std",
     eps: float = 1e-6,
     lengths: Tensor | None = None,
@@ -75,14 +75,15 @@ def group_advantages(
     ``A_i = (r_i - b_i) / s_i``; the module's tables have the baselines and scales. Standard deviations are with ddof=1.
     Sums run in float64, so the order of the rows does not show in float32.
 
-    Constant rewards give exactly 0, found by comparing the largest with the smallest reward, never by dividing rounding
-    error by ``eps``. The set that must be constant is the *group* where the baseline or the scale is one of the group
-    (one alone is constant), the *batch* where one is of the batch, and none for ``none`` with ``none``. So a constant
-    group inside a varied batch keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
+    Constant rewards give exactly 0: the largest reward is compared with the smallest, so rounding error is never
+    divided by ``eps``. The set that must be constant is the *group* where the baseline or the scale is one of the group
+    (one alone is constant), the *batch* where one is of the batch, and none otherwise. So a constant group inside a
+    varied batch keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
 
     Args:
         rewards: ``[N]``, one per response.
         group_ids: int64 ``[N]``, equal for the responses to one prompt; any values, in any order.
+        baseline: a name, or ``r - b`` itself, ``[N]``, of another estimator.
         eps: added to the standard deviation, in units of reward.
         lengths: ``[N]``, tokens of each response; read by ``length_weighted`` only.
 
@@ -105,7 +106,8 @@ def group_advantages(
     [3.0, -1.0, -1.0, -1.0]
     """
     _check_rows(rewards, group_ids)
-    for name, value, choices in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
+    chosen = "none" if isinstance(baseline, Tensor) else baseline
+    for name, value, choices in (("baseline", chosen, get_args(Baseline)), ("scale", scale, get_args(Scale))):
         if value not in choices:
             raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
@@ -114,9 +116,9 @@ def group_advantages(
     values = rewards.double()
     index, counts = _group_index(group_ids)
     alike = torch.zeros_like(values, dtype=torch.bool)
-    if baseline in GROUP_TERMS or scale in GROUP_TERMS:
+    if chosen in GROUP_TERMS or scale in GROUP_TERMS:
         alike |= _constant_rows(values, index, counts)
-    if baseline == "batch_mean" or scale in ("batch_std", "advantage_std"):
+    if chosen == "batch_mean" or scale in ("batch_std", "advantage_std"):
         alike |= values.max() == values.min()
     centred = torch.where(alike, 0.0, _centred(values, index, counts, baseline, lengths))
     return torch.where(alike, 0.0, centred / _scale(values, centred, index, counts, scale, eps)).to(dtype)
@@ -247,8 +249,12 @@ def _constant_rows(values: Tensor, index: Tensor, counts: Tensor, counted: Tenso
     return (highest <= lowest)[index]
 
 
-def _centred(values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline, lengths: Tensor | None) -> Tensor:
-    """``r - b`` ``[N]``."""
+def _centred(
+    values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline | Tensor, lengths: Tensor | None
+) -> Tensor:
+    """Return ``r - b`` ``[N]``."""
+    if isinstance(baseline, Tensor):
+        return baseline.double()
     if baseline == "group_mean":
         return values - _group_mean(values, index, counts)
     if baseline == "batch_mean":

@@ -280,6 +280,7 @@ class Surrogate:
     verl: Mapping[str, str] = field(default_factory=dict)  # its loss_mode of the same loss, by algorithm.ratio
     ratios: tuple[str, ...] = ("token", "sequence")  # values of algorithm.ratio that it can be given
     weighs_rows: bool = False  # its own weight of a row takes the place of a correction
+    advantage_only: bool = True  # its gradient is 0 where the advantage is 0
 
     def reads(self, term: str) -> bool:
         """Whether the loss is a function of ``term``; of ``log_ratio`` where it has an importance ratio."""
@@ -287,7 +288,7 @@ class Surrogate:
 
 
 #: What a surrogate may read of the tokens, each ``[N, T]`` (the advantage possibly ``[N, 1]``) ..
-TENSORS = ("log_prob", "log_ratio", "advantage", "mask", "entropy")
+TENSORS = ("log_prob", "log_ratio", "advantage", "mask", "entropy", "ref_log_prob")
 #: .. and of the options, under their names in the config.
 OPTIONS = ("clip_low", "clip_high", "dual_clip")
 #: By the value of ``algorithm.objective``.

@@ -1,7 +1,7 @@
-"""``algorithm.objective``: the name of a surrogate, or ``FILE.py:FUNCTION``, one of the user's own.
+"""``algorithm.objective`` and ``algorithm.baseline``: a built-in name, or ``FILE.py:FUNCTION``.
 
-A file of one's own is judged by the parameters of its function before it is run, as the declared surrogates are; it is
-run when the loss is first computed. Imports no torch.
+A function in a file is checked by its parameters before the file is run, which happens at the first call. Imports no
+torch, because options are checked before torch is loaded.
 """
 
 from __future__ import annotations
@@ -20,55 +20,77 @@ from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, TENSORS, Surrog
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: What the parameters of a surrogate may name.
 TERMS = (*TENSORS, *OPTIONS)
-_MARK = ".py:"
+#: What the parameters of an advantage estimator may name (see :func:`estimator`).
+ESTIMATOR_TERMS = ("rewards", "group_ids", "lengths", "terms")
 
 
 class ObjectiveError(UserError, ValueError):
-    """An objective that there is not, or that cannot be used; the message says which and what to change."""
+    """An objective or an advantage estimator that does not exist or cannot be used; the message says what to change."""
 
 
-def in_file(objective: str) -> tuple[Path, str] | None:
-    """File and function of an objective of one's own; None of a declared one."""
-    file, mark, function = objective.rpartition(_MARK)
-    return (Path(file + mark[:-1]).expanduser(), function) if mark else None
+def in_file(value: str) -> tuple[Path, str] | None:
+    """Return the file and the function of ``FILE.py:FUNCTION``; None for another value."""
+    file, mark, function = value.rpartition(".py:")
+    return (Path(f"{file}.py").expanduser(), function) if mark else None
 
 
 def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
-    """What is known of an objective: a declared one by its name, ``FILE.py:FUNCTION``, or a function.
+    """Return the declaration of an objective: a built-in name, ``FILE.py:FUNCTION``, or a function.
 
     Raises:
-        ObjectiveError: there is none, or its function reads what no surrogate is given.
+        ObjectiveError: there is none of this name, or its function has a parameter that no surrogate has.
     """
-    if callable(objective):
-        return _own(objective, getattr(objective, "__name__", "objective"))
-    if objective in SURROGATES:
+    if not callable(objective) and objective in SURROGATES:
         return SURROGATES[objective]
-    place = in_file(objective)
-    if place is None:
+    loss, name = _function("algorithm.objective", objective, TERMS, ("log_prob", "log_ratio"))
+    if loss is None:
         raise ObjectiveError(
-            f"objective is {objective!r}; choose one of {', '.join(map(repr, SURROGATES))}, or FILE.py:FUNCTION."
+            f"objective is {name!r}; choose one of {', '.join(map(repr, SURROGATES))}, or FILE.py:FUNCTION."
         )
-    return _own(_Written(*place), objective)
+    return Surrogate(loss, functools.partial(_without_gradient, loss), advantage_only=False)
 
 
-def _own(loss: Callable[..., Any], name: str) -> Surrogate:
-    parameters = signature(loss).parameters.values()
-    missing = [one.name for one in parameters if one.name not in TERMS and one.default is one.empty]
-    if missing or not {"log_prob", "log_ratio"} & {one.name for one in parameters}:
-        reads = f"asks for {', '.join(missing)}" if missing else "reads neither log_prob nor log_ratio"
+def estimator(baseline: str | Callable[..., Any]) -> Callable[..., Tensor] | None:
+    """Return the advantage estimator of ``FILE.py:FUNCTION``, or the function itself; None for a built-in baseline.
+
+    It returns the advantages ``[N]`` of N responses, which ``algorithm.scale`` then divides. Its parameters are any of
+    ``rewards`` (``[N]``), ``group_ids`` (int64 ``[N]``, groups numbered from 0), ``lengths`` (int64 ``[N]``, sampled
+    tokens) and ``terms`` (reward terms by name, each ``[N]``, NaN where one does not apply).
+
+    Raises:
+        ObjectiveError: there is no such function, or it has another parameter.
+    """
+    return _function("algorithm.baseline", baseline, ESTIMATOR_TERMS, ("rewards", "terms"))[0]
+
+
+def _function(
+    option: str, value: str | Callable[..., Any], terms: tuple[str, ...], needed: tuple[str, str]
+) -> tuple[Callable[..., Any] | None, str]:
+    """Return the user's function and its name, after checking its parameters; None for another value."""
+    if callable(value):
+        function, name = value, getattr(value, "__name__", option)
+    elif (place := in_file(value)) is not None:
+        function, name = _Written(option, *place), value
+    else:
+        return None, value
+    parameters = signature(function).parameters.values()
+    missing = [one.name for one in parameters if one.name not in terms and one.default is one.empty]
+    if missing or not {*needed} & {one.name for one in parameters}:
+        reads = f"asks for {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"
         raise ObjectiveError(
-            f"The objective {name} {reads}; its parameters are any of {', '.join(TERMS)}, or have a default."
+            f"{option}: the function {name} {reads}; its parameters are any of {', '.join(terms)}, or have a default."
         )
-    return Surrogate(loss, functools.partial(_without_gradient, loss))
+    return function, name
 
 
 class _Written:
-    """A function in a file, which is run when it is first called; before that only its parameters are known."""
+    """A function in a file. Its signature is parsed; the file is run at the first call."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self._path, self._name = path, name
-        self.__signature__ = _parameters(path, name)
+    def __init__(self, option: str, path: Path, name: str) -> None:
+        self._option, self._path, self._name = option, path, name
+        self.__signature__ = _parameters(option, path, name)
 
     def __call__(self, **terms: Any) -> Any:
         return self._function(**terms)
@@ -81,23 +103,23 @@ class _Written:
             line = error_line(self._path, error)
             place = self._path if line is None else f"{self._path}, line {line}"
             raise ObjectiveError(
-                f"{place}: the objective cannot be imported ({type(error).__name__}: {error}); mend it there."
+                f"{place}: {self._option} cannot be imported ({type(error).__name__}: {error}); correct the file."
             ) from error
 
 
-def _parameters(path: Path, name: str) -> Signature:
-    """Those of the function ``name`` at the top of a file, which is read and not run."""
+def _parameters(option: str, path: Path, name: str) -> Signature:
+    """Return the parameters of the top-level function ``name`` of a file without running it."""
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
-        raise ObjectiveError(f"There is no file {path}; correct algorithm.objective (now in {Path.cwd()}).") from error
+        raise ObjectiveError(f"There is no file {path}; correct {option} (now in {Path.cwd()}).") from error
     except (SyntaxError, ValueError) as error:
-        raise ObjectiveError(f"{path} is no Python ({error}); mend it there.") from error
+        raise ObjectiveError(f"{path} is not Python ({error}); correct the file.") from error
     functions = {one.name: one.args for one in tree.body if isinstance(one, ast.FunctionDef)}
     if name not in functions:
         raise ObjectiveError(
             f"{path} defines no function {name!r}; its functions are {', '.join(functions) or 'none'}: correct "
-            "algorithm.objective=FILE.py:FUNCTION."
+            f"{option}=FILE.py:FUNCTION."
         )
     args = functions[name]
     named = [*args.posonlyargs, *args.args]
@@ -110,7 +132,7 @@ def _parameters(path: Path, name: str) -> Signature:
 
 
 def _without_gradient(loss: Callable[..., Any], **terms: Any) -> Tensor:
-    """True where a token has an advantage and ``loss`` gives its log-prob no gradient; bool ``[N, T]``."""
+    """Return True where a token has an advantage and ``loss`` gives its log-prob no gradient; bool ``[N, T]``."""
     import torch
 
     with torch.enable_grad():

@@ -351,9 +351,9 @@ class GRPOLoss(LossModule):
 
     @property
     def advantage_only(self) -> bool:
-        """Whether every term is a multiple of the batch's advantage, so that tokens without one have no gradient."""
+        """Whether tokens whose advantage is 0 have no gradient: every term is a multiple of the advantage."""
         terms = (self.kl_to_ref_coeff, self.kl_to_inference_coeff, self.entropy_coeff, self.distill_coeff)
-        return not any(terms)
+        return self.surrogate.advantage_only and not any(terms)
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
         """There is no value estimator; ``set_keys`` asks for one to be told."""
@@ -385,7 +385,7 @@ class GRPOLoss(LossModule):
             value = value * importance_weights(gap, tokens.mask, **how)
         losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
         if self.kl_to_ref_coeff:
-            ref = self._reference("kl_to_ref_coeff", tokens)
+            ref = self._reference(f"kl_to_ref_coeff is {self.kl_to_ref_coeff}", tokens)
             largest = math.log(self.dual_clip) if self.dual_clip else math.inf
             weight = (tokens.log_prob - tokens.old).clamp(max=largest).exp() if self.kl_unbiased else 1.0
             losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, ref) * weight
@@ -428,7 +428,7 @@ class GRPOLoss(LossModule):
         advantage = tokens.advantage
         if self.distill_coeff:
             weights = {"distill_coeff": self.distill_coeff, "advantage_coeff": self.advantage_coeff}
-            teacher = self._reference("distill_coeff", tokens)
+            teacher = self._reference(f"distill_coeff is {self.distill_coeff}", tokens)
             advantage = distilled_advantages(advantage, tokens.log_prob, teacher, **weights)
         terms = {
             **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": advantage},
@@ -440,6 +440,8 @@ class GRPOLoss(LossModule):
             if tokens.entropy is None:
                 raise ValueError("the objective reads the entropy but actor_network gives none under 'entropy'.")
             terms["entropy"] = tokens.entropy.detach()
+        if chosen.reads("ref_log_prob"):
+            terms["ref_log_prob"] = self._reference("the objective reads ref_log_prob", tokens)
         clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
         value = of_terms(chosen.loss, terms)
         if value.shape != tokens.mask.shape:
@@ -449,12 +451,11 @@ class GRPOLoss(LossModule):
             )
         return (value, clipped) if tokens.kept is None else (value.where(tokens.kept, 0.0), clipped & tokens.kept)
 
-    def _reference(self, name: str, tokens: LossTokens) -> Tensor:
-        """The reference's log-probs, for the term whose coefficient is called ``name``."""
+    def _reference(self, reader: str, tokens: LossTokens) -> Tensor:
         if tokens.ref is None:
             raise KeyError(
-                f"{name} is {getattr(self, name)} but the batch has no {self.tensor_keys.ref_log_probs}; "
-                "write the reference's log-probs with ReferenceKL, or set the coefficient to 0."
+                f"{reader} but the batch has no {self.tensor_keys.ref_log_probs}; write the reference's log-probs with "
+                "ReferenceKL, or drop the term."
             )
         return tokens.ref
 

@@ -31,13 +31,32 @@ from sota_grpo.functional.advantages import (
     soft_overlong_penalty,
     zero_advantage_mask,
 )
+from sota_grpo.functional.surrogates import of_terms
 from sota_grpo.rl.collate import complete_rows, graded_rows, micro_batches, pad_rows
+from sota_grpo.rl.objective_files import ObjectiveError, estimator
 from sota_grpo.rl.records import Example, Score, rewarded, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
 Reference = Callable[[TensorDictBase], Tensor | TensorDictBase]
 _INFO = json.JSONEncoder(default=str)
 Rows = TypeVar("Rows", RowTable, TensorDictBase)
+
+
+def _checked(advantages: Any, rewards: Tensor) -> Tensor:
+    """Return what an own estimator computed, if it is one finite number per response."""
+    if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
+        returned = list(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+        raise ObjectiveError(
+            f"algorithm.baseline returned {returned} for {len(rewards)} responses; return a tensor of one advantage "
+            f"for each, of shape {list(rewards.shape)}."
+        )
+    if len(bad := (~advantages.isfinite()).nonzero()):
+        row = int(bad[0])
+        raise ObjectiveError(
+            f"algorithm.baseline returned the advantage {advantages[row].item()} for response {row}, whose reward is "
+            f"{rewards[row].item():g}; an advantage must be a finite number."
+        )
+    return advantages
 
 
 def _first(rows: RowTable | TensorDictBase) -> RowTable:
@@ -271,16 +290,18 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple
         values = torch.full_like(term.values, (weights or {}).get(name, 1.0))
         rows.columns[*keys.TERM_WEIGHTS, name] = term._replace(values=values)
 
-    def column(key: tuple[str, ...]) -> Tensor:
-        values = torch.full((len(rows),), torch.nan, device=rows.columns[keys.REWARD].values.device)
-        if rows.has(key):
-            own = rows.columns[key]
-            values[slice(None) if own.rows is None else own.rows] = own.values.flatten()
-        return values
-
-    terms = torch.stack([column((*keys.REWARD_TERMS, name)) for name in names], dim=-1)
-    of_rows = torch.stack([column((*keys.TERM_WEIGHTS, name)) for name in names])
+    terms = torch.stack([_scalars(rows, (*keys.REWARD_TERMS, name)) for name in names], dim=-1)
+    of_rows = torch.stack([_scalars(rows, (*keys.TERM_WEIGHTS, name)) for name in names])
     return terms, of_rows.nan_to_num(-torch.inf).amax(-1).nan_to_num(neginf=0.0)  # 0 where no row has the term
+
+
+def _scalars(rows: RowTable, key: tuple[str, ...]) -> Tensor:
+    """An entry of one number per row ``[N]``, NaN in the rows that lack it."""
+    values = torch.full((len(rows),), torch.nan, device=rows.columns[keys.REWARD].values.device)
+    if rows.has(key):
+        own = rows.columns[key]
+        values[slice(None) if own.rows is None else own.rows] = own.values.flatten()
+    return values
 
 
 def _values(rows: RowTable, key: Any) -> list[Any]:
@@ -305,7 +326,9 @@ class GroupAdvantage(RowTransform):
     ``("next", "reward_terms")``; their weights are written to ``("next", "term_weights")``, or read there.
 
     Args:
-        baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`.
+        baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. The baseline
+            may also be your own estimator, a function or ``FILE.py:FUNCTION``
+            (:func:`sota_grpo.rl.objective_files.estimator`), whose advantages are divided by the scale.
         decouple_terms: compare every term within the group before they are added (GDPO).
         term_weights: weight of each term, by name; others (penalties) weigh 1. None: the rows have them.
         group_size: of every group; another number of siblings waits for more in a buffer, and is refused elsewhere.
@@ -318,6 +341,7 @@ class GroupAdvantage(RowTransform):
         KeyError: the rows lack a key.
         ValueError: on a group that is not ``group_size`` long or answers several questions, on responses that are
             compared with siblings and have none in the batch, and as ``group_advantages``.
+        ObjectiveError: the own estimator returns another shape than ``[N]``, or a value that is not finite.
         RuntimeError: inside an env, which sees one step and not the groups.
 
     Source: Shao et al. 2024 (arXiv:2402.03300, section 4.1.2).
@@ -330,7 +354,7 @@ class GroupAdvantage(RowTransform):
 
     def __init__(
         self,
-        baseline: Baseline = "group_mean",
+        baseline: Baseline | str | Callable[..., Tensor] = "group_mean",
         scale: Scale = "group_std",
         eps: float = 1e-6,
         *,
@@ -341,7 +365,9 @@ class GroupAdvantage(RowTransform):
         out_keys: tuple[NestedKey] = (keys.ADVANTAGE,),
     ) -> None:
         super().__init__(in_keys=list(in_keys), out_keys=list(out_keys))
-        self.baseline, self.scale, self.eps, self.group_size = baseline, scale, eps, group_size
+        self.estimator = estimator(baseline)
+        self.baseline: Any = "none" if self.estimator else baseline
+        self.scale, self.eps, self.group_size = scale, eps, group_size
         self.decouple_terms, self.term_weights = decouple_terms, term_weights
         self._waiting: dict[Any, list[TensorDictBase]] = {}  # siblings whose group is not whole
 
@@ -363,8 +389,13 @@ class GroupAdvantage(RowTransform):
             terms, weights = _weighed_terms(rows, self.term_weights)
             own = decoupled_rewards(terms[kept], weights, ids, eps=self.eps).to(reward.dtype)
             reward = torch.zeros_like(reward).index_put((kept,), own)
-        lengths = rows.sums(keys.ASSISTANT_MASK)[kept] if self.baseline == "length_weighted" else None
+        has_lengths = self.baseline == "length_weighted" or (self.estimator and rows.has(keys.ASSISTANT_MASK))
+        lengths = rows.sums(keys.ASSISTANT_MASK)[kept] if has_lengths else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
+        if self.estimator is not None:
+            by_name = {name: _scalars(rows, (*keys.REWARD_TERMS, name))[kept] for name in rows.names(keys.REWARD_TERMS)}
+            given = {"rewards": reward[kept], "group_ids": ids, "lengths": lengths, "terms": by_name}
+            options["baseline"] = _checked(of_terms(self.estimator, given), reward[kept])
         values = group_advantages(reward[kept], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
         if graded is not None and not self.decouple_terms and self.scale in ("group_std", "group_mean"):

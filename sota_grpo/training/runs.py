@@ -58,7 +58,7 @@ FREE_OPTIONS = (
     "reward.judge.url",
 )
 FILES = ("env.dataset_path", "env.eval_path", "reward.path")
-_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")  # FILE.py:NAME
+_IN_FILES = ("algorithm.objective", "algorithm.baseline", "env.tools", "env.environment")  # FILE.py:NAME
 _ENTRY = re.compile(r"env\.mixture\.[^.]+\.(\w+)")
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps.py).

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from sota_grpo import keys
-from sota_grpo.assembly.compose import anchor_paths
+from sota_grpo.assembly.compose import anchor_paths, needs_consent
 from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
@@ -20,6 +21,8 @@ from sota_grpo.migration.verl import Facts, verl_options
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
 from tests.unit.test_objectives import scene, total
@@ -83,6 +86,13 @@ def onpolicy(log_prob, advantage):
 
 def hungry(log_prob, values):
     return log_prob
+
+def near(log_prob, ref_log_prob):
+    return log_prob - ref_log_prob
+
+def above_least(rewards, group_ids, lengths, terms):
+    least = torch.full_like(rewards, torch.inf).scatter_reduce(0, group_ids, rewards, "amin")
+    return (rewards - least[group_ids]) * lengths + terms["brief"].nan_to_num(10.0)
 """
 
 
@@ -135,6 +145,21 @@ def test_a_surrogate_may_read_the_entropy_without_its_gradient() -> None:
         loss(pad_rows(rows, pad_token_id=0))
 
 
+def test_a_surrogate_may_read_the_reference_and_then_learns_without_an_advantage_too() -> None:
+    """``logp - ref`` alone has the slope 1 on every token, so no row may be left out for its advantage."""
+    rows, loss, _ = scene(objective=lambda log_prob, ref_log_prob: log_prob - ref_log_prob, entropy_bonus=False)
+    batch = pad_rows(rows, pad_token_id=0)
+    mask, weight = batch[keys.ASSISTANT_MASK], batch[keys.LOSS_WEIGHT]
+    out = loss(batch.set(keys.ADVANTAGE, torch.zeros_like(batch[keys.ADVANTAGE])))
+    gaps = (loss.actor_network.log_probs[:, : mask.shape[1]] - batch[keys.REF_LOG_PROBS]).where(mask, 0.0)
+    torch.testing.assert_close(out.loss_objective, (weight * gaps).sum())
+    (slopes,) = torch.autograd.grad(out.loss_objective, [loss.actor_network.log_probs])
+    torch.testing.assert_close(slopes[:, : mask.shape[1]], weight.to(slopes.dtype))
+    assert not loss.advantage_only
+    with pytest.raises(KeyError, match="the objective reads ref_log_prob but the batch has no"):
+        loss(batch.exclude(keys.REF_LOG_PROBS))
+
+
 def test_a_loss_that_is_not_one_of_each_token_is_refused() -> None:
     """A loss of a row ``[N]`` would be broadcast over tokens where there are as many tokens as rows."""
     rows, loss, _ = scene(objective=lambda log_prob, advantage: -(advantage * log_prob).sum(-1), entropy_bonus=False)
@@ -150,36 +175,87 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
     for objective, override, sentence in (
         (f"{mine}:onpolicy", "train.epochs=2", "mine.py:onpolicy is on-policy"),
         (f"{mine}:onpolicy", "algorithm.clip_low=0.1", r"clip_low=0.1 has no effect on .*mine.py:onpolicy"),
+        (f"{mine}:near", "ref_model.name=org/other", None),
         (f"{mine}:hungry", "seed=1", "asks for values; its parameters are any of log_prob, log_ratio,"),
-        (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry"),
+        (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry, near"),
         (f"{mine.parent}/no.py:clipped", "seed=1", "There is no file .*no.py; correct algorithm.objective"),
         ("gppo", "seed=1", "gppo is not one of clipped, cispo"),
     ):
+        if sentence is None:
+            validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))
+            continue
         with pytest.raises(UserError, match=sentence):
             validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))
     config = composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped")
     options, _ = verl_options(config, Facts("org/model", "demo", longest_prompt=100, num_train=1000))
     assert options["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
-    with pytest.raises(UserError, match=r"mine\.py, line 13: .* cannot be imported \(RuntimeError: it was run"):
+    with pytest.raises(UserError, match=r"mine\.py, line 20: .* cannot be imported \(RuntimeError: it was run"):
         surrogate(f"{mine}:clipped").loss(log_ratio=None)
 
 
-def test_a_run_is_known_by_what_the_file_of_its_objective_holds(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("option", "function"), [("objective", "clipped"), ("baseline", "above_least")])
+def test_a_run_is_known_by_what_the_file_of_its_function_holds(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, option: str, function: str
+) -> None:
     monkeypatch.chdir(mine.parent)
-    config = composed("grpo_gsm8k", "algorithm.objective=mine.py:clipped")
+    config = composed("grpo_gsm8k", f"algorithm.{option}=mine.py:{function}")
+    assert needs_consent(config)[f"algorithm.{option}"] == "run mine.py"
     near = signature(asdict(config))
     anchor_paths(config)
-    assert config.algorithm.objective == f"{mine}:clipped"
+    assert getattr(config.algorithm, option) == f"{mine}:{function}"
     assert signature(asdict(config)) == near
-    config.algorithm.objective = f"{mine}:onpolicy"
+    setattr(config.algorithm, option, f"{mine}:onpolicy")
     assert signature(asdict(config)) != near
-    config.algorithm.objective = f"{mine}:clipped"
+    setattr(config.algorithm, option, f"{mine}:{function}")
     mine.write_text(MINE.replace("softness=1.0", "softness=2.0"))
     assert signature(asdict(config)) != near
 
 
-def test_a_run_is_evaluated_without_the_file_of_its_objective(tmp_path: Path) -> None:
-    options = "{model: {name: tiny}, env: {dataset: arithmetic}, algorithm: {objective: '/gone/mine.py:clipped'}}"
+def test_an_own_estimator_gives_the_advantage_that_the_scale_divides(mine: Path) -> None:
+    """By hand: above the least of its group, times its length, and 10 for a missing term; a failed grader has none."""
+    rows = [
+        TensorDict(
+            {
+                "masks": {"all_assistant_mask": torch.arange(4) >= 4 - length},
+                "next": {
+                    "reward": torch.tensor([reward]),
+                    "reward_error": torch.tensor([bool(failed)]),
+                    "reward_terms": {"brief": torch.tensor([reward])} if reward == 1 else {},
+                },
+                "group_id": torch.tensor(group),
+            }
+        )
+        for group, reward, length, failed in ((7, 1.0, 1, 0), (4, 3.0, 2, 0), (7, 3.0, 3, 0), (4, 0.0, 1, 1))
+    ]
+    table = RowTable.of(rows)
+    baseline = f"{mine}:above_least"
+    assert GroupAdvantage(baseline, "none")(table).get("advantage").flatten().tolist() == [1.0, 10.0, 16.0, 0.0]
+    scaled = GroupAdvantage(baseline, "group_std", eps=0.0)(table.without("advantage").take([0, 2])).get("advantage")
+    torch.testing.assert_close(scaled.flatten(), torch.tensor([1.0, 16.0]) / math.sqrt(2))
+    for wrong, sentence in (
+        (lambda rewards: rewards[:1], r"returned \[1\] for 3 responses; .* of shape \[3\]"),
+        (lambda rewards: rewards.tolist(), "returned list for 3 responses"),
+        (lambda rewards: rewards / 0, r"the advantage inf for response 0, whose reward is 1"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            GroupAdvantage(wrong)(table.without("advantage"))
+
+
+def test_an_own_estimator_is_checked_before_it_is_run(mine: Path) -> None:
+    mine.write_text(MINE + "raise RuntimeError('it was run')")
+    validate(composed("grpo_gsm8k", f"algorithm.baseline={mine}:above_least"))
+    for baseline, sentence in (
+        (f"{mine}:hungry", "asks for log_prob, values; its parameters are any of rewards, group_ids"),
+        (f"{mine.parent}/no.py:median", "There is no file .*no.py; correct algorithm.baseline"),
+        ("median", "algorithm.baseline=median is not one of group_mean"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            validate(composed("grpo_gsm8k", f"algorithm.baseline={baseline}"))
+
+
+def test_a_run_is_evaluated_without_the_files_of_its_functions(tmp_path: Path) -> None:
+    own = "{objective: '/gone/mine.py:clipped', baseline: '/gone/mine.py:median'}"
+    options = f"{{model: {{name: tiny}}, env: {{dataset: arithmetic}}, algorithm: {own}}}"
     (tmp_path / "config.yaml").write_text(options)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "checkpoint_000001.pt").touch()
