@@ -55,7 +55,7 @@ from sota_grpo.config import Config, has_reference, model_name, reference_name, 
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
@@ -211,7 +211,7 @@ def _planned(config: Config) -> Plan:
     return plan
 
 
-def with_dialogs(config: Config, env: TaskEnv, engine: Engine, instances: Mapping[str, Instances]) -> Engine:
+def with_dialogs(config: Config, env: PromptSource, engine: Engine, instances: Mapping[str, Instances]) -> Engine:
     """``engine`` itself, or what samples whole dialogs with it, where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
     return DialogEngine(engine, rules) if rules else engine
@@ -259,7 +259,9 @@ def _state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return model.state_dict().items()
 
 
-def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Roles:
+def _roles_here(
+    config: Config, plan: Plan, env: PromptSource, tokenizer: Any, run_dir: Path, opened: ExitStack
+) -> Roles:
     """Learner, engine and reference in this process, taking turns (the reference may have a process of its own)."""
     device_type, placement = plan.device_type, plan.placement
     share_device = placement.colocated and device_type == "cuda"
@@ -292,7 +294,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
 def _roles_in_workers(
     config: Config,
     plan: Plan,
-    env: TaskEnv,
+    env: PromptSource,
     tokenizer: Any,
     run_dir: Path,
     should_stop: Callable[[], bool],
@@ -344,7 +346,7 @@ def _roles_in_workers(
     )
 
 
-def _beside(config: Config, env: TaskEnv, reference: ReferenceService | None) -> dict[str, Any]:
+def _beside(config: Config, env: PromptSource, reference: ReferenceService | None) -> dict[str, Any]:
     """Of a collector that fills a replay buffer: groups go to the reference one by one, while others are sampled."""
     num_groups, age = groups_per_step(config), config.train.max_policy_age
     advantage = timed(make_advantage(config, env.task.term_weights))

@@ -20,7 +20,7 @@ from sota_grpo.config.secrets import API_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
@@ -177,7 +177,7 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
 
 
 def dialog_rules(
-    config: Config, env: TaskEnv, instances: Mapping[str, Instances], max_model_len: int
+    config: Config, env: PromptSource, instances: Mapping[str, Instances], max_model_len: int
 ) -> dict[str | None, Rules]:
     """With whom the policy talks, in those tasks of a mixture, by name, whose dialogs may have several turns.
 
@@ -208,7 +208,7 @@ def template_kwargs(config: Config, instances: Instances | None) -> dict[str, An
 
 
 def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[str, Any]:
-    """:func:`template_kwargs` as a :class:`~sota_grpo.envs.TaskEnv` takes them, of a mixture by task."""
+    """:func:`template_kwargs` as a :class:`~sota_grpo.envs.PromptSource` takes them, of a mixture by task."""
     if config.env.mixture is None:
         return {"template_kwargs": template_kwargs(config, instances.get(config.env.dataset))}
     by_task = {name: template_kwargs(config, own) for name, own in instances.items()}
@@ -221,7 +221,7 @@ def open_env(
     tokenizer: Any,
     opened: ExitStack,
     run_dir: Path | None = None,
-) -> tuple[TaskEnv, Mapping[str, Instances]]:
+) -> tuple[PromptSource, Mapping[str, Instances]]:
     """The environment with its grader and the tools of its tasks, whose processes are closed with ``opened``.
 
     Args:
@@ -240,8 +240,8 @@ def make_env(
     tokenizer: Any,
     grader: Grader,
     instances: Mapping[str, Instances] = {},
-) -> TaskEnv:
-    """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.TaskEnv`.
+) -> PromptSource:
+    """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.PromptSource`.
 
     Args:
         instances: by task, of the tools that its prompts tell of.
@@ -256,10 +256,9 @@ def make_env(
                 f"env.chat_template_kwargs has {name}, which the chat template of {model_name(config)} does not read; "
                 "leave it out."
             )
-    env = TaskEnv(
+    env = PromptSource(
         task,
         tokenizer,
-        num_envs=config.env.num_envs,
         repeats=config.env.repeats,
         shuffle=config.env.shuffle,
         seed=config.seed,

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import EventLoop, result
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.rl.records import Sampling, sample_seed
@@ -89,7 +90,8 @@ class PromptGroupCollector(BaseCollector):
     by, which makes them younger than the proof needs. A batch that was given out and not released counts as trained.
 
     Args:
-        env: the :class:`~sota_grpo.envs.TaskEnv` that draws, tokenises and grades.
+        env: the :class:`~sota_grpo.envs.TaskEnv`, or :class:`~sota_grpo.envs.PromptSource` alone, that draws, tokenises
+            and grades.
         policy: the engine that samples the responses.
         sampling: how a response is drawn.
         dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``; where tasks have group sizes of
@@ -121,7 +123,7 @@ class PromptGroupCollector(BaseCollector):
 
     def __init__(
         self,
-        env: TaskEnv,
+        env: PromptSource,
         policy: Engine,
         *,
         sampling: Sampling,
@@ -352,7 +354,7 @@ class PromptGroupCollector(BaseCollector):
         """Stop collecting, close engine and environment; what is in flight is forgotten. Idempotent."""
         self.close(timeout)
         self.policy.close()
-        if close_env and not self.env.is_closed:
+        if close_env and isinstance(self.env, EnvBase) and not self.env.is_closed:
             self.env.close(raise_if_closed=False)
         failure, self._failure = self._failure, None
         if failure is not None and raise_on_error:

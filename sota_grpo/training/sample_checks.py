@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sota_grpo import keys
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.rewards.grading import own_grader
 from sota_grpo.rl.records import Example, SampledText, Score, task_of_example, total_reward
@@ -78,7 +78,7 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
     return Check(name, (not bad and graded) if looked_at or not graded else None, sentence)
 
 
-def _as_sampled(text: str, env: TaskEnv) -> SampledText:
+def _as_sampled(text: str, env: PromptSource) -> SampledText:
     """With the ids that an engine would have given, and as the grader reads those; of no text, the end alone."""
     ids = env.tokenizer(text, add_special_tokens=False)["input_ids"]
     return SampledText(env.decode(torch.tensor(ids, dtype=torch.int64)), [*ids, end_token_ids(env.tokenizer)[0]])
