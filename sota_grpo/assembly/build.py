@@ -68,6 +68,7 @@ from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
+from sota_grpo.rl.user_transforms import UserTransforms, load_transforms
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
@@ -152,6 +153,7 @@ def build(
     starting("Reading the tokenizer and the data")
     tokenizer = trainable_tokenizer(config, plan.engine)
     task = task_of(config, functions)
+    own_transforms = load_transforms(config.env.transforms)
     with ExitStack() as opened:
         env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
         task, grader = env.task, own_grader(env.grader)
@@ -170,6 +172,7 @@ def build(
             sampling=sampling,
             dialog_turns_per_batch=groups_per_step(config) * env.repeats,
             weight_sync=roles.weight_sync,
+            graded_transform=UserTransforms(own_transforms) if own_transforms else None,
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
             attend=roles.attend,

@@ -31,14 +31,19 @@ _PACKAGED = _PACKAGE / "presets"
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
 OF_THE_RUN = "run"  # the run's own algorithm, among others that it is compared with
-_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")  # that name a file and what it defines
+_IN_FILES = (
+    "algorithm.objective",
+    "env.tools",
+    "env.environment",
+    "env.transforms",
+)  # that name a file and what it defines
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *_IN_FILES)  # or names of a hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
-UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
+UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective", "env.transforms")
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
-    *("env.tools", "env.environment", "env.sandbox"),
+    *("env.tools", "env.environment", "env.sandbox", "env.transforms"),
     *("reward.judge.url", "reward.judge.rubric"),
 )
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
@@ -330,8 +335,8 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _run_option(name: str) -> str:
-    """An option of the run itself, also where an entry of a mixture gives it."""
-    return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name
+    """An option of the run itself, also where an entry of a mixture gives it, or of an element of a list."""
+    return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name.partition("[")[0]
 
 
 def _path_of(name: str, value: str) -> tuple[Path, str]:
@@ -349,20 +354,27 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
-    """Name and value of each of these options that is set, by the run or by an entry of a mixture."""
+    """Name and value of each of these options that is set, by the run or by an entry of a mixture; lists by element."""
     named = {option: attrgetter(option)(config) for option in options}
     mixture = config.env.mixture
     for task, entry in mixture.items() if isinstance(mixture, dict) else ():
         for name, value in entry.items() if isinstance(entry, dict) else ():
             if ENTRY_OPTIONS.get(name) in options:
                 named[f"env.mixture.{task}.{name}"] = value
-    yield from ((name, str(value)) for name, value in named.items() if value is not None)
+    for name, value in named.items():
+        if isinstance(value, list):
+            yield from ((f"{name}[{number}]", str(one)) for number, one in enumerate(value))
+        elif value is not None:
+            yield name, str(value)
 
 
 def _set(config: Config, name: str, value: str) -> None:
     """Set a path by its name; a mixture is replaced, not changed."""
     section, _, option = name.rpartition(".")
-    if section.startswith("env.mixture."):
+    option, _, number = option.partition("[")
+    if number:
+        attrgetter(f"{section}.{option}")(config)[int(number[:-1])] = value
+    elif section.startswith("env.mixture."):
         task, mixture = section.removeprefix("env.mixture."), dict(config.env.mixture or {})
         config.env.mixture = mixture | {task: {**mixture[task], option: value}}
     else:

@@ -63,7 +63,6 @@ _AMOUNTS = (
     *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
     *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
     *("train.weight_update_frequency", "env.timeout_s", "env.max_steps", "ray.timeout_s"),
-    "env.environments_per_worker",
     *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
 )
 
@@ -315,6 +314,12 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     if env.reasoning or replies(config):
         answers = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
         yield f"{option}={value} answers the calls of tools, and {answers} answers every response; use one of them."
+
+
+def every_transform_is_in_a_file(config: Config) -> Iterator[str]:
+    for value in config.env.transforms:
+        if in_file(value) is None:
+            yield f"env.transforms has {value}, which is no FILE.py:NAME; name the file, a colon, and a transform."
 
 
 def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:

@@ -103,6 +103,8 @@ class PromptGroupCollector(BaseCollector):
             rows is up to its sampler.
         postproc: changes each batch that is given out; a replay buffer has transforms instead.
         weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` is given weights.
+        graded_transform: changes each group in place as soon as it is graded, before zero-advantage groups are
+            discarded.
         group_transforms: change each group that is graded and kept in place, before ``reference``.
         reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
@@ -133,6 +135,7 @@ class PromptGroupCollector(BaseCollector):
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[Any], Any] | None = None,
         weight_sync: EngineWeightSync | None = None,
+        graded_transform: Callable[[RowTable], object] | None = None,
         group_transforms: Sequence[Transform] = (),
         reference: Callable[[RowTable], Future[RowTable]] | None = None,
         seed: int = 0,
@@ -156,6 +159,7 @@ class PromptGroupCollector(BaseCollector):
         self.num_groups, self.max_policy_age = dialog_turns_per_batch // env.repeats, max_policy_age
         self.replay_buffer = replay_buffer
         self.rollouts = Rollouts(env, policy, attend)
+        self.graded_transform = graded_transform
         self.group_transforms, self.refill, self.sleep_engine = tuple(group_transforms), refill, sleep_engine
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
         self.weight_sync = weight_sync
@@ -545,6 +549,8 @@ class PromptGroupCollector(BaseCollector):
         seed = sample_seed(self._seed, group.group_id)
         prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
         graded = await self.rollouts.group(prompt, self.sampling, self._clock)
+        if self.graded_transform is not None:
+            self.graded_transform(graded.rows)
         if self.refill and zero_advantage_rows(graded.rows).all():
             with self._changed:
                 fresh = self._slots.discard(group, graded.rows)

@@ -55,7 +55,10 @@ FREE_OPTIONS = (
 )
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
 FILES_OF_ENTRIES = ("dataset_path", "eval_path", "reward_path")  # of env.mixture
-_IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME
+_IN_FILES = (  # FILE.py:NAME
+    *(("algorithm", "objective"), ("env", "tools"), ("env", "environment")),
+    ("env", "transforms"),
+)
 _IN_FILES_OF_ENTRIES = ("tools", "environment")
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps.py), so that what it did stands in one place.
@@ -109,8 +112,10 @@ def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _in_file_content(value: str) -> Any:
-    """Of FILE.py:NAME the file's digest and the name; what is something else stands for itself."""
+def _in_file_content(value: Any) -> Any:
+    """Return the file's digest and the name of FILE.py:NAME, of each in a list; other values as they are."""
+    if isinstance(value, list):
+        return [_in_file_content(one) for one in value]
     own = in_file(value)
     return value if own is None else [_content(str(own[0])), own[1]]
 
