@@ -334,6 +334,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and what is said of them
         ("env.max_steps=3", "env.reasoning=true"),
         ("'env.mixture={a: {}}' env.max_steps=3", "on any task of env.mixture"),
     ],
+    "every_transform_is_in_a_file": [("env.transforms=[Mine]", "Mine, which is no FILE.py:NAME")],
     "every_reward_function_has_a_weight": [
         ("reward.path=r.py reward.name=builtin", "leave both out"),
         ("reward.name=fn", "reward.path=FILE"),

@@ -13,7 +13,7 @@ from torchrl.envs.transforms import ExcludeTransform, RewardScaling, Transform
 import sota_grpo
 from sota_grpo import keys
 from sota_grpo.assembly.compose import anchor_paths, needs_consent
-from sota_grpo.config.validators import ConfigError, validate
+from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.table import RowTable
@@ -162,9 +162,6 @@ def test_the_option_is_checked_fingerprinted_and_needs_consent(path: Path, monke
     before = signature({"env": {"transforms": config.env.transforms}})
     path.write_text(FILE + "\n")
     assert signature({"env": {"transforms": config.env.transforms}}) != before
-    config.env.transforms = ["First"]
-    with pytest.raises(ConfigError, match=r"env\.transforms has First"):
-        validate(config)
 
 
 def test_objects_are_passed_from_python_and_guard_the_resume(tmp_path: Path) -> None:
