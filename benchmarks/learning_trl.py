@@ -33,7 +33,7 @@ from sota_grpo.assembly.build import RunComponents, build
 from sota_grpo.assembly.learning import trainer_precision
 from sota_grpo.config import Config, model_name, register
 from sota_grpo.config.memory_rules import micro_batch_tokens
-from sota_grpo.envs.task_env import PromptStream
+from sota_grpo.envs.prompts import PromptStream
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights

@@ -55,8 +55,10 @@ def make_env(
     **task,
 ) -> TaskEnv:
     task = kind(seed=1, **{"num_train": 200, "num_heldout": 40, **task})
-    options = {"num_envs": num_envs, "repeats": repeats, "grader": grader, "multi_turn": multi_turn}
-    return TaskEnv(task, load_tokenizer("tiny"), **options)
+    options = {"num_envs": num_envs, "repeats": repeats, "grader": grader}
+    env = TaskEnv(task, load_tokenizer("tiny"), **options)
+    env.multi_turn = multi_turn
+    return env
 
 
 def make_saying(env: TaskEnv, say: Callable[[GroupRequest, int], str], **options) -> ScriptedEngine:

@@ -55,7 +55,7 @@ from sota_grpo.config import Config, has_reference, model_name, reference_name, 
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
@@ -67,6 +67,7 @@ from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rl.task import Task
+from sota_grpo.rl.user_transforms import UserTransforms, load_transforms
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
@@ -122,6 +123,7 @@ def build(
     starting("Reading the tokenizer and the data")
     tokenizer = trainable_tokenizer(config, plan.engine)
     task = task_of(config, functions)
+    own_transforms = load_transforms(config.env.transforms)
     with ExitStack() as opened:
         env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
         task, grader = env.task, own_grader(env.grader)
@@ -141,6 +143,7 @@ def build(
             sampling=sampling,
             dialog_turns_per_batch=groups_per_step(config) * env.repeats,
             weight_sync=weight_sync,
+            graded_transform=UserTransforms(own_transforms) if own_transforms else None,
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
             attend=learner.attend if isinstance(learner, RemoteLearner) else None,
@@ -215,7 +218,7 @@ def _planned(config: Config) -> Plan:
     return plan
 
 
-def with_dialogs(config: Config, env: TaskEnv, engine: Engine, instances: Mapping[str, Instances]) -> Engine:
+def with_dialogs(config: Config, env: PromptSource, engine: Engine, instances: Mapping[str, Instances]) -> Engine:
     """Return ``engine``, or a :class:`DialogEngine` around it where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
     return DialogEngine(engine, rules) if rules else engine
@@ -255,7 +258,7 @@ def _state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return model.state_dict().items()  # a tied head has its own name too
 
 
-def _make_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Made:
+def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Made:
     """Build learner, engine and reference in this process, where they take turns."""
     device_type, placement = plan.device_type, plan.placement
     share_device = placement.colocated and device_type == "cuda"
@@ -280,7 +283,7 @@ def _make_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_dir
 def _make_in_workers(
     config: Config,
     plan: Plan,
-    env: TaskEnv,
+    env: PromptSource,
     tokenizer: Any,
     run_dir: Path,
     should_stop: Callable[[], bool],

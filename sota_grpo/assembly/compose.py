@@ -31,14 +31,14 @@ _PACKAGED = _PACKAGE / "presets"
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
 _OWN_FUNCTIONS = ("algorithm.objective", "algorithm.baseline")
-_IN_FILES = (*_OWN_FUNCTIONS, "env.tools", "env.environment")  # FILE.py:NAME
+_IN_FILES = (*_OWN_FUNCTIONS, "env.tools", "env.environment", "env.transforms")  # FILE.py:NAME
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *_IN_FILES)  # or names of a hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Options of :func:`needs_consent` without effect where no loss is computed, and where nothing is sampled or graded.
-UNUSED_WITHOUT_LOSS = ("ray.address", *_OWN_FUNCTIONS)
+UNUSED_WITHOUT_LOSS = ("ray.address", "env.transforms", *_OWN_FUNCTIONS)
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
-    *("env.tools", "env.environment", "env.sandbox"),
+    *("env.tools", "env.environment", "env.sandbox", "env.transforms"),
     *("reward.judge.url", "reward.judge.rubric"),
 )
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # Hydra proposes +, which our schema refuses
@@ -304,8 +304,8 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _run_option(name: str) -> str:
-    """Return the option of the run for which an entry of a mixture has this one."""
-    return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name
+    """Return the run's option, where an entry of a mixture or an element of a list has the value."""
+    return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name.partition("[")[0]
 
 
 def _path_of(name: str, value: str) -> tuple[Path, str]:
@@ -323,20 +323,27 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each of these options that the run or an entry of a mixture sets."""
+    """Yield name and value of each of these options that the run or an entry of a mixture sets; lists by element."""
     named = {option: attrgetter(option)(config) for option in options}
     mixture = config.env.mixture
     for task, entry in mixture.items() if isinstance(mixture, dict) else ():
         for name, value in entry.items() if isinstance(entry, dict) else ():
             if ENTRY_OPTIONS.get(name) in options:
                 named[f"env.mixture.{task}.{name}"] = value
-    yield from ((name, str(value)) for name, value in named.items() if value is not None)
+    for name, value in named.items():
+        if isinstance(value, list):
+            yield from ((f"{name}[{number}]", str(one)) for number, one in enumerate(value))
+        elif value is not None:
+            yield name, str(value)
 
 
 def _set(config: Config, name: str, value: str) -> None:
     """Set an option by its name; a mixture is replaced, not changed."""
     section, _, option = name.rpartition(".")
-    if section.startswith("env.mixture."):
+    option, _, number = option.partition("[")
+    if number:
+        attrgetter(f"{section}.{option}")(config)[int(number[:-1])] = value
+    elif section.startswith("env.mixture."):
         task, mixture = section.removeprefix("env.mixture."), dict(config.env.mixture or {})
         config.env.mixture = mixture | {task: {**mixture[task], option: value}}
     else:

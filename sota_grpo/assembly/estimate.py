@@ -48,7 +48,7 @@ from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.engines import ENGINES
 from sota_grpo.engines.decode_attention import PREFILL_TOKENS
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import KEPT_SHARE, LOGITS_BYTES, LOGITS_BYTES_ON_CPU
 from sota_grpo.policy.attention_tables import MOST_PIECES
@@ -657,7 +657,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         except UserError as error:  # a server that is not up yet, or runs where training will
             lacks = f", without their tools: {error}"
         kwargs = kwargs_of_tasks(config, instances)
-    env = TaskEnv(task, tokenizer, multi_turn=has_dialogs(config), max_prompt_tokens=context - 1, **kwargs)
+    env = PromptSource(task, tokenizer, multi_turn=has_dialogs(config), max_prompt_tokens=context - 1, **kwargs)
     longest = env.check_prompts(skip=config.env.skip_unreadable)
     return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts{lacks}", count
 

@@ -34,11 +34,20 @@ _OBJECTIVE = '''"""An objective of a Python caller; its code is in objective.pkl
 import pickle
 from pathlib import Path
 
-_PASSED = pickle.loads(Path(__file__).with_name("objective.pkl").read_bytes())
+(_PASSED,) = pickle.loads(Path(__file__).with_name("objective.pkl").read_bytes()).values()
 
 
 def {name}({read}):
     return _PASSED({given})
+'''
+
+
+_TRANSFORMS = '''"""Transforms that were passed in Python; what they do is in transforms.pkl."""
+
+import pickle
+from pathlib import Path
+
+globals().update(pickle.loads(Path(__file__).with_name("transforms.pkl").read_bytes()))
 '''
 
 
@@ -53,7 +62,8 @@ class Passed:
     tools: Functions | None = None  # functions by name, or under its own name the factory of environments
     tools_file: bytes | None = None
     tools_option: str = "tools"  # of env: tools or environment
-    objective: PassedObjective | None = None
+    objective: PassedModule | None = None
+    transforms: PassedModule | None = None
     run_dir: Path | None = None  # the directory of the run, once it has one
 
     @property
@@ -65,8 +75,9 @@ class Passed:
             digests["reward"] = fingerprint(self.functions)
         if self.tools is not None:
             digests[self.tools_option] = fingerprint(self.tools)
-        if self.objective is not None:
-            digests["objective"] = fingerprint({self.objective.name: self.objective.function})
+        for name, module in (("objective", self.objective), ("transforms", self.transforms)):
+            if module is not None:
+                digests[name] = fingerprint(module.objects)
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
@@ -82,38 +93,52 @@ class Passed:
             path = _write(folder / f"{self.tools_option}{PICKLED}", self.tools_file)
             setattr(config.env, self.tools_option, path)
         if self.objective is not None:
-            config.algorithm.objective = self.objective.write(folder)
+            (config.algorithm.objective,) = self.objective.write(folder)
+        if self.transforms is not None:
+            config.env.transforms = self.transforms.write(folder)
 
 
-class PassedObjective:
-    """A surrogate as two files: its pickle, and a Python file whose function has its parameters.
+class PassedModule:
+    """Objects that were passed, as two files: their pickle, and a Python file that a config names as ``FILE.py:NAME``.
 
-    The config names it like an objective in a user's file. Before the run has a directory, they are in a temporary one.
+    So they are loaded like those in a file of the user's. Until the run has a directory, the files are in a temporary
+    one.
+
+    Args:
+        stem: of the files' names.
+        objects: by name.
+        text: of the Python file, which reads the pickle next to it.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, stem: str, objects: Mapping[str, Any], text: str) -> None:
         import cloudpickle
 
-        surrogate(function)  # raises at wrong parameters
-        name = _name_of(function)
-        self.function, self.name = function, name if name.isidentifier() and not iskeyword(name) else "objective"
+        self.objects, self._stem, self._text = objects, stem, text
         try:
-            self._pickle = cloudpickle.dumps(function)
-        except Exception as error:  # of any object in its closure
+            self._pickle = cloudpickle.dumps(dict(objects))
+        except Exception as error:  # whatever the objects that it holds raise
             raise UserError(
-                f"the objective {self.name} cannot be written to the run ({sentence(error)}); make what it needs "
+                f"the {stem} {', '.join(objects)} cannot be written to the run ({sentence(error)}); make what it needs "
                 "inside the function."
             ) from error
-        read = ", ".join(name for name in TERMS if name in signature(function).parameters)
-        arguments = ", ".join(f"{name}={name}" for name in read.split(", "))
-        self._text = _OBJECTIVE.format(name=self.name, read=read, given=arguments)
         self._scratch = tempfile.TemporaryDirectory(prefix="sota_grpo_")
-        self.option = self.write(Path(self._scratch.name))
+        self.options = self.write(Path(self._scratch.name))
 
-    def write(self, folder: Path) -> str:
-        """Write both files; return the value of ``algorithm.objective``."""
-        _write(folder / f"objective{PICKLED}", self._pickle)
-        return f"{_write(folder / 'objective.py', self._text.encode())}:{self.name}"
+    def write(self, folder: Path) -> list[str]:
+        """Write both files; return ``FILE.py:NAME`` of each object."""
+        _write(folder / f"{self._stem}{PICKLED}", self._pickle)
+        path = _write(folder / f"{self._stem}.py", self._text.encode())
+        return [f"{path}:{name}" for name in self.objects]
+
+
+def _objective(function: Callable[..., Any]) -> PassedModule:
+    """A surrogate as a file whose function has its parameters, so that what is known by reading it holds."""
+    surrogate(function)  # its parameters are those of one
+    name = _name_of(function)
+    name = name if name.isidentifier() and not iskeyword(name) else "objective"
+    read = ", ".join(name for name in TERMS if name in signature(function).parameters)
+    arguments = ", ".join(f"{name}={name}" for name in read.split(", "))
+    return PassedModule("objective", {name: function}, _OBJECTIVE.format(name=name, read=read, given=arguments))
 
 
 def take(
@@ -126,6 +151,7 @@ def take(
     tools: Sequence[Any] | None = None,
     environment: Any = None,
     objective: Any = None,
+    transforms: Sequence[Any] | None = None,
 ) -> Passed:
     """Convert the objects of :func:`sota_grpo.train`, and set the options of ``config`` for them.
 
@@ -158,8 +184,19 @@ def take(
                 f"objective is {objective!r}, which is no function; one that has a name is chosen by "
                 "overrides=['algorithm.objective=NAME']."
             )
-        passed.objective = PassedObjective(objective)
-        config.algorithm.objective = passed.objective.option
+        passed.objective = _objective(objective)
+        (config.algorithm.objective,) = passed.objective.options
+    if transforms is not None:
+        for value in config.env.transforms:
+            _require_unset(value.rpartition(":")[0], "env.transforms", "transforms")
+        if not isinstance(transforms, (list, tuple)) or not all(map(callable, transforms)):
+            raise UserError(
+                f"transforms is {transforms!r}; give a list of TorchRL transforms, their classes, or functions without "
+                "parameters that return one."
+            )
+        objects = {f"{_name_of(one)}_{number}": one for number, one in enumerate(transforms)}
+        passed.transforms = PassedModule("transforms", objects, _TRANSFORMS)
+        config.env.transforms = passed.transforms.options
     return passed
 
 

@@ -20,7 +20,7 @@ from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
@@ -147,13 +147,13 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
         env = each.env
         kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
         if value is not None:
-            offered[name] = kind, value, env.timeout_s, env.environments_per_worker
+            offered[name] = kind, value, env.timeout_s
     if offered:
         starting("Starting the tools")
     started = {}
     for one in dict.fromkeys(offered.values()):
-        kind, value, timeout_s, count = one
-        instances = Instances(instance_spec(value, kind), timeout_s=timeout_s, per_worker=count)
+        kind, value, timeout_s = one
+        instances = Instances(instance_spec(value, kind), timeout_s=timeout_s)
         started[one] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()
@@ -177,7 +177,7 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
 
 
 def dialog_rules(
-    config: Config, env: TaskEnv, instances: Mapping[str, Instances], max_model_len: int
+    config: Config, env: PromptSource, instances: Mapping[str, Instances], max_model_len: int
 ) -> dict[str | None, Rules]:
     """Return the rules of dialogs with several turns, by task of a mixture; of a run of one task under None.
 
@@ -202,7 +202,7 @@ def template_kwargs(config: Config, instances: Instances | None) -> dict[str, An
 
 
 def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[str, Any]:
-    """Return :func:`template_kwargs` as arguments of a :class:`~sota_grpo.envs.TaskEnv`."""
+    """Return :func:`template_kwargs` as arguments of a :class:`~sota_grpo.envs.PromptSource`."""
     if config.env.mixture is None:
         return {"template_kwargs": template_kwargs(config, instances.get(config.env.dataset))}
     by_task = {name: template_kwargs(config, own) for name, own in instances.items()}
@@ -215,7 +215,7 @@ def open_env(
     tokenizer: Any,
     opened: ExitStack,
     run_dir: Path | None = None,
-) -> tuple[TaskEnv, Mapping[str, Instances]]:
+) -> tuple[PromptSource, Mapping[str, Instances]]:
     """Return the environment, with its grader, and the workers of tools by task; ``opened`` closes their processes.
 
     A judge's answers are kept in ``run_dir``.
@@ -233,7 +233,7 @@ def make_env(
     tokenizer: Any,
     grader: Grader,
     instances: Mapping[str, Instances] = {},
-) -> TaskEnv:
+) -> PromptSource:
     """Return the environment, whose prompts describe the tools of ``instances``.
 
     Raises:
@@ -246,10 +246,9 @@ def make_env(
                 f"env.chat_template_kwargs has {name}, which the chat template of {model_name(config)} does not read; "
                 "leave it out."
             )
-    env = TaskEnv(
+    env = PromptSource(
         task,
         tokenizer,
-        num_envs=config.env.num_envs,
         repeats=config.env.repeats,
         shuffle=config.env.shuffle,
         seed=config.seed,

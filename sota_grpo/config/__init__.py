@@ -135,8 +135,9 @@ class EnvConfig:
         "FILE.py:FACTORY of objects with reset, methods that the policy may call, and optionally get_reward; or a "
         "server: mcp:COMMAND, mcp+http://HOST:PORT/mcp, openenv+http://HOST:PORT",
     )
-    environments_per_worker: int = opt(
-        8, "samples whose tools or environments share a process, called in turn; a call that hangs fails all", above=0
+    transforms: list[str] = section(
+        list,
+        "FILE.py:NAME of TorchRL transforms of your own, applied in order to each prompt group before its advantage",
     )
     reward_workers: int = opt(1, "grader processes; 0: in the trainer, where a grader that hangs hangs the run")
     timeout_s: float = opt(

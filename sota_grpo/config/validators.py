@@ -223,6 +223,12 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"{option}={value} answers tool calls, and {other} answers every response; use one of them."
 
 
+def every_transform_is_in_a_file(config: Config) -> Iterator[str]:
+    for value in config.env.transforms:
+        if in_file(value) is None:
+            yield f"env.transforms has {value}, which is no FILE.py:NAME; name the file, a colon, and a transform."
+
+
 def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:

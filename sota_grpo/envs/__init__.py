@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from sota_grpo.envs.dialog_env import DialogEnv, DialogRows, Tools
-from sota_grpo.envs.task_env import PromptStream, TaskEnv
+from sota_grpo.envs.prompts import PromptSource, PromptStream
+from sota_grpo.envs.task_env import DialogRows, TaskEnv, Tools
 from sota_grpo.rl.collate import complete_rows, finish_rows, prompt_rows
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import SUFFIXES
@@ -20,11 +20,11 @@ from sota_grpo.tasks.dataset import SUFFIXES
 __all__ = [
     "ArithmeticEnv",
     "DatasetEnv",
-    "DialogEnv",
     "DialogRows",
     "GSM8KEnv",
     "IFEvalEnv",
     "MATHEnv",
+    "PromptSource",
     "PromptStream",
     "TaskEnv",
     "complete_rows",
@@ -33,9 +33,8 @@ __all__ = [
 ]
 
 
-class DatasetEnv(DialogEnv):
-    """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows,
-    and :class:`DialogEnv` for those of several turns.
+class DatasetEnv(TaskEnv):
+    """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows.
 
     The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
     ``batch_size_dl``, ``ray_backend`` and ``dataloader_actor_name`` have no effect, because every environment holds the
@@ -49,8 +48,8 @@ class DatasetEnv(DialogEnv):
         tokenizer: must be given.
         apply_template: True insists that the tokenizer has a chat template; it is applied whenever there is one.
         collate_fn, input_mode: nothing but the default is supported: TorchRL's wrapper is to be in tokens mode, too.
-        shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens: see :class:`TaskEnv`.
-        max_steps, tools, environment: see :class:`DialogEnv`.
+        shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens, max_steps, tools, environment:
+            see :class:`TaskEnv`.
         options: of the task.
 
     Raises:

@@ -21,7 +21,7 @@ import torch
 from sota_grpo.engines.stepping import result
 from sota_grpo.envs.chat_tokens import Messages
 from sota_grpo.envs.dialogs import Talk
-from sota_grpo.envs.task_env import TaskEnv
+from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import TURNS, GroupRequest, sample_seed
@@ -41,7 +41,7 @@ class ToolPartner:
     sample: the dialog ends, and its record says why.
 
     Args:
-        env: its prompts tell of the tools.
+        env: its prompts describe the tools.
         instances: of the tools' environment.
         template_kwargs: further arguments of ``apply_chat_template``.
 
@@ -49,7 +49,9 @@ class ToolPartner:
         UserError: the chat template has no tools.
     """
 
-    def __init__(self, env: TaskEnv, instances: Instances, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, env: PromptSource, instances: Instances, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self._env, self.instances = env, instances
         self.reader = ToolCallReader(env.tokenizer, instances.schemas, template_kwargs)
         #: Whether records hold what the environment's attributes were at the end.

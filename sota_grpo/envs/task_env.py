@@ -1,13 +1,24 @@
-"""Any task as a single-turn TorchRL environment that speaks token ids, and the order in which its prompts are drawn."""
+"""A task as a TorchRL environment over token ids, of one turn or of dialogs; and rows for training from its steps.
+
+The steps of one row, of a policy that responds ``a``, is answered ``u``, and responds ``a``::
+
+    turn  tokens.prompt      tokens.response    next.tokens.prompt        next.done
+    0     p p                a a                p p a a u u               False
+    1     p p a a u u        a                  p p a a u u a             True
+
+:class:`DialogRows` makes one row of them, as training reads it.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,207 +27,78 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedCompo
 from torchrl.envs import EnvBase
 
 from sota_grpo import keys
-from sota_grpo.envs.chat_tokens import ChatTokens, Messages
-from sota_grpo.errors import UserError
-from sota_grpo.policy.end_tokens import end_token_ids, response_text
-from sota_grpo.rewards.grading import FailureLog, Grader, LocalGrader, guarded_scores
-from sota_grpo.rl.collate import done_entries, prompt_rows, response_ids
-from sota_grpo.rl.records import Example, SampledText, Score, sample_seed, task_of_example
+from sota_grpo.engines import stepping
+from sota_grpo.envs.agents import ToolPartner
+from sota_grpo.envs.chat_tokens import num_shared
+from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens
+from sota_grpo.envs.prompts import PromptSource
+from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.rewards.functions import PICKLED, pickled
+from sota_grpo.rewards.grading import FailureLog, Grader, guarded_scores
+from sota_grpo.rl.collate import done_entries, finish_rows, known_log_probs, prompt_rows, response_ids
+from sota_grpo.rl.records import GroupRequest, Sample, SampledText, Score, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import Scorer, Task
 from sota_grpo.rl.transforms import RowTransform, graded_texts, write_scores
-from sota_grpo.tasks.mixture import MixedExamples
-from sota_grpo.text import one_line
+from sota_grpo.tasks.servers import instance_spec
+from sota_grpo.tasks.wrappers import with_tools
+from sota_grpo.workers.instances import Instances, InstanceSpec
 
-logger = logging.getLogger(__name__)
-
-_LOOKED_AT = 64  # prompts of a task that tell it from another
-_NAMED = 10  # prompts that are left out are named up to so many
-
-
-class PromptStream:
-    """An endless, deterministic sequence of ``(group id, example)``.
-
-    Draw ``k`` is element ``k mod n`` of the permutation of ``n`` examples that ``(seed, k div n)`` gives, so it depends
-    on nothing but the seed and ``k``. Group ids count draws: the same example drawn twice has two.
-
-    Of :class:`~sota_grpo.tasks.mixture.MixedExamples` it is so within each task, whose draws are those that its weight
-    gives it, under a seed of its own.
-
-    Args:
-        examples: what to draw from.
-        seed: of the permutations.
-        shuffle: False draws in the given order, every epoch.
-
-    Raises:
-        ValueError: no examples, or a state of another stream.
-
-    >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)], seed=0, shuffle=False)
-    >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
-    [(0, '0 + 1?'), (1, '1 + 1?'), (2, '2 + 1?'), (3, '0 + 1?')]
-    >>> stream.state_dict()
-    {'seed': 0, 'num_examples': 3, 'prompts': 31706315251783947, 'epoch': 1, 'position': 1, 'next_group_id': 4}
-    >>> stream.example_of(2).query
-    '2 + 1?'
-    """
-
-    def __init__(self, examples: Sequence[Example], *, seed: int = 0, shuffle: bool = True):
-        #: The examples of each task of a mixture; without one, all under ``""``.
-        self.parts = examples.parts if isinstance(examples, MixedExamples) else {"": examples}
-        if not self.parts or not all(map(len, self.parts.values())):
-            raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
-        self.examples, self.seed, self.shuffle = examples, seed, shuffle
-        self.next_group_id = 0
-        self._first_group_id = 0  # of the draws under this seed
-
-    def name_apart(self) -> None:
-        """Before the first draw: count groups from a number that follows from the seed and the examples.
-
-        Rows of several environments may then meet in one buffer. A run has one stream, and counts from 0.
-        """
-        if self.next_group_id == self._first_group_id:
-            told = repr((self.seed, self.next_group_id, len(self.examples), self._prompts)).encode()
-            number = int.from_bytes(hashlib.blake2b(told, digest_size=4).digest()) >> 1
-            self.next_group_id = self._first_group_id = number << 32
-
-    def draw(self, num_groups: int) -> list[tuple[int, Example]]:
-        """The next ``num_groups`` prompts, each with a group id that no other draw has."""
-        group_ids = range(self.next_group_id, self.next_group_id + num_groups)
-        self.next_group_id += num_groups
-        return [(group_id, self.example_of(group_id)) for group_id in group_ids]
-
-    def example_of(self, group_id: int) -> Example:
-        """The example that was drawn as ``group_id``; changes nothing.
-
-        Raises:
-            ValueError: no prompt has been drawn under that id with the stream's present seed.
-        """
-        if not self._first_group_id <= group_id < self.next_group_id:
-            raise ValueError(
-                f"group {group_id} is not of this stream: under its seed it has drawn the groups "
-                f"{self._first_group_id} to {self.next_group_id - 1}."
-            )
-        draw = group_id - self._first_group_id
-        if not isinstance(self.examples, MixedExamples):
-            return self.examples[self._index(draw, len(self.examples), self.seed)]
-        name, draw = self.examples.drawn(draw)
-        seed = sample_seed(self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
-        return self.examples.example(name, self._index(draw, len(self.parts[name]), seed))
-
-    def reseed(self, seed: int) -> None:
-        """Start over with another seed; group ids go on, so that they stay unique."""
-        self.seed = seed
-        self._first_group_id = self.next_group_id
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as plain integers; of a mixture also what it is made of."""
-        epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
-        place = {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
-        return self._identity() | place
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken.
-
-        Raises:
-            ValueError: the state is of a stream over other examples, with another seed or another mixture: its
-                position would mean other prompts here.
-        """
-        own = {"mixture": None, "num_examples": 0, "seed": 0} | self._identity()
-        for name, value in own.items():
-            if name == "prompts" and name not in state_dict:
-                continue  # of a run before they were saved
-            if state_dict.get(name) != value:
-                raise ValueError(
-                    f"the saved stream of prompts has {name}={state_dict.get(name)} and this one {name}={value}; "
-                    "resume with the dataset and the seed of the saved run."
-                )
-        self.next_group_id = state_dict["next_group_id"]
-        drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
-        self._first_group_id = self.next_group_id - drawn
-
-    def _index(self, draw: int, count: int, seed: int) -> int:
-        """Which of ``count`` examples their draw ``draw`` gives."""
-        epoch, position = divmod(draw, count)
-        return _permutation(count, seed, epoch)[position] if self.shuffle else position
-
-    @cached_property
-    def _prompts(self) -> int:
-        """A number that other prompts do not have: of some from each task, evenly over all of it."""
-        digest = hashlib.blake2b(digest_size=7)
-        for name, part in self.parts.items():
-            chosen = range(0, len(part), -(-len(part) // _LOOKED_AT))
-            digest.update(repr((name, [part[index].query for index in chosen])).encode())
-        return int.from_bytes(digest.digest())
-
-    def _identity(self) -> dict[str, Any]:
-        """What a state must have alike; of a mixture the number of examples of each task and its weight, too."""
-        own = {"seed": self.seed, "num_examples": len(self.examples), "prompts": self._prompts}
-        if not isinstance(self.examples, MixedExamples):
-            return own
-        weights = self.examples.weights
-        return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in self.parts.items()}}
+#: ``tools`` and ``environment``: as text of a config, or the objects themselves.
+Tools = str | Sequence[Callable[..., Any]]
+_DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
+_GRADED = (keys.REWARD, keys.REWARD_TERMS, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO)
 
 
-@lru_cache(maxsize=32)  # groups in flight reach into the epoch before, and each task of a mixture has one
-def _permutation(count: int, seed: int, epoch: int) -> list[int]:
-    generator = torch.Generator().manual_seed(sample_seed(seed, epoch))
-    return torch.randperm(count, generator=generator).tolist()
-
-
-def _named(example: Example) -> str:
-    """A problem as messages name it."""
-    place = f" ({one_line(example.place)})" if example.place else ""
-    return f"{example.query[:60]!r}{place}"
-
-
-def _tell_of(left_out: Sequence[Example], error: UserError) -> None:
-    rows: dict[str, list[str]] = {}  # by file
-    for example in left_out[:_NAMED]:
-        file, mark, row = example.place.rpartition(", row ")
-        rows.setdefault(one_line(file) + mark, []).append(row or repr(example.query[:60]))
-    names = "; ".join(file + ", ".join(numbers) for file, numbers in rows.items())
-    more = ", .." if len(left_out) > _NAMED else ""
-    logger.warning("%d prompts are left out (%s%s). The first: %s", len(left_out), names, more, error)
-
-
-DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
-
-
-class TaskEnv(EnvBase):
-    """Reset draws prompts, the policy answers each with tokens, step grades the answers; then all rows are done.
+class TaskEnv(PromptSource, EnvBase):
+    """A task as a TorchRL environment: reset draws prompts, the policy responds with tokens, step grades responses.
 
     ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
-    ``group_id``, ``sample_id`` and ``tokens.prompt`` for ``num_envs / repeats`` prompts, the ``repeats`` siblings of
-    each next to each other; other seeds and other examples have other group ids. Step reads ``tokens.response`` (or
-    ``tokens.full``) and writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and
-    ``truncated``; a term that does not apply is NaN. Text is decoded for grading only, never tokenised again.
+    ``group_id``, ``sample_id`` and ``tokens.prompt`` of the next prompts, the ``repeats`` siblings of each next to each
+    other; group ids of other seeds or other examples differ. Step reads ``tokens.response`` (or ``tokens.full``) and
+    writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and ``truncated``; a term that
+    does not apply is NaN. Text is decoded for grading only, never tokenised again.
 
-    Here TorchRL's wrappers do not say why a response ended, so it counts as truncated when it does not end in an end
+    With ``max_steps`` above 1 the responses are answered, by the task, by tools or by an environment, as in training
+    (:mod:`sota_grpo.envs.dialogs`). Then ``next`` has the longer prompt (the prompt, the response as it was sampled,
+    the answer and the start of the policy's next turn), a reward of 0, and is not done. The last response of a dialog
+    is done, truncated where the response was cut or the context is full, and graded. ``turn`` counts the answered
+    responses of a dialog. Step calls all tools concurrently and returns when the last one has answered.
+
+    Rows may be reset alone: episode ``k`` of a row is the same sample of the ``k``-th prompts that are drawn, so
+    siblings share their ``group_id`` whenever they begin. A reward that compares siblings (a function given a whole
+    group) sees the siblings that end in the same step.
+
+    TorchRL's wrappers do not report why a response ended, so it counts as truncated when it does not end in an end
     token; where padding *is* EOS the wrappers strip it, and no response counts as truncated.
 
     Args:
-        task: examples, chat and score.
-        tokenizer: with ``apply_chat_template``; without a chat template the turns are joined by blank lines.
-        num_envs: dialogs at once, a multiple of ``repeats``; or, in one turn, a divisor: siblings then come in
+        task: examples, chat and score; in a dialog without tools the ``reply`` of a score is the answer.
+        tokenizer: see :class:`PromptSource`; with tools, its chat template must support tools.
+        num_envs: dialogs at once, a multiple of ``repeats``; or, with one turn, a divisor: siblings then come in
             successive resets, and ``GroupAdvantage(group_size=repeats)`` waits for them in a buffer.
-        repeats: group size, of tasks that have none of their own (:meth:`group_size`).
-        shuffle, seed: of the :class:`PromptStream` over ``task.train``.
-        max_prompt_tokens: longest prompt allowed; None allows any.
+        max_steps: most turns of the policy in a dialog.
+        tools: typed functions, or ``FILE.py:NAME,NAME``.
+        environment: factory of environments in TRL's protocol, or ``FILE.py:FACTORY``, or a server
+            (:mod:`sota_grpo.tasks.servers`). One with ``get_reward`` rewards instead of the task.
+        tool_timeout_s: longest time for a reset, a tool call or a reward.
+        repeats, shuffle, seed, grader, template_kwargs: see :class:`PromptSource`.
+        max_prompt_tokens: longest prompt, of a later turn too, whose dialog is then truncated; None allows any.
         compute_reward: False grades nothing and leaves the reward to your own transforms.
-        grader: gives texts their scores; None grades with ``task.score`` in this process.
-        multi_turn: a dialog has several turns, so what samples it needs the examples (``GroupRequest.example``).
-        template_kwargs: further arguments of ``apply_chat_template``.
-        task_kwargs: those beside them of the prompts of a mixture's tasks, by name: their tools.
         device: of the tensors.
 
     Raises:
-        ValueError: ``num_envs`` is neither a multiple of ``repeats`` nor a divisor of it.
-        UserError: a prompt is longer than ``max_prompt_tokens``.
+        ValueError: ``num_envs`` is neither a multiple of ``repeats`` nor a divisor of it; ``max_steps`` is below 1, or
+            1 with tools; both tools and an environment are given.
+        UserError: a prompt is longer than ``max_prompt_tokens``; the tools or the chat template cannot be used.
 
     Example::
 
         env = TaskEnv(make_task("arithmetic"), tokenizer, num_envs=16, repeats=8)
         rows = env.rollout(max_steps=1, policy=policy)      # policy reads tokens.prompt, writes tokens.response
+        env = TaskEnv(task, tokenizer, num_envs=16, repeats=8, max_steps=4, tools=[multiply])
+        steps = env.rollout(4, policy, break_when_all_done=True)
+        rows = DialogRows(tokenizer, group_size=8).add(steps)
     """
 
     batch_locked = True
@@ -229,149 +111,175 @@ class TaskEnv(EnvBase):
         *,
         num_envs: int = 1,
         repeats: int = 1,
+        max_steps: int = 1,
+        tools: Tools | None = None,
+        environment: str | Callable[[], Any] | None = None,
+        tool_timeout_s: float = 30.0,
         shuffle: bool = True,
         seed: int = 0,
         max_prompt_tokens: int | None = None,
         compute_reward: bool = True,
         grader: Grader | None = None,
-        multi_turn: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-        task_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
     ):
-        few = repeats > num_envs > 0 == repeats % num_envs and not multi_turn
+        few = repeats > num_envs > 0 == repeats % num_envs and max_steps == 1
         if repeats < 1 or num_envs < 1 or (num_envs % repeats and not few):
             fix = max(1, num_envs // max(1, repeats)) * max(1, repeats)
             raise ValueError(
                 f"num_envs={num_envs} is not divisible by the group size repeats={repeats}; use num_envs={fix}."
             )
-        super().__init__(device=device, batch_size=(num_envs,))
-        self.task, self.tokenizer, self.repeats = task, tokenizer, repeats
-        self.stream = PromptStream(task.train, seed=seed, shuffle=shuffle)
-        self.max_prompt_tokens, self.compute_reward = max_prompt_tokens, compute_reward
-        self.template_kwargs = dict(template_kwargs or {})
-        self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
-        self.multi_turn = multi_turn
-        self._siblings: list[TensorDictBase] = []  # of the last prompt, for the next resets
-        self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
-        self.longest_prompt = 0  # tokens, once :meth:`check_prompts` has looked
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        of_tasks = {name: {**self.template_kwargs, **own} for name, own in (task_kwargs or {}).items()}
-        self._chats = {
-            name: ChatTokens(tokenizer, partial(self._rendered, kwargs), add_special_tokens=not self._has_template)
-            for name, kwargs in [(None, self.template_kwargs), *of_tasks.items()]
-        }
+        has_tools = tools is not None or environment is not None
+        if max_steps < 1:
+            raise ValueError(f"max_steps={max_steps} leaves no turn; use 1 or more.")
+        if tools is not None and environment is not None:
+            raise ValueError("both tools and environment are given; give the tools as methods of the environment.")
+        if max_steps == 1 and has_tools:
+            raise ValueError("max_steps=1 leaves no turn after a tool has answered; use max_steps=2 or more.")
+        own = kwargs = dict(template_kwargs or {})
+        with ExitStack() as opened:
+            if has_tools:
+                spec = _instance_spec(tools, environment, opened)
+                instances = opened.enter_context(closing(Instances(spec, timeout_s=tool_timeout_s)))
+                instances.wait_ready()
+                task = with_tools(task, has_reward=instances.has_reward, asks_task=not instances.has_reward)
+                kwargs = {**own, "tools": instances.schemas}
+            EnvBase.__init__(self, device=device, batch_size=(num_envs,))
+            PromptSource.__init__(
+                self,
+                task,
+                tokenizer,
+                repeats=repeats,
+                shuffle=shuffle,
+                seed=seed,
+                max_prompt_tokens=max_prompt_tokens,
+                grader=grader,
+                multi_turn=max_steps > 1,
+                template_kwargs=kwargs,
+            )
+            turns = TurnTokens(tokenizer, kwargs)
+            partner: Partner = ToolPartner(self, instances, own) if has_tools else GradedTurns(self.grader, turns)
+            bound = sys.maxsize if max_prompt_tokens is None else max_prompt_tokens + 1
+            self._rules = Rules(partner, turns, max_steps, bound)
+            self._opened = opened.pop_all()
+        self.compute_reward = compute_reward
+        self._dialogs: list[Dialog | None] = [None] * num_envs
+        self._rows: list[TensorDictBase] = [TensorDict()] * num_envs  # the drawn entries of each
+        self._begin_anew()
         self._make_specs()
 
-    def prompt_ids(self, example: Example, observation: str = "") -> tuple[int, ...]:
-        """The templated prompt of ``example`` as token ids, tokenised once; what it says cannot begin or end a turn.
+    def _begin_anew(self) -> None:
+        self._episodes = [-1] * self.batch_size[0]
+        self._prompts: dict[int, tuple[GroupRequest, list[TensorDictBase]]] = {}  # by their number; with their rows
+        self._num_drawn = 0
 
-        Args:
-            example: the problem.
-            observation: what an environment adds to the last turn of the prompt.
-
-        Raises:
-            UserError: it is longer than ``max_prompt_tokens``, or the template cannot take it as text.
-        """
-        key = (example.query, json.dumps(dict(example.extra), sort_keys=True))
-        ids = None if observation else self._prompt_ids.get(key)
-        if ids is None:
-            *before, last = self.task.messages(example)
-            try:
-                chat = self._chats.get(task_of_example(example.extra), self._chats[None])
-                ids = chat.ids([*before, {**last, "content": last["content"] + observation}])
-            except UserError as error:
-                raise UserError(f"the prompt of {_named(example)}: {error}") from error
-            if not observation:
-                self._prompt_ids[key] = ids
-        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
-            raise UserError(
-                f"the prompt of {_named(example)} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; "
-                f"raise inference_model.max_model_len where the model allows more, or take the problem out."
-            )
-        return ids
-
-    def group_size(self, example: Example) -> int:
-        """Responses to ``example``: as its task says, else ``repeats``."""
-        size = getattr(self.task, "group_size", lambda _: None)(example)
-        return self.repeats if size is None else size
-
-    def _rendered(self, kwargs: Mapping[str, Any], messages: Messages) -> str:
-        if not self._has_template:
-            return "".join(f"{message['content']}\n\n" for message in messages)
-        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **kwargs)
-
-    def check_prompts(self, *, skip: bool = False) -> int:
-        """Tokenise every prompt of the task before training starts; the longest, in tokens.
-
-        Args:
-            skip: take those that :meth:`prompt_ids` refuses out of the task and of the stream, and say which. What is
-                held out was chosen before, from all problems.
-
-        Raises:
-            UserError: one is refused; with ``skip``, all of those to train on, or all of those held out, are.
-        """
-        longest, left_out = 0, []
-        for split in ("train", "heldout"):
-            examples, kept = getattr(self.task, split), []
-            for number, example in enumerate(examples, start=1):
-                try:
-                    longest = max(longest, len(self.prompt_ids(example)))
-                    kept.append(example)
-                except UserError as error:
-                    if not skip or (not kept and number == len(examples)):
-                        raise
-                    left_out.append((example, error))
-            if len(kept) < len(examples):
-                is_mixed = isinstance(examples, MixedExamples)
-                setattr(self.task, split, examples.only(kept, may_be_empty=split == "heldout") if is_mixed else kept)
-        if left_out:
-            self.stream = PromptStream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
-            _tell_of([example for example, _ in left_out], left_out[0][1])
-        self.longest_prompt = longest
-        return longest
-
-    def decode(self, token_ids: torch.Tensor) -> str:
-        """The text that the grader reads: end tokens and padding left out."""
-        return response_text(self.tokenizer, token_ids)
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.stream.reseed(seed)
+            self._begin_anew()
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        chosen = None if tensordict is None else tensordict.get("_reset", None)
-        if chosen is not None and not chosen.all():
-            raise ValueError(
-                f"{int(chosen.sum())} of {chosen.numel()} rows were asked to reset; a single-turn env resets them all."
-            )
-        self.stream.name_apart()
-        rows, num_envs = list(self._siblings), self.batch_size[0]
-        for group_id, example in self.stream.draw(-(-(num_envs - len(rows)) // self.repeats)):
+        num_envs = self.batch_size[0]
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        chosen = [True] * num_envs if mask is None else mask.reshape(num_envs).tolist()
+        if mask is None:  # all begin together, with prompts that no row has had
+            self._episodes = [max(self._episodes)] * num_envs
+        indexes = [index for index, is_chosen in enumerate(chosen) if is_chosen]
+        self._leave(indexes)
+        begun = {index: self._begin(index) for index in indexes}
+        for index, future in begun.items():
+            talk = future.result()
+            prompt_ids = talk.prompt_ids or self._rows[index].get(keys.PROMPT_TOKENS).tolist()
+            self._dialogs[index] = Dialog(talk, prompt_ids, self._rules)
+        first = min(self._episodes) * num_envs // self.repeats
+        self._prompts = {number: drawn for number, drawn in self._prompts.items() if number >= first}
+        return self._stack([TensorDict(self._observation(index), []) for index in range(num_envs)])
+
+    def _begin(self, index: int) -> Future[Any]:
+        """Draw the next prompt of the row, and open its dialog."""
+        self._episodes[index] += 1
+        number, sample = divmod(self._episodes[index] * self.batch_size[0] + index, self.repeats)
+        while self._num_drawn <= number:
+            self.stream.name_apart()
+            ((group_id, example),) = self.stream.draw(1)
             if self.group_size(example) != self.repeats:
                 raise ValueError(
-                    f"a prompt of this task has {self.group_size(example)} responses, and a reset gives "
-                    f"{self.batch_size[0]} rows, {self.repeats} of each prompt; use PromptGroupCollector, or one size."
+                    f"a prompt of this task has {self.group_size(example)} responses, and this environment gives "
+                    f"{self.repeats} rows of each prompt; use PromptGroupCollector, or one size."
                 )
-            rows += prompt_rows(group_id, example, self.prompt_ids(example), self.repeats)
-        rows, self._siblings = rows[:num_envs], rows[num_envs:]
-        for row in rows:
-            prompt = row.get(keys.PROMPT_TOKENS)
-            row.set(keys.ATTENTION_MASK, torch.ones_like(prompt, dtype=torch.bool))  # replaces the last response's
-        return self._stack(rows)
+            prompt_ids, seed = self.prompt_ids(example), sample_seed(self.stream.seed, group_id)
+            request = GroupRequest(group_id, prompt_ids, self.repeats, seed, example)
+            rows = prompt_rows(group_id, example, prompt_ids, self.repeats)
+            self._prompts[self._num_drawn] = request, rows
+            self._num_drawn += 1
+        request, rows = self._prompts[number]
+        self._rows[index] = rows[sample]
+        return stepping.Task(self._rules.partner.begin(request, sample))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows = []
-        for row in tensordict.unbind(0):
-            response = response_ids(row)
-            after = self._observed(row, torch.cat([row.get(keys.PROMPT_TOKENS), response]))
-            ends = {name: flags[0] for name, flags in done_entries(torch.tensor([self._truncated(response)])).items()}
-            rows.append(self._stepped(row, SampledText(self.decode(response), response.tolist()), after | ends))
+        mask = tensordict.get("_step", None)
+        rows = tensordict.unbind(0)
+        chosen = [True] * len(rows) if mask is None else mask.reshape(len(rows)).tolist()
+        futures = [self._follow(index, row) for index, row in enumerate(rows) if chosen[index]]
+        for future in futures:
+            future.result()
+        steps = [self._next(index) for index in range(len(rows))]
         if self.compute_reward:
-            groups = [rows[start : start + self.repeats] for start in range(0, len(rows), self.repeats)]
-            futures = [self.grader.scores(graded_texts(group)) for group in groups]
-            for group, scores in zip(groups, futures, strict=True):
-                self._write(group, scores.result())
-        return self._stack([row.get("next") for row in rows])
+            self._grade(steps, chosen)
+        return self._stack([step.get("next") for step in steps])
+
+    def _follow(self, index: int, row: TensorDictBase) -> Future[None]:
+        """Add a response to its dialog; the future resolves when the dialog has been answered, or is over."""
+        dialog = self._dialogs[index]
+        if dialog is None or dialog.is_over:
+            raise ValueError(f"the dialog of row {index} is over; reset the row before the next step.")
+        if row.get(keys.PROMPT_TOKENS).tolist() != dialog.ids:
+            raise ValueError(
+                f"row {index} answers another prompt than the environment has given; step with what reset or the last "
+                "step returned."
+            )
+        ids = response_ids(row).cpu()
+        said = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), self._truncated(ids))
+        return stepping.Task(dialog.follow(said))
+
+    def _observation(self, index: int) -> dict[str, Any]:
+        dialog = self._dialogs[index]
+        assert dialog is not None
+        prompt = torch.tensor(dialog.ids, dtype=torch.int64)
+        masks = {"all_attention_mask": torch.ones_like(prompt, dtype=torch.bool)}
+        observed = {**self._drawn(index), "tokens": {"prompt": prompt}, "masks": masks}
+        return {**observed, keys.TURN: torch.tensor(dialog.num_turns)} if self.multi_turn else observed
+
+    def _drawn(self, index: int) -> dict[str, Any]:
+        return {key: self._rows[index].get(key) for key in _DRAWN}
+
+    def _next(self, index: int) -> TensorDictBase:
+        """Return a row as its grader reads it, with the output of step under ``next``."""
+        dialog = self._dialogs[index]
+        assert dialog is not None
+        text = SampledText(self.decode(dialog.last), dialog.last.tolist(), dialog.record)
+        ends = {
+            name: flags[0] & dialog.is_over for name, flags in done_entries(torch.tensor([dialog.truncated])).items()
+        }
+        after = self._observation(index) | ends
+        return TensorDict({**self._drawn(index), "text": {"response": text}, "next": after}, [])
+
+    def _grade(self, steps: Sequence[TensorDictBase], chosen: Sequence[bool]) -> None:
+        """Grade the dialogs that ended in this step, siblings together; the reward of the others is 0."""
+        ended: dict[int, list[TensorDictBase]] = {}
+        others: list[TensorDictBase] = []
+        for step, is_chosen in zip(steps, chosen, strict=True):
+            siblings = ended.setdefault(int(step[keys.GROUP_ID]), []) if is_chosen and step[keys.DONE] else others
+            siblings.append(step)
+        futures = [self.grader.scores(graded_texts(group)) for group in ended.values()]
+        for group, scores in zip(ended.values(), futures, strict=True):
+            self._write(group, scores.result())
+        if others:
+            nothing = Score(dict.fromkeys(self.task.term_weights, 0.0), success=False)
+            self._write(others, [nothing] * len(others))
 
     def _write(self, rows: Sequence[TensorDictBase], scores: Sequence[Score]) -> None:
-        """Write the scores under ``next``; the rows of an env have all its terms, NaN where one does not apply."""
+        """Write the scores under ``next``; every row has all terms, NaN where one does not apply."""
         write_scores(lazy_stack(list(rows)), scores, self.task.term_weights)
         for row, score in zip(rows, scores, strict=True):
             for name in self.task.term_weights:
@@ -382,27 +290,26 @@ class TaskEnv(EnvBase):
         stacked = lazy_stack(rows)
         return stacked if self.device is None else stacked.to(self.device)
 
-    def _observed(self, row: TensorDictBase, prompt: torch.Tensor) -> dict[str, Any]:
-        masks = {"all_attention_mask": torch.ones_like(prompt, dtype=torch.bool)}
-        return {**{key: row.get(key) for key in DRAWN}, "tokens": {"prompt": prompt}, "masks": masks}
-
-    def _stepped(self, row: TensorDictBase, text: SampledText, after: Mapping[str, Any]) -> TensorDictBase:
-        """A row as its grader reads it, with what step returns under ``next``."""
-        drawn = {key: row.get(key) for key in DRAWN}
-        return TensorDict({**drawn, "text": {"response": text}, "next": dict(after)}, batch_size=[])
-
     def _truncated(self, response: torch.Tensor) -> bool:
         if response.numel() and int(response[-1]) in end_token_ids(self.tokenizer):
             return False
         return self.tokenizer.eos_token_id != self.tokenizer.pad_token_id
 
-    def _set_seed(self, seed: int | None) -> None:
-        if seed is not None:
-            self._siblings = []
-            self.stream.reseed(seed)
+    def _leave(self, indexes: Sequence[int]) -> None:
+        """Abandon the dialogs that are still open."""
+        for index in indexes:
+            dialog, self._dialogs[index] = self._dialogs[index], None
+            if dialog is not None and not dialog.is_over:
+                dialog.talk.leave()
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the environment and its tools; a later call raises unless ``raise_if_closed=False``."""
+        self._leave(range(len(self._dialogs)))
+        self._opened.close()
+        super().close(raise_if_closed=raise_if_closed)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """Zeros in the shape of the specs; lazily stacked as the real rows are, for these have no common length."""
+        """Zeros in the shape of the specs, lazily stacked as real rows are, because their lengths differ."""
         return super().fake_tensordict().to_lazystack(0)
 
     def _make_specs(self) -> None:
@@ -410,9 +317,11 @@ class TaskEnv(EnvBase):
         column = torch.Size((*shape, 1))
         text = NonTensor(shape=shape, example_data="text", device=device)
         index = Unbounded(shape=shape, dtype=torch.int64, device=device)
+        turn = {keys.TURN: index.clone()} if self.multi_turn else {}
         self.observation_spec = self._group(
-            **{key: text.clone() for key in DRAWN[:3]},
-            **{key: index.clone() for key in DRAWN[3:]},
+            **turn,
+            **{key: text.clone() for key in _DRAWN[:3]},
+            **{key: index.clone() for key in _DRAWN[3:]},
             tokens=self._ragged(prompt=Unbounded(shape=(-1,), dtype=torch.int64, device=device)),
             masks=self._ragged(all_attention_mask=Unbounded(shape=(-1,), dtype=torch.bool, device=device)),
         )
@@ -435,8 +344,153 @@ class TaskEnv(EnvBase):
         return StackedComposite(*(row.clone() for _ in range(self.batch_size[0])), dim=0)
 
 
+def _instance_spec(tools: Tools | None, environment: str | Callable[[], Any] | None, opened: ExitStack) -> InstanceSpec:
+    """Describe the instances to start; objects are pickled to a file that ``opened`` removes."""
+    kind = "functions" if environment is None else "factory"
+    given: Any = tools if environment is None else environment
+    if isinstance(given, str):
+        return instance_spec(given, kind)
+    functions = list(given) if kind == "functions" else [given]
+    names = tuple(function.__name__ for function in functions)
+    path = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_"))) / f"tools{PICKLED}"
+    path.write_bytes(pickled(dict(zip(names, functions, strict=True))))
+    return InstanceSpec(kind, str(path), names)
+
+
+@dataclass
+class _Gathered:
+    """What is known of a dialog; ``last`` is its last step, once it is there."""
+
+    dialog: Dialog
+    has_log_probs: bool = True
+    has_versions: bool = True
+    last: TensorDictBase | None = None
+
+
+class DialogRows:
+    """Makes one row of the steps of each dialog, as :func:`~sota_grpo.rl.collate.finish_rows` makes it of a sample.
+
+    A dialog's row has all that was said, the assistant mask on what the policy sampled, and the reward of the last
+    step. Rows come as whole groups, as soon as the last sibling has ended; what has not ended waits for the next
+    steps. The row's prompt is what the siblings' prompts begin with alike.
+
+    Read of a step are ``tokens.response`` (or ``tokens.full``), and where they are there ``log_probs.response`` (or
+    ``log_probs.full``) and ``next.policy_version`` (TorchRL's ``PolicyVersion`` with integers); without them the rows
+    lack ``log_probs`` or the versions.
+
+    Args:
+        tokenizer: of the environment.
+        group_size: its ``repeats``.
+
+    Example::
+
+        rows = DialogRows(tokenizer, group_size=8)
+        for steps in collector:
+            for row in rows.add(steps): ...
+    """
+
+    def __init__(self, tokenizer: Any, group_size: int = 1):
+        self._tokenizer, self._group_size = tokenizer, group_size
+        self._groups: dict[int, dict[int, _Gathered]] = {}
+
+    def add(self, steps: TensorDictBase) -> list[TensorDictBase]:
+        """The rows of the groups whose last dialog has ended in these steps.
+
+        Args:
+            steps: of any batch shape, in which the steps of a dialog are in order: ``[N, T]`` of a rollout or a
+                collector, also flattened; those that a rollout repeats because their row had ended are left out.
+
+        Raises:
+            ValueError: a dialog's beginning is missing, or its prompt is not what was said before.
+        """
+        ended: set[tuple[int, int]] = set()
+        complete: list[int] = []
+        for step in _each(steps):
+            group_id, sample_id = int(step[keys.GROUP_ID]), int(step[keys.SAMPLE_ID])
+            if (group_id, sample_id) in ended:
+                continue
+            group = self._groups.setdefault(group_id, {})
+            gathered = self._added(group, sample_id, step)
+            if step[keys.DONE].any():
+                gathered.last = step
+                ended.add((group_id, sample_id))
+                if sum(one.last is not None for one in group.values()) == self._group_size:
+                    complete.append(group_id)
+        return [row for group_id in complete for row in self._finished(self._groups.pop(group_id))]
+
+    def _added(self, group: dict[int, _Gathered], sample_id: int, step: TensorDictBase) -> _Gathered:
+        prompt, turn = step[keys.PROMPT_TOKENS].tolist(), int(step.get(keys.TURN, torch.zeros(())))
+        if turn == 0:
+            group[sample_id] = _Gathered(Dialog(None, prompt))
+        gathered = group.get(sample_id)
+        if gathered is None or gathered.dialog.num_turns != turn or gathered.last is not None:
+            raise ValueError(
+                f"turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not follow what was added "
+                "before it; add all steps of a dialog, in order."
+            )
+        dialog = gathered.dialog
+        if prompt[: len(dialog.ids)] != dialog.ids:
+            raise ValueError(
+                f"the prompt of turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not begin "
+                "with what was said before; never tokenise a dialog again."
+            )
+        if turn:
+            dialog.hear(prompt[len(dialog.ids) :])
+        dialog.speak(self._turn(gathered, step, len(prompt)))
+        return gathered
+
+    def _turn(self, gathered: _Gathered, step: TensorDictBase, num_before: int) -> Sample:
+        ids = response_ids(step).cpu()
+        log_probs = step.get(("log_probs", "response"), None)
+        if log_probs is None and (full := step.get(keys.LOG_PROBS, None)) is not None:
+            log_probs = full[num_before:]
+        version = step.get(("next", "policy_version"), None)
+        if log_probs is None:
+            gathered.has_log_probs, log_probs = False, torch.zeros(len(ids))
+        if not isinstance(version, torch.Tensor):
+            gathered.has_versions, version = False, torch.zeros(())
+        return Sample(
+            ids,
+            known_log_probs(log_probs.cpu()),
+            version.cpu().long().expand(len(ids)),
+            bool(step[keys.TRUNCATED].any()),
+        )
+
+    def _finished(self, group: dict[int, _Gathered]) -> list[TensorDictBase]:
+        siblings = [one for _, one in sorted(group.items())]
+        common = num_shared([one.dialog.prompt_ids for one in siblings])
+        samples = [one.dialog.sample(common) for one in siblings]
+        rows = []
+        for one, sample in zip(siblings, samples, strict=True):
+            assert one.last is not None
+            prompt = TensorDict({key: one.last.get(key) for key in _DRAWN}, [])
+            prompt[keys.PROMPT_TOKENS] = torch.tensor(one.dialog.prompt_ids[:common], dtype=torch.int64)
+            (row,) = finish_rows(prompt, [sample], self._tokenizer)
+            for key in (keys.SAMPLE_ID, *_GRADED):
+                if (value := one.last.get(key, None)) is not None:
+                    row.set(key, value)
+            terms = row.get(keys.REWARD_TERMS, None)
+            for name in [] if terms is None else [name for name, value in terms.items() if value.isnan().any()]:
+                del row[(*keys.REWARD_TERMS, name)]  # it does not apply
+            if not one.has_log_probs:
+                row.pop("log_probs")
+            if not one.has_versions:
+                del row[keys.TOKEN_VERSION], row[keys.POLICY_VERSION]
+            rows.append(row)
+        return rows
+
+
+def _each(steps: TensorDictBase) -> Iterator[TensorDictBase]:
+    """The single steps, by rows and then by time."""
+    if not steps.batch_dims:
+        yield steps
+        return
+    for step in steps.unbind(0):
+        yield from _each(step)
+
+
 class ScoreResponse(RowTransform):
-    """Grade every response: text in, ``reward = sum_k weight_k * term_k`` out, its terms and the success beside it.
+    """Grade every response: write its reward ``sum_k weight_k * term_k``, the terms and whether it is a success.
 
     Reads ``("text", "response")``, ``query``, ``answer`` and, where there is one, ``extra`` (JSON); writes
     ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")``, ``("next", "reward_error")``

@@ -470,6 +470,8 @@ class _Describer:
             return ["partial", value.func, value.args, value.keywords]
         if inspect.ismethod(value):
             return ["method", value.__func__, value.__self__]
+        if type(value).__module__ == "torch" and hasattr(value, "tolist"):  # a tensor
+            return ["tensor", str(value.tolist())]
         named = value if hasattr(value, "__qualname__") else type(value)
         name = f"{named.__module__}.{named.__qualname__}"
         if named.__module__ != self._home or not (inspect.isfunction(named) or inspect.isclass(named)):

@@ -171,6 +171,7 @@ def train(
     tools: Sequence[Any] | None = None,
     environment: Any = None,
     objective: Any = None,
+    transforms: Sequence[Any] | None = None,
     overrides: Sequence[str] = (),
     run_dir: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -193,6 +194,8 @@ def train(
         tools: functions that the policy may call, with type hints and docstrings (docs/tasks.md).
         environment: in their place a factory (a class, say) of TRL's protocol; each sample has an object of its own.
         objective: a surrogate, as ``algorithm.objective`` takes it from a file (docs/extending.md).
+        transforms: TorchRL transforms of each prompt group, or what makes them, as ``env.transforms`` takes them from
+            files; the run works with copies.
         overrides: options, as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
         run_dir: where everything is written; None is ``outputs/DATE/TIME``.
 
@@ -209,6 +212,7 @@ def train(
     """
     objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset}
     objects |= {"tools": tools, "environment": environment, "objective": objective}
+    objects |= {"transforms": transforms}
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sota_grpo import keys
-from sota_grpo.envs.task_env import PromptStream
+from sota_grpo.envs.prompts import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted, zero_advantage_mask
 from sota_grpo.rl.collate import graded_rows

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import EventLoop, result
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.rl.records import Sampling, sample_seed
@@ -96,7 +97,8 @@ class PromptGroupCollector(BaseCollector):
     released counts as trained.
 
     Args:
-        env: the :class:`~sota_grpo.envs.TaskEnv` that draws, tokenises and grades.
+        env: the :class:`~sota_grpo.envs.TaskEnv`, or :class:`~sota_grpo.envs.PromptSource` alone, that draws, tokenises
+            and grades.
         policy: the engine that samples the responses.
         sampling: temperature, length and the like of a response.
         dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``. Where tasks have group sizes of
@@ -109,6 +111,8 @@ class PromptGroupCollector(BaseCollector):
             rows become.
         postproc: changes each batch; a replay buffer has transforms instead.
         weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` needs weights.
+        graded_transform: changes each group in place as soon as it is graded, before zero-advantage groups are
+            discarded.
         group_transforms: change each group that is graded and kept in place, before ``reference``.
         reference: returns a future of the group's rows with the log-probs that the KL term needs; None: no KL term.
         seed: sample ``i`` of group ``g`` is drawn from the random stream of ``(seed, g, i)``.
@@ -130,7 +134,7 @@ class PromptGroupCollector(BaseCollector):
 
     def __init__(
         self,
-        env: TaskEnv,
+        env: PromptSource,
         policy: Engine,
         *,
         sampling: Sampling,
@@ -140,6 +144,7 @@ class PromptGroupCollector(BaseCollector):
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[Any], Any] | None = None,
         weight_sync: EngineWeightSync | None = None,
+        graded_transform: Callable[[RowTable], object] | None = None,
         group_transforms: Sequence[Transform] = (),
         reference: Callable[[RowTable], Future[RowTable]] | None = None,
         seed: int = 0,
@@ -163,6 +168,7 @@ class PromptGroupCollector(BaseCollector):
         self.num_groups, self.max_policy_age = dialog_turns_per_batch // env.repeats, max_policy_age
         self.replay_buffer = replay_buffer
         self.rollouts = Rollouts(env, policy, attend)
+        self.graded_transform = graded_transform
         self.group_transforms, self.refill, self.sleep_engine = tuple(group_transforms), refill, sleep_engine
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
         self.weight_sync = weight_sync
@@ -379,7 +385,7 @@ class PromptGroupCollector(BaseCollector):
         """Stop collecting, drop the groups in flight, close engine and environment. Idempotent."""
         self.close(timeout)
         self.policy.close()
-        if close_env and not self.env.is_closed:
+        if close_env and isinstance(self.env, EnvBase) and not self.env.is_closed:
             self.env.close(raise_if_closed=False)
         failure, self._failure = self._failure, None
         if failure is not None and raise_on_error:
@@ -574,6 +580,8 @@ class PromptGroupCollector(BaseCollector):
         seed = sample_seed(self._seed, group.group_id)
         prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
         graded = await self.rollouts.group(prompt, self.sampling, self._clock)
+        if self.graded_transform is not None:
+            self.graded_transform(graded.rows)
         if self.refill and zero_advantage_rows(graded.rows).all():
             with self._changed:
                 fresh = self._slots.discard(group, graded.rows)

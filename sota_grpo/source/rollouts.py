@@ -13,7 +13,7 @@ from functools import partial
 from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import EventLoop, completed, result
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.collate import drawn_entries, group_table, last_turn
 from sota_grpo.rl.records import (
@@ -120,7 +120,7 @@ class Rollouts:
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
 
-    def __init__(self, env: TaskEnv, engine: Engine, attend: Callable[[], object] | None = None):
+    def __init__(self, env: PromptSource, engine: Engine, attend: Callable[[], object] | None = None):
         self.env, self.engine, self.attend = env, engine, attend
 
     def request(self, prompt: Prompt) -> GroupRequest:

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sota_grpo import keys
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.errors import RunFailed, UserError, memory_for
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
@@ -515,7 +515,7 @@ def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
     return Check(name, (not bad and graded) if looked_at or not graded else None, sentence)
 
 
-def _as_sampled(text: str, env: TaskEnv) -> SampledText:
+def _as_sampled(text: str, env: PromptSource) -> SampledText:
     """Return the text with an engine's token ids, as the grader reads those."""
     ids = env.tokenizer(text, add_special_tokens=False)["input_ids"]
     return SampledText(env.decode(torch.tensor(ids, dtype=torch.int64)), [*ids, end_token_ids(env.tokenizer)[0]])

@@ -58,7 +58,13 @@ FREE_OPTIONS = (
     "reward.judge.url",
 )
 FILES = ("env.dataset_path", "env.eval_path", "reward.path")
-_IN_FILES = ("algorithm.objective", "algorithm.baseline", "env.tools", "env.environment")  # FILE.py:NAME
+_IN_FILES = (
+    "algorithm.objective",
+    "algorithm.baseline",
+    "env.tools",
+    "env.environment",
+    "env.transforms",
+)  # FILE.py:NAME
 _ENTRY = re.compile(r"env\.mixture\.[^.]+\.(\w+)")
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps.py).
@@ -91,6 +97,8 @@ def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _content(name: str, value: Any) -> Any:
     """Return the digest of the file that an option names, with the name of what it defines; else the value."""
+    if isinstance(value, list):
+        return [_content(name, item) for item in value]
     entry = _ENTRY.fullmatch(name)
     option = name if entry is None else ENTRY_OPTIONS.get(entry[1])
     is_file = option in FILES or (option == "reward.judge.rubric" and rubric_file(value) is not None)

@@ -220,6 +220,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("env.num_heldout=0", "use eval.mode=off, or give env.eval_path"),
     ],
     "a_size_chooses_a_model_that_has_no_name": [("model.size=3B", "leave it at 1.5B, or add model.name=null")],
+    "every_transform_is_in_a_file": [("env.transforms=[Mine]", "Mine, which is no FILE.py:NAME")],
     "every_reward_function_has_a_weight": [
         ("reward.path=r.py reward.name=builtin", "leave both out"),
         ("reward.name=fn", "reward.path=FILE"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import TransformedEnv
@@ -21,7 +21,7 @@ from torchrl.envs.utils import check_env_specs
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.envs import DialogEnv, DialogRows, GSM8KEnv, PromptStream, TaskEnv
+from sota_grpo.envs import DialogRows, GSM8KEnv, PromptStream, TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling, sample_seed
@@ -72,7 +72,7 @@ def script(request: GroupRequest, sample: int, version: int) -> list[int]:
 class Policy:
     """The engine behind a dialog's turns, as a policy of TorchRL's."""
 
-    def __init__(self, env: DialogEnv) -> None:
+    def __init__(self, env: TaskEnv) -> None:
         self.seed, self.engine = env.stream.seed, engine(env)
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -104,21 +104,21 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(params=["environment", "replies"], scope="module")
-def env(request: pytest.FixtureRequest, counter: str) -> Iterator[DialogEnv]:
+def env(request: pytest.FixtureRequest, counter: str) -> Iterator[TaskEnv]:
     made = make_env(environment=counter) if request.param == "environment" else make_env()
     yield made
     made.close()
 
 
-def make_env(**changes: Any) -> DialogEnv:
+def make_env(**changes: Any) -> TaskEnv:
     task: Any = ArithmeticTask(seed=SEED, num_train=12, num_heldout=4)
     has_tools = bool(changes.keys() & {"environment", "tools"})
     options = {"num_envs": NUM_ENVS, "repeats": REPEATS, "seed": SEED, "max_steps": MAX_STEPS}
     options["max_prompt_tokens"] = 540 if has_tools else 340  # so that some dialogs fill it
-    return DialogEnv(task if has_tools else think_again(task), TOKENIZER, **options | changes)
+    return TaskEnv(task if has_tools else think_again(task), TOKENIZER, **options | changes)
 
 
-def trained(env: DialogEnv, last_group: int) -> dict[int, list[TensorDictBase]]:
+def trained(env: TaskEnv, last_group: int) -> dict[int, list[TensorDictBase]]:
     """The rows of training, by group: of the engine's dialogs with the environment's partner."""
     rules = env._rules
     inner = engine(env)
@@ -136,13 +136,13 @@ def values(row: TensorDictBase) -> dict[Any, Any]:
     return {key: item.tolist() if isinstance(item, torch.Tensor) else str(item) for key, item in items.items()}
 
 
-def at_once(env: DialogEnv) -> Iterator[TensorDictBase]:
+def at_once(env: TaskEnv) -> Iterator[TensorDictBase]:
     while True:
         yield env.rollout(MAX_STEPS, Policy(env), break_when_all_done=True)
 
 
-def collected(kind: type, **options: Any) -> Callable[[DialogEnv], Iterator[TensorDictBase]]:
-    def steps(env: DialogEnv) -> Iterator[TensorDictBase]:
+def collected(kind: type, **options: Any) -> Callable[[TaskEnv], Iterator[TensorDictBase]]:
+    def steps(env: TaskEnv) -> Iterator[TensorDictBase]:
         version = PolicyVersion(version_type="int")
         transformed = TransformedEnv(env, version) if kind is Collector else env
         collector = kind(transformed, policy=Policy(env), **options)
@@ -160,7 +160,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_rows_are_those_of_training(env: DialogEnv, loop: str) -> None:
+def test_rows_are_those_of_training(env: TaskEnv, loop: str) -> None:
     """Also where rows end at different times, and siblings begin at different times."""
     gathered, found = DialogRows(TOKENIZER, REPEATS), dict[int, list[TensorDictBase]]()
     for steps in LOOPS[loop](env):
@@ -179,7 +179,7 @@ def test_rows_are_those_of_training(env: DialogEnv, loop: str) -> None:
     assert len(lengths) > 1, "dialogs of one length would show little"
 
 
-def test_specs_describe_dialogs(env: DialogEnv) -> None:
+def test_specs_describe_dialogs(env: TaskEnv) -> None:
     check_env_specs(env, break_when_any_done="both", seed=SEED)
 
 
@@ -269,17 +269,6 @@ def test_steps_that_do_not_follow_are_refused() -> None:
     retold[0].set(keys.PROMPT_TOKENS, last[0]["tokens", "prompt"].flip(0))
     with pytest.raises(ValueError, match="does not begin with what was said before"):
         rows.add(lazy_stack([retold[0]]))
-
-
-def test_one_turn_is_a_task_env(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = ArithmeticTask(seed=SEED, num_train=12, num_heldout=4)
-    options = {"num_envs": NUM_ENVS, "repeats": REPEATS, "seed": SEED}
-    one, plain = DialogEnv(task, TOKENIZER, **options), TaskEnv(task, TOKENIZER, **options)
-    assert one.specs == plain.specs
-    said = [TOKENIZER("#### 7")["input_ids"]] * NUM_ENVS
-    ours, theirs = (made.step(act(made.reset(), said)) for made in (one, plain))
-    assert isinstance(ours, LazyStackedTensorDict)
-    assert [values(row) for row in ours.unbind(0)] == [values(row) for row in theirs.unbind(0)]
 
 
 def test_tools_are_functions_too_and_end_with_the_environment() -> None:

@@ -20,8 +20,8 @@ from sota_grpo.assembly.compose import compose, load_config
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import flat
 from sota_grpo.config.validators import validate
+from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import TurnTokens
-from sota_grpo.envs.task_env import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.report import report_json

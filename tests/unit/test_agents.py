@@ -16,7 +16,7 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.dialogs import DialogEngine, Rules, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
@@ -117,7 +117,7 @@ class World:
         max_model_len: int = 4096,
     ) -> None:
         task = with_tools(TableTask([Example("?", "!")]), has_reward=True, asks_task=False)
-        self.env = TaskEnv(_Asking(task), tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
+        self.env = PromptSource(_Asking(task), tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
         self.tokenizer, self._lines = tokenizer, lines
         self._start = tokenizer("<|im_start|>assistant")["input_ids"]
         self.engine = ScriptedEngine(
@@ -391,7 +391,7 @@ def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(ins
     tokenizer = make_tokenizer(*FORMATS["strict"])
     said = '[TOOL_CALLS] [{"name": "add", "arguments": {"amount": 3}%s}]</s>'
     lines = iter([said % ', "id": "aB3dE6gH9"', said % ', "id": "no id"', said % "", "Done.</s>"])
-    env = TaskEnv(_Asking(TableTask([Example("?", "!")])), tokenizer, template_kwargs={"tools": instances.schemas})
+    env = PromptSource(_Asking(TableTask([Example("?", "!")])), tokenizer, template_kwargs={"tools": instances.schemas})
     engine = ScriptedEngine(
         lambda request, sample, version: tokenizer(next(lines), add_special_tokens=False)["input_ids"],
         eos_token_id=tokenizer.convert_tokens_to_ids("</s>"),

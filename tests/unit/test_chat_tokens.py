@@ -11,9 +11,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.chat_tokens import ChatTokens
 from sota_grpo.envs.dialogs import TurnTokens
-from sota_grpo.envs.task_env import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.tasks.table import TableTask

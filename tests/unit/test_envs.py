@@ -193,11 +193,13 @@ def test_a_step_asks_the_grader_for_each_group() -> None:
     assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_rows_that_do_not_reset_together_are_refused() -> None:
-    env = make_env()
-    rows = env.reset()
-    with pytest.raises(ValueError, match="5 of 6 rows"):
-        env.reset(rows.set("_reset", torch.tensor([[True]] * 5 + [[False]])))
+def test_a_row_that_is_reset_alone_gets_the_sample_of_the_next_prompts() -> None:
+    env, other = make_env(), make_env()
+    rows, _, second = env.reset(), other.reset(), other.reset()
+    again = env.reset(rows.set("_reset", torch.tensor([[True]] * 5 + [[False]])))
+    found, expected = (list(zip(td["group_id"].tolist(), td["sample_id"].tolist())) for td in (again, second))
+    assert found[:5] == expected[:5]
+    assert found[5] == (rows["group_id"][5].item(), 2)
 
 
 @pytest.mark.parametrize(("num_envs", "repeats", "fix"), [(10, 4, 8), (3, 4, 4), (0, 2, 2)])

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptSource
 from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.dialogs import DialogEngine, Rules, TurnTokens
 from sota_grpo.errors import UserError
@@ -232,7 +232,7 @@ def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
     calls = [{"name": "add_note", "arguments": {"text": "milk"}}, {"name": "fail", "arguments": {"text": "no"}}]
     lines = [*(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in calls), "There is one note."]
     task = make_task("arithmetic", num_train=1, num_heldout=1)
-    env = TaskEnv(task, tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
+    env = PromptSource(task, tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
     turns = iter(lines)
     engine = ScriptedEngine(
         lambda request, sample, version: tokenizer(next(turns))["input_ids"],

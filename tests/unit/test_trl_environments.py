@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
-from sota_grpo.envs import DialogEnv
+from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rewards.functions import RewardFunctionError
 from sota_grpo.rl.records import SampledText
@@ -35,10 +35,10 @@ def task_of(rows: list[dict[str, Any]], *names: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def shop() -> Iterator[DialogEnv]:
+def shop() -> Iterator[TaskEnv]:
     rows = [{"prompt": "Shop!", "purse": 5, "greets": greets, "level": 2} for greets in ("text", "list", None)]
     rows = [{**row, "prompt": f"{row['prompt']} {number}"} for number, row in enumerate(rows)]
-    made = DialogEnv(
+    made = TaskEnv(
         task_of(rows, "earned", "thrift"),
         TOKENIZER,
         num_envs=3,
@@ -50,7 +50,7 @@ def shop() -> Iterator[DialogEnv]:
     made.close()
 
 
-def say(env: DialogEnv, row: TensorDictBase, *texts: str) -> TensorDictBase:
+def say(env: TaskEnv, row: TensorDictBase, *texts: str) -> TensorDictBase:
     row = row.exclude("reward")
     for each, text in zip(row.unbind(0), texts, strict=True):
         each.set(keys.RESPONSE_TOKENS, torch.tensor([*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]))
@@ -63,7 +63,7 @@ def heard(row: TensorDictBase) -> list[str]:
     return [text.rpartition("<|im_start|>tool\n")[2].partition("<|im_end|>")[0] for text in texts]
 
 
-def test_every_part_of_the_protocol(shop: DialogEnv) -> None:
+def test_every_part_of_the_protocol(shop: TaskEnv) -> None:
     row = shop.reset()
     begun = [TOKENIZER.decode(each["tokens", "prompt"]) for each in row.unbind(0)]
     assert "Shop! 0 You have 5.<|im_end|>" in begun[0]
@@ -92,7 +92,7 @@ def test_every_part_of_the_protocol(shop: DialogEnv) -> None:
 
 
 def test_what_is_no_json_or_private_is_not_there_and_says_so() -> None:
-    env = DialogEnv(task_of([{"prompt": "?", "purse": 1}], "nosy"), TOKENIZER, max_steps=2, environment=f"{SHOP}:Shop")
+    env = TaskEnv(task_of([{"prompt": "?", "purse": 1}], "nosy"), TOKENIZER, max_steps=2, environment=f"{SHOP}:Shop")
     row = say(env, env.reset(), "Bye.")
     assert row["reward_error"].all()
     reason = json.loads(row[0]["reward_info"])["error"]
@@ -103,7 +103,7 @@ def test_what_is_no_json_or_private_is_not_there_and_says_so() -> None:
 
 
 def test_the_environments_own_reward_may_be_async() -> None:
-    env = DialogEnv(task_of([{"prompt": "?"}]), TOKENIZER, max_steps=3, environment=f"{SHOP}:ScoredShop")
+    env = TaskEnv(task_of([{"prompt": "?"}]), TOKENIZER, max_steps=3, environment=f"{SHOP}:ScoredShop")
     row = say(env, env.reset(), call("buy", goods=["tea", "milk"]))
     row = say(env, row, "Bye.")
     assert row["reward"].tolist() == [[2.5]]

@@ -1,0 +1,279 @@
+"""What training needs of an environment: the order of its prompts, their token ids, and the grader of responses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+
+from sota_grpo.envs.chat_tokens import ChatTokens, Messages
+from sota_grpo.errors import UserError
+from sota_grpo.policy.end_tokens import response_text
+from sota_grpo.rewards.grading import Grader, LocalGrader
+from sota_grpo.rl.records import Example, sample_seed, task_of_example
+from sota_grpo.rl.task import Task
+from sota_grpo.tasks.mixture import MixedExamples
+from sota_grpo.text import one_line
+
+logger = logging.getLogger(__name__)
+
+_FINGERPRINTED = 64  # prompts of each task that identify it
+_NAMED = 10  # most prompts that the warning about skipped ones names
+
+
+class PromptStream:
+    """An endless, deterministic sequence of ``(group id, example)``.
+
+    Draw ``k`` is element ``k mod n`` of the permutation of ``n`` examples that is derived from ``(seed, k div n)``, so
+    it depends on the seed and ``k`` only. Group ids count draws: an example that is drawn twice has two. In
+    :class:`~sota_grpo.tasks.mixture.MixedExamples` the same holds within each task, under a seed of its own.
+
+    Args:
+        examples: the examples to draw from.
+        seed: of the permutations.
+        shuffle: False draws in the given order in every epoch.
+
+    Raises:
+        ValueError: there are no examples, or a loaded state is of another stream.
+
+    >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)], seed=0, shuffle=False)
+    >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
+    [(0, '0 + 1?'), (1, '1 + 1?'), (2, '2 + 1?'), (3, '0 + 1?')]
+    >>> stream.state_dict()
+    {'seed': 0, 'num_examples': 3, 'prompts': 31706315251783947, 'epoch': 1, 'position': 1, 'next_group_id': 4}
+    >>> stream.example_of(2).query
+    '2 + 1?'
+    """
+
+    def __init__(self, examples: Sequence[Example], *, seed: int = 0, shuffle: bool = True):
+        #: The examples of each task of a mixture; without a mixture all of them under ``""``.
+        self.parts = examples.parts if isinstance(examples, MixedExamples) else {"": examples}
+        if not self.parts or not all(map(len, self.parts.values())):
+            raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
+        self.examples, self.seed, self.shuffle = examples, seed, shuffle
+        self.next_group_id = 0
+        self._first_group_id = 0  # of the draws under this seed
+
+    def name_apart(self) -> None:
+        """Before the first draw, start the group ids at a number derived from the seed and the examples.
+
+        So rows of several environments can share a replay buffer. A training run has one stream, and counts from 0.
+        """
+        if self.next_group_id == self._first_group_id:
+            identity = repr((self.seed, self.next_group_id, len(self.examples), self._prompts)).encode()
+            number = int.from_bytes(hashlib.blake2b(identity, digest_size=4).digest()) >> 1
+            self.next_group_id = self._first_group_id = number << 32
+
+    def draw(self, num_groups: int) -> list[tuple[int, Example]]:
+        """Return the next ``num_groups`` prompts, each with a group id of its own."""
+        group_ids = range(self.next_group_id, self.next_group_id + num_groups)
+        self.next_group_id += num_groups
+        return [(group_id, self.example_of(group_id)) for group_id in group_ids]
+
+    def example_of(self, group_id: int) -> Example:
+        """Return the example that was drawn as ``group_id``, without a new draw.
+
+        Raises:
+            ValueError: no prompt was drawn under that id with the current seed.
+        """
+        if not self._first_group_id <= group_id < self.next_group_id:
+            raise ValueError(
+                f"group {group_id} is not of this stream: under its seed it has drawn the groups "
+                f"{self._first_group_id} to {self.next_group_id - 1}."
+            )
+        draw = group_id - self._first_group_id
+        if not isinstance(self.examples, MixedExamples):
+            return self.examples[self._index(draw, len(self.examples), self.seed)]
+        name, draw = self.examples.drawn(draw)
+        seed = sample_seed(self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
+        return self.examples.example(name, self._index(draw, len(self.parts[name]), seed))
+
+    def reseed(self, seed: int) -> None:
+        """Start again with another seed; group ids continue, so that they stay unique."""
+        self.seed = seed
+        self._first_group_id = self.next_group_id
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain integers; of a mixture also its tasks and weights."""
+        epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
+        return self._identity() | {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at the position of ``state_dict``.
+
+        Raises:
+            ValueError: the state is of other examples, another seed or another mixture, where its position means other
+                prompts.
+        """
+        for name, value in ({"mixture": None} | self._identity()).items():
+            if state_dict.get(name) != value:
+                raise ValueError(
+                    f"the saved stream of prompts has {name}={state_dict.get(name)} and this one {name}={value}; "
+                    "resume with the dataset and the seed of the saved run."
+                )
+        self.next_group_id = state_dict["next_group_id"]
+        drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
+        self._first_group_id = self.next_group_id - drawn
+
+    def _index(self, draw: int, count: int, seed: int) -> int:
+        """Return the index of draw ``draw`` among ``count`` examples."""
+        epoch, position = divmod(draw, count)
+        return _permutation(count, seed, epoch)[position] if self.shuffle else position
+
+    @cached_property
+    def _prompts(self) -> int:
+        """A fingerprint of the prompts: of some of each task, spread evenly over it."""
+        digest = hashlib.blake2b(digest_size=7)
+        for name, part in self.parts.items():
+            chosen = range(0, len(part), -(-len(part) // _FINGERPRINTED))
+            digest.update(repr((name, [part[index].query for index in chosen])).encode())
+        return int.from_bytes(digest.digest())
+
+    def _identity(self) -> dict[str, Any]:
+        """Return the entries of a state that must agree with the stream that loads it."""
+        own = {"seed": self.seed, "num_examples": len(self.examples), "prompts": self._prompts}
+        if not isinstance(self.examples, MixedExamples):
+            return own
+        weights = self.examples.weights
+        return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in self.parts.items()}}
+
+
+@lru_cache(maxsize=32)  # groups in flight reach into the previous epoch, and each task of a mixture has its own
+def _permutation(count: int, seed: int, epoch: int) -> list[int]:
+    generator = torch.Generator().manual_seed(sample_seed(seed, epoch))
+    return torch.randperm(count, generator=generator).tolist()
+
+
+class PromptSource:
+    """The prompts of a task as token ids, and the grader of its responses.
+
+    Training draws from ``stream``, samples responses to :meth:`prompt_ids`, and has them scored by ``grader``;
+    :class:`~sota_grpo.envs.TaskEnv` adds TorchRL's interface of an environment.
+
+    Args:
+        task: examples, chat and score.
+        tokenizer: with ``apply_chat_template``; without a chat template the turns are joined by blank lines.
+        repeats: group size, for tasks that have none of their own (:meth:`group_size`).
+        shuffle, seed: of the :class:`PromptStream` over ``task.train``.
+        max_prompt_tokens: longest prompt allowed; None allows any.
+        grader: scores responses; None grades with ``task.score`` in this process.
+        multi_turn: a sample is a dialog of several turns, so requests carry their example (``GroupRequest.example``).
+        template_kwargs: further arguments of ``apply_chat_template``.
+        task_kwargs: further arguments of single tasks of a mixture, by name (their tools).
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Any,
+        *,
+        repeats: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        max_prompt_tokens: int | None = None,
+        grader: Grader | None = None,
+        multi_turn: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        task_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ):
+        self.task, self.tokenizer, self.repeats = task, tokenizer, repeats
+        self.stream = PromptStream(task.train, seed=seed, shuffle=shuffle)
+        self.max_prompt_tokens, self.multi_turn = max_prompt_tokens, multi_turn
+        self.template_kwargs = dict(template_kwargs or {})
+        self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
+        self.longest_prompt = 0  # tokens; set by check_prompts()
+        self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        of_tasks = {name: {**self.template_kwargs, **own} for name, own in (task_kwargs or {}).items()}
+        self._chats = {
+            name: ChatTokens(tokenizer, partial(self._rendered, kwargs), add_special_tokens=not has_template)
+            for name, kwargs in [(None, self.template_kwargs), *of_tasks.items()]
+        }
+
+    def _rendered(self, kwargs: Mapping[str, Any], messages: Messages) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            return "".join(f"{message['content']}\n\n" for message in messages)
+        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **kwargs)
+
+    def prompt_ids(self, example: Example, observation: str = "") -> tuple[int, ...]:
+        """Return the templated prompt of ``example`` as token ids, tokenised once.
+
+        Names of special tokens in the messages are text: they cannot begin or end a turn.
+
+        Args:
+            example: the problem.
+            observation: text that an environment appends to the last message of the prompt.
+
+        Raises:
+            UserError: the prompt is longer than ``max_prompt_tokens``, or the template cannot render it.
+        """
+        place = f" ({one_line(example.place)})" if example.place else ""
+        name = f"the prompt of {example.query[:60]!r}{place}"
+        key = (example.query, json.dumps(dict(example.extra), sort_keys=True))
+        ids = None if observation else self._prompt_ids.get(key)
+        if ids is None:
+            *before, last = self.task.messages(example)
+            try:
+                chat = self._chats.get(task_of_example(example.extra), self._chats[None])
+                ids = chat.ids([*before, {**last, "content": last["content"] + observation}])
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from error
+            if not observation:
+                self._prompt_ids[key] = ids
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            raise UserError(
+                f"{name} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; raise "
+                "inference_model.max_model_len where the model allows more, or take the problem out."
+            )
+        return ids
+
+    def group_size(self, example: Example) -> int:
+        """Return the number of responses to ``example``: the task's own, else ``repeats``."""
+        size = getattr(self.task, "group_size", lambda _: None)(example)
+        return self.repeats if size is None else size
+
+    def check_prompts(self, *, skip: bool = False) -> int:
+        """Tokenise every prompt of the task before training starts; return the longest length in tokens.
+
+        Args:
+            skip: remove refused prompts from the task and from the stream, with a warning that names them. The
+                held-out problems were chosen before, from all problems.
+
+        Raises:
+            UserError: a prompt is refused; with ``skip``, all training prompts or all held-out ones are.
+        """
+        longest, left_out = 0, []
+        for split in ("train", "heldout"):
+            examples, kept = getattr(self.task, split), []
+            for number, example in enumerate(examples, start=1):
+                try:
+                    longest = max(longest, len(self.prompt_ids(example)))
+                    kept.append(example)
+                except UserError as error:
+                    if not skip or (not kept and number == len(examples)):
+                        raise
+                    left_out.append((example, error))
+            if len(kept) < len(examples):
+                is_mixed = isinstance(examples, MixedExamples)
+                setattr(self.task, split, examples.only(kept, may_be_empty=split == "heldout") if is_mixed else kept)
+        if left_out:
+            self.stream = PromptStream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
+            rows: dict[str, list[str]] = {}  # by file
+            for example, _ in left_out[:_NAMED]:
+                file, mark, row = example.place.rpartition(", row ")
+                rows.setdefault(one_line(file) + mark, []).append(row or repr(example.query[:60]))
+            names = "; ".join(file + ", ".join(numbers) for file, numbers in rows.items())
+            more = ", .." if len(left_out) > _NAMED else ""
+            first = left_out[0][1]
+            logger.warning("%d prompts are left out (%s%s). The first: %s", len(left_out), names, more, first)
+        self.longest_prompt = longest
+        return longest
+
+    def decode(self, token_ids: torch.Tensor) -> str:
+        """Return the text that the grader reads: without end tokens and padding."""
+        return response_text(self.tokenizer, token_ids)

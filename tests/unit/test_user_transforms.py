@@ -1,0 +1,183 @@
+"""``env.transforms``: TorchRL transforms of the user's own between grading and advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs.transforms import ExcludeTransform, RewardScaling, Transform
+
+import sota_grpo
+from sota_grpo import keys
+from sota_grpo.assembly.compose import anchor_paths, needs_consent
+from sota_grpo.config.validators import validate
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.rl.records import Sampling
+from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.rl.user_transforms import UserTransforms, load_transforms
+from sota_grpo.source.collector import PromptGroupCollector
+from sota_grpo.source.replay_buffer import GroupReplayBuffer
+from sota_grpo.training.runs import signature
+from tests.config.test_config import composed
+from tests.l3_parts import make_env, make_scripted
+from tests.unit.test_api import ROWS, SMALL
+
+FILE = """
+from torchrl.envs.transforms import RewardScaling, Transform
+
+class First(Transform):
+    def forward(self, rows):
+        for sample, row in enumerate(rows.unbind(0)):
+            row["next", "reward"] = row["next", "reward"] * 0 + sample
+            row["own"] = row["tokens", "prompt"].sum()
+            row["masks", "all_assistant_mask"][-1] = False
+        return rows
+
+tripled = RewardScaling(0.0, 3.0, in_keys=[("next", "reward")])
+number = 3
+
+def make():
+    return First()
+
+def broken():
+    raise KeyError("no such thing")
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(FILE)
+    return tmp_path / "own.py"
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_they_change_rewards_before_the_refill_and_the_advantage(path: Path, concurrent: bool) -> None:
+    transforms = UserTransforms(load_transforms([f"{path}:First", f"{path}:tripled"]))
+    env = make_env()
+    options = {"postproc": GroupAdvantage(scale="none")}
+    if concurrent:
+        options = {"replay_buffer": GroupReplayBuffer(4, 4, transform=GroupAdvantage(scale="none"))}
+    collector = PromptGroupCollector(
+        env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=16, refill=True,
+        graded_transform=transforms, **options,
+    )  # fmt: skip
+    if concurrent:
+        collector.start()
+        batch = next(iter(options["replay_buffer"]))
+    else:
+        batch = next(iter(collector))
+    collector.shutdown()
+    rows = batch.unbind(0)
+    assert [int(row[keys.GROUP_ID]) for row in rows] == [group for group in range(4) for _ in range(4)]  # 0, 3: alike
+    assert [float(row[keys.REWARD]) for row in rows] == [0.0, 3.0, 6.0, 9.0] * 4
+    assert [float(row[keys.ADVANTAGE]) for row in rows] == [-4.5, -1.5, 1.5, 4.5] * 4
+    for row in rows:
+        prompt = row[keys.PROMPT_TOKENS]
+        assert row["own"] == prompt.sum()
+        assert row[keys.ASSISTANT_MASK].sum() == len(row[keys.FULL_TOKENS]) - len(prompt) - 1
+
+
+def changed(change: Callable[[TensorDictBase], object]) -> type[Transform]:
+    class Changing(Transform):
+        def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+            result = change(tensordict)
+            return tensordict if result is None else result
+
+    return Changing
+
+
+def written(_: object) -> None:
+    """Only the rows were changed, in place."""
+
+
+def raised(rows: TensorDictBase) -> None:
+    raise RuntimeError("what the user's program says")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: written(rows[0][keys.FULL_TOKENS].zero_()), "changed.*tokens.*full"),
+        (lambda rows: written(rows[1].set(keys.LOG_PROBS, rows[1][keys.LOG_PROBS] - 1)), "changed.*log_probs"),
+        (lambda rows: written(rows[1].set(keys.GROUP_ID, torch.tensor(5))), "changed group_id"),
+        (lambda rows: written(rows[0][keys.ASSISTANT_MASK].fill_(True)), "set.*all_assistant_mask.*where the policy"),
+        (lambda rows: rows[:3], "3 rows for a prompt group of 4"),
+        (ExcludeTransform(keys.SUCCESS).forward, "removed.*success"),
+        (lambda rows: written(rows[0][keys.REWARD].fill_(torch.nan)), "finite float"),
+        (lambda rows: written(rows[2].set(keys.REWARD, torch.ones(2))), "finite float"),
+        (raised, "failed: RuntimeError: what the user's program says"),
+    ],
+    ids=["tokens", "log-probs", "group", "mask", "rows", "entry", "nan", "shape", "raises"],
+)
+def test_what_they_may_not_change(change: Callable[[TensorDictBase], object], message: str) -> None:
+    env = make_env()
+    collector = PromptGroupCollector(
+        env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=4,
+        graded_transform=UserTransforms([("own.py:Own", changed(change)())]),
+    )  # fmt: skip
+    with pytest.raises(RunFailed, match=f"env.transforms=own.py:Own .*{message}"):
+        collector.next_batch()
+    collector.shutdown(raise_on_error=False)
+
+
+def test_a_transform_that_does_nothing_leaves_the_rows_as_they_are() -> None:
+    plain, passed = (
+        PromptGroupCollector(
+            env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=16, as_table=True,
+            graded_transform=transform,
+        ).next_batch().state_dict()
+        for env, transform in ((make_env(), None), (make_env(), UserTransforms([("a.py:A", changed(written)())])))
+    )  # fmt: skip
+    one, other = (RowTable.of_state(state).rows() for state in (plain, passed))
+    assert [{key: str(value) for key, value in row.items()} for row in one] == [
+        {key: str(value) for key, value in row.items()} for row in other
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("number", "gives a int, not a torchrl"),
+        ("missing", "cannot be loaded: AttributeError"),
+        ("broken", r"cannot be loaded \(line \d+\): KeyError"),
+    ],
+)
+def test_what_is_no_transform_is_refused_with_its_option(path: Path, name: str, message: str) -> None:
+    assert isinstance(load_transforms([f"{path}:make"])[0][1], Transform)
+    with pytest.raises(UserError, match=f"env.transforms={path}:{name} {message}"):
+        load_transforms([f"{path}:{name}"])
+
+
+def test_the_option_is_checked_fingerprinted_and_needs_consent(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    config = composed("grpo_cpu", "env.transforms=[own.py:First,own.py:tripled]")
+    validate(config)
+    assert set(needs_consent(config).values()) == {"run own.py"}
+    anchor_paths(config)
+    assert config.env.transforms == [f"{path}:First", f"{path}:tripled"]
+    before = signature({"env": {"transforms": config.env.transforms}})
+    path.write_text(FILE + "\n")
+    assert signature({"env": {"transforms": config.env.transforms}}) != before
+
+
+def test_objects_are_passed_from_python_and_guard_the_resume(tmp_path: Path) -> None:
+    def trained(scale: float, *overrides: str) -> sota_grpo.Result:
+        transform = RewardScaling(0.0, scale, in_keys=[keys.REWARD])
+        options = ["engine=transformers", "train.total_dialog_turns=8", *overrides]
+        reward = lambda completions, **_: [1.0 + len(text) % 7 for text in completions]  # noqa: E731
+        return sota_grpo.train(
+            "grpo_cpu", reward=reward, dataset=ROWS, transforms=[transform], overrides=[*SMALL, *options],
+            run_dir=tmp_path / "run",
+        )  # fmt: skip
+
+    result = trained(5.0)
+    assert result.config["env"]["transforms"] == [f"{tmp_path}/run/inputs/transforms.py:RewardScaling_0"]
+    assert result.metrics["reward"].iloc[0] >= 5.0
+    with pytest.raises(UserError, match="another"):
+        trained(6.0, "train.resume=auto", "train.total_dialog_turns=16")
+    with pytest.raises(UserError, match=r"transforms is .*give a list"):
+        sota_grpo.train("grpo_cpu", transforms=3)
