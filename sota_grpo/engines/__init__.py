@@ -89,7 +89,7 @@ class EngineOptions:
         deadlines: of every wait for a server.
         script: what the scripted engine says; None: random tokens.
         duration_s: how long it takes.
-        stop: texts that end a response, beside the end tokens (:mod:`sota_grpo.engines.stop_strings`).
+        stop: texts that end a response, beside the end tokens (:class:`sota_grpo.engines.stepping.StopStrings`).
         adapter_rank: of the LoRA adapters that vLLM is given instead of whole weights; 0: it is given these.
         engine_kwargs: further arguments of vLLM (in this process, or of the server that is started).
     """
@@ -323,7 +323,7 @@ def make_engine(options: EngineOptions) -> SteppingEngine:
     module = module if "." in module else f"{__name__}.{module}"
     engine: SteppingEngine = getattr(import_module(module), builder)(options)
     if options.stop:
-        from sota_grpo.engines.stop_strings import StopStrings
+        from sota_grpo.engines.stepping import StopStrings
         from sota_grpo.policy.load import load_tokenizer
 
         tokenizer = load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code)

@@ -1,4 +1,4 @@
-"""An inference server seen from outside: its process, and HTTP to it."""
+"""The process of an inference server."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from sota_grpo.errors import RunFailed
 from sota_grpo.orphans import LAUNCHER_SAYS, launcher
 from sota_grpo.text import one_line
 
-SOCKET_BYTES = len("/sota-grpo-vllm-12345678/") + 36  # below the temporary folder: vLLM names a socket by a UUID
 _POLL_S = 0.2
-_BURIAL_S = 3.0
+_KILL_S = 3.0
 _ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S.*")
 _LONGEST_ERROR = 300
-# What this process says about itself would mislead a server that has processes of its own.
+# These describe this process and would mislead a server that has processes of its own.
 _NOT_INHERITED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ServerDied(RunFailed, RuntimeError):
-    """The server's process has ended; the message has the cause, as far as its log tells it."""
+    """The server's process has ended; the message has the cause that its log shows."""
 
 
 class ServerLate(RunFailed, TimeoutError):
-    """The server's process lives, and did not answer in time."""
+    """The server's process is alive and did not answer in time."""
 
 
 class ServerProcess:
-    """A server and its launcher, in a session of their own: a Ctrl-C meant for this process does not reach them.
+    """A server and its launcher, in a session of their own: Ctrl-C in this terminal does not reach them.
 
-    The launcher ends the server when this process ends, however that happens, and deletes ``scratch`` then.
+    When this process ends, even by SIGKILL, the launcher ends the server and deletes ``scratch``.
 
     Args:
         environment: of the server, on top of this process's.
-        log_path: what the server prints is appended to this file.
+        log_path: the server's output is appended to this file.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path, scratch: Path):
@@ -59,15 +58,15 @@ class ServerProcess:
                 env=inherited | {"PYTHONPATH": python_path} | dict(environment),
                 start_new_session=True,
             )
-        self.pid = self._launcher.pid  # which leads the group of all processes of the server
+        self.pid = self._launcher.pid  # leads the group of all processes of the server
 
     def has_ended(self, *, within_s: float = 0.0) -> bool:
-        """Whether the server has ended, or does so in the next ``within_s`` seconds."""
+        """Whether the server has ended, or ends in the next ``within_s`` seconds."""
         deadline = time.monotonic() + within_s
         while not self._ended:
             if self._launcher.poll() is not None:
                 self._ended = True
-                self._kill_group()  # nothing is left of it, unless the launcher itself was killed
+                self._kill_group()  # leaves nothing to do, unless the launcher itself was killed
             elif time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             else:
@@ -75,8 +74,8 @@ class ServerProcess:
         return self._ended
 
     def _kill_group(self) -> None:
-        """Kill all that is left, and wait until the kernel has freed their memory (zombies may stay in a container)."""
-        deadline = time.monotonic() + _BURIAL_S
+        """Kill the rest of the group and wait until its memory is freed (zombies may stay in a container)."""
+        deadline = time.monotonic() + _KILL_S
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
             self._launcher.wait()
@@ -85,26 +84,23 @@ class ServerProcess:
                 time.sleep(0.02)
 
     def said(self) -> str:
-        """The log since this start."""
+        """Return the log since this start."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
-    def cause(self) -> str:
-        """How it ended, as its launcher says, and the first error that it told."""
+    def died(self, doing: str) -> ServerDied:
+        """Return the error to raise when the server has ended while ``doing`` something."""
         lines = self.said().splitlines()
         ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
-        # The cause is often told by a process that ended first, far above the last lines; warnings quote errors too.
+        # The cause is often logged by a process that ended first, far above the last lines; warnings quote errors too.
         errors = (match[0] for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
         error = one_line(next(errors, ""), _LONGEST_ERROR)
-        return ", ".join(filter(None, [ended, error])) or "killed, its launcher too"
-
-    def died(self, doing: str) -> ServerDied:
-        """The error to raise when it has ended while ``doing`` something."""
-        return ServerDied(f"The inference server ended {doing} ({self.cause()}); what it said is in {self.log_path}.")
+        cause = ", ".join(filter(None, [ended, error])) or "killed, its launcher too"
+        return ServerDied(f"The inference server ended {doing} ({cause}); see its output in {self.log_path}.")
 
     def close(self, *, grace_s: float = 10.0) -> None:
-        """End all processes of the server; idempotent."""
+        """End all processes of the server."""
         if self.has_ended():
             return
         self._launcher.terminate()

@@ -116,10 +116,6 @@ class ScriptedEngine(SteppingEngine):
         with self._between_steps():
             self.version = version
 
-    def close(self) -> None:
-        """Forget what is in flight; a script has nothing to close."""
-        self.abort()
-
 
 def scripted_engine(options: EngineOptions) -> ScriptedEngine:
     """A script needs the size of the vocabulary and the context, so of a model on disk only the config is read."""

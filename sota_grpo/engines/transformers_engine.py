@@ -22,12 +22,12 @@ from sota_grpo.engines.decode_attention import GroupCache, RepeatedPrompts, Shar
 from sota_grpo.engines.stepping import (
     Flight,
     SteppingEngine,
+    StopStrings,
     are_drawn_alike,
     checked_weights,
     matrix_dtype,
     tied_names,
 )
-from sota_grpo.engines.stop_strings import StopStrings
 from sota_grpo.errors import UserError
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample, Sampling, sample_seed

@@ -227,7 +227,7 @@ class VLLMEngine(SteppingEngine):
         core.pause_scheduler(mode="keep", clear_cache=False)
         try:
             while core.batch_queue:
-                self._land(self._step())
+                self._finish(self._step())
         finally:
             core.resume_scheduler()
 
