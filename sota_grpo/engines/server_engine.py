@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess
+from sota_grpo.engines.inference_server import ServerLate, ServerProcess
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
 from sota_grpo.engines.vllm_server import (
     KEY_VARIABLE,

@@ -1,4 +1,4 @@
-"""What engines share: the event loop of the thread that drives one, groups in flight over single steps, stop strings."""
+"""What engines share: the event loop of the driving thread, groups in flight over single steps, stop strings."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def sampling_parameters(
     return {
         "n": 1
         if sampling.temperature == 0
-        else request.num_samples,  # vLLM refuses n > 1 for greedy samples, which are equal
+        else request.num_samples,  # vLLM refuses n > 1 for greedy ones, which are equal
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
