@@ -149,11 +149,13 @@ def completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]]) ->
 
     try:
         for call in begin:
-            tasks[future] = loop.start(wait(future := call()))
+            future = call()
+            tasks[future] = loop.start(wait(future))
         while tasks:
             while not done:
                 loop.run_once()
-            del tasks[future := done.popleft()]
+            future = done.popleft()
+            del tasks[future]
             yield future.result()
     finally:
         for task in tasks.values():
