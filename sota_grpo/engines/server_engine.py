@@ -11,9 +11,12 @@ import logging
 import math
 import os
 import queue
+import re
 import secrets
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +30,6 @@ import torch
 from safetensors import SafetensorError
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.inference_server import ServerLate, ServerProcess
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
 from sota_grpo.engines.vllm_server import (
     KEY_VARIABLE,
@@ -37,11 +39,13 @@ from sota_grpo.engines.vllm_server import (
     flag,
     sampling_parameters,
 )
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
+from sota_grpo.orphans import LAUNCHER_SAYS, launcher
 from sota_grpo.policy.lora import MergedWeights
 from sota_grpo.policy.weight_pack import Checksum, WeightFolder
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
+from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
 _STEP_S = 0.05  # longest wait of a step for a finished group
@@ -51,8 +55,100 @@ _ABORT_S = 5.0  # longest wait of close() until a server that was not started he
 _MAX_CONNECTIONS = 512
 _CONTROL_CONNECTIONS = 4  # for pushes, probes and aborts while every row is being sampled
 _NO_LOG_PROB = -9000.0  # vLLM writes -9999 where a log-prob is missing, infinite or NaN
-_PORT_TRIES, _POLL_S = 3, 0.2
+_PORT_TRIES = 3
+_POLL_S = 0.2
+_KILL_S = 3.0
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S.*")
+_LONGEST_ERROR = 300
+# These describe this process and would mislead a server that has processes of its own.
+_NOT_INHERITED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NAME_PREFIX = "generate-tokens-"  # vLLM's endpoint puts it before request names
+
+
+class ServerDied(RunFailed, RuntimeError):
+    """The server's process has ended; the message has the cause that its log shows."""
+
+
+class ServerLate(RunFailed, TimeoutError):
+    """The server's process is alive and did not answer in time."""
+
+
+class ServerProcess:
+    """A server and its launcher, in a session of their own: Ctrl-C in this terminal does not reach them.
+
+    When this process ends, even by SIGKILL, the launcher ends the server and deletes ``scratch``.
+
+    Args:
+        environment: of the server, on top of this process's.
+        log_path: the server's output is appended to this file.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path, scratch: Path):
+        self.log_path = log_path
+        self._ended = False
+        inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        package_root = str(Path(__file__).resolve().parents[2])
+        python_path = os.pathsep.join(filter(None, [package_root, inherited.get("PYTHONPATH")]))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._launcher = subprocess.Popen(
+                [*launcher(scratch), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=inherited | {"PYTHONPATH": python_path} | dict(environment),
+                start_new_session=True,
+            )
+        self.pid = self._launcher.pid  # leads the group of all processes of the server
+
+    def has_ended(self, *, within_s: float = 0.0) -> bool:
+        """Whether the server has ended, or ends in the next ``within_s`` seconds."""
+        deadline = time.monotonic() + within_s
+        while not self._ended:
+            if self._launcher.poll() is not None:
+                self._ended = True
+                self._kill_group()  # leaves nothing to do, unless the launcher itself was killed
+            elif time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            else:
+                break
+        return self._ended
+
+    def _kill_group(self) -> None:
+        """Kill the rest of the group and wait until its memory is freed (zombies may stay in a container)."""
+        deadline = time.monotonic() + _KILL_S
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+            self._launcher.wait()
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, 0)
+                time.sleep(0.02)
+
+    def said(self) -> str:
+        """Return the log since this start."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def died(self, doing: str) -> ServerDied:
+        """Return the error to raise when the server has ended while ``doing`` something."""
+        lines = self.said().splitlines()
+        ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
+        # The cause is often logged by a process that ended first, far above the last lines; warnings quote errors too.
+        errors = (match[0] for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
+        error = one_line(next(errors, ""), _LONGEST_ERROR)
+        cause = ", ".join(filter(None, [ended, error])) or "killed, its launcher too"
+        return ServerDied(f"The inference server ended {doing} ({cause}); see its output in {self.log_path}.")
+
+    def close(self, *, grace_s: float = 10.0) -> None:
+        """End all processes of the server."""
+        if self.has_ended():
+            return
+        self._launcher.terminate()
+        if not self.has_ended(within_s=grace_s):
+            self._kill_group()
+            self._ended = True
 
 
 class ServerEngine(SteppingEngine):
@@ -264,11 +360,11 @@ class ServerEngine(SteppingEngine):
         return self._client.post(path, body, timeout_s=self._deadlines.control)
 
     @contextlib.contextmanager
-    def _breaking(self, doing: str) -> Iterator[None]:
-        """Let any error break the engine; if the server's death broke a connection, raise that instead."""
+    def _breaking(self, doing: str, kind: type[Exception] = Exception) -> Iterator[None]:
+        """Let an error break the engine; if the server's death broke a connection, raise that instead."""
         try:
             yield
-        except Exception as error:
+        except kind as error:
             self._failure, process = error, self._process
             silent = isinstance(error, ServerSilent) and process is not None
             if silent and process.has_ended(within_s=_DEATH_SHOWS_S):  # type: ignore[union-attr]
@@ -483,22 +579,21 @@ class ServerEngine(SteppingEngine):
         return str(self._get("/weight_info")["weight_version"])
 
     def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """Return a checksum of every weight that the server holds; None if it cannot report them."""
+        """Return a checksum of every weight that the server holds.
+
+        None without :class:`~sota_grpo.engines.vllm_server.WeightSums`, and from several GPUs.
+        """
+        body = {"method": "weight_sums", "kwargs": {"shapes": {name: list(own) for name, own in self._shapes.items()}}}
         with self._between_steps():
             self._require_open()
             self._wake_now()
-            with self._breaking("while it read its weights back"):
-                return self._read_sums()
-
-    def _read_sums(self) -> dict[str, Checksum] | None:
-        """None without :class:`~sota_grpo.engines.vllm_server.WeightSums`, and from several GPUs."""
-        body = {"method": "weight_sums", "kwargs": {"shapes": {name: list(own) for name, own in self._shapes.items()}}}
-        try:
-            results = self._client.post("/collective_rpc", body, timeout_s=self._deadlines.push)["results"]
-        except ServerSilent:
-            raise
-        except ServerError:
-            return None
+            try:
+                with self._breaking("while it read its weights back", ServerSilent):
+                    results = self._client.post("/collective_rpc", body, timeout_s=self._deadlines.push)["results"]
+            except ServerError:
+                if self._failure is not None:
+                    raise
+                return None  # the server has no such method
         if len(results) > 1:  # each has a shard of most weights
             return None
         return {name: Checksum(getattr(torch, dtype), *sums) for name, (dtype, *sums) in results[0].items()}

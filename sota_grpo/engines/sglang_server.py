@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,9 @@ class SGLangEngine(ServerEngine):
     def _served_label(self) -> str | None:
         return None  # whether weights stay that a push leaves out is not documented
 
-    def _read_sums(self) -> dict[str, Checksum] | None:
-        return None  # /get_weights_by_name is each model's own, and most have none
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """None: ``/get_weights_by_name`` is each model's own, and most have none."""
+        return None
 
     def _load(self, folder: str, label: str) -> None:
         """The cache can be flushed while nothing runs; else the salt keeps old prompts apart."""

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import sota_grpo
 from sota_grpo import keys
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.inference_server import ServerDied
-from sota_grpo.engines.server_engine import ServerEngine, server_engine
+from sota_grpo.engines.server_engine import ServerDied, ServerEngine, server_engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer

@@ -16,8 +16,7 @@ import torch
 
 from sota_grpo.engines import Deadlines, Engine, EngineOptions
 from sota_grpo.engines import server_engine as server_module
-from sota_grpo.engines.inference_server import ServerDied
-from sota_grpo.engines.server_engine import ServerEngine
+from sota_grpo.engines.server_engine import ServerDied, ServerEngine
 from sota_grpo.engines.sglang_server import SGLangEngine
 from sota_grpo.errors import UserError
 from sota_grpo.files import _LEFTOVER as LEFTOVER

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess
-from sota_grpo.engines.server_engine import ServerEngine
+from sota_grpo.engines.server_engine import ServerDied, ServerEngine, ServerLate, ServerProcess
 from sota_grpo.engines.sglang_server import SGLangEngine
 from sota_grpo.engines.vllm_server import KEY_VARIABLE, RequireKey
 from sota_grpo.errors import RunFailed

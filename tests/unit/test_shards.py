@@ -90,7 +90,7 @@ def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path
 def test_a_scalar_and_a_tensor_that_is_not_as_announced(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a.safetensors", {"step": Kept.of(torch.tensor(3.0))}, [torch.tensor(3.0)])
     assert stored_tensors([tmp_path / "a.safetensors"])["step"].read() == 3.0
-    with pytest.raises(ValueError, match=r"w is torch\.float32 \(3,\) and was to be"):
+    with pytest.raises(ValueError, match=r"w is torch\.float32 \(3,\); its layout is"):
         write_tensors(tmp_path / "b.safetensors", {"w": Kept(torch.float32, (2,))}, [torch.ones(3)])
 
 
