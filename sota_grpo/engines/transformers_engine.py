@@ -212,7 +212,6 @@ class GroupDecoder:
         self._group_of_row: list[int] = group_of_row.tolist()
         self._first_row = (counts.cumsum(0) - counts).tolist()
         self._open_samples: list[int] = counts.tolist()  # of each group; 0 once it has ended or was dropped
-        self._dropped: list[int] = []
         self._versions: list[int] = []
         self._rooms = torch.tensor(rooms)[group_of_row].to(device)
         self._uniforms = uniforms(torch.tensor(seeds), horizon).to(device)
@@ -226,7 +225,6 @@ class GroupDecoder:
         last_tokens = torch.tensor([request.prompt_ids[-1] for request in requests])
         self._last_tokens = last_tokens[group_of_row].to(device)
         self._living = torch.ones(num_rows, dtype=torch.bool, device=device)
-        self._num_living = num_rows
 
     @property
     def active(self) -> bool:
@@ -241,19 +239,16 @@ class GroupDecoder:
     def drop(self, group: int) -> None:
         """Stop sampling a group; its rows leave the batch at the next step."""
         self._open_samples[group] = 0
-        self._dropped.append(group)
+        dropped = torch.tensor([row for row, own in enumerate(self._group_of_row) if own == group])
+        self._living = self._living & ~torch.isin(self._rows, dropped.to(self._rows.device))
 
     @torch.inference_mode()
     def step(self, version: int) -> list[int]:
         """Sample one token of every living row from the weights of ``version``; return the groups that ended."""
         t = len(self._versions)
-        if self._dropped:
-            dropped = [row for row, group in enumerate(self._group_of_row) if group in self._dropped]
-            self._living = self._living & ~torch.isin(self._rows, torch.tensor(dropped, device=self._rows.device))
-            self._num_living, self._dropped = int(self._living.sum()), []
         if self._cache is None:
             self._cache = self._make_cache(self._model)
-        elif self._num_living < _SHRINK_BELOW * len(self._rows):
+        elif int(self._living.sum()) < _SHRINK_BELOW * len(self._rows):
             keep = self._living.nonzero().squeeze(1)
             self._cache.keep(keep)
             self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
@@ -287,14 +282,10 @@ class GroupDecoder:
         self._lengths[rows] = length
         self._truncated[rows] = ~at_eos[stops]
         self._living = self._living & ~stops
-        self._num_living -= len(rows)
-        ended_groups = []
-        for row in rows.tolist():
-            group = self._group_of_row[row]
+        groups = [self._group_of_row[row] for row in rows.tolist()]
+        for group in groups:
             self._open_samples[group] -= 1
-            if self._open_samples[group] == 0:
-                ended_groups.append(group)
-        return ended_groups
+        return [group for group in dict.fromkeys(groups) if self._open_samples[group] == 0]
 
     def output(self, group: int) -> GroupOutput:
         """Return a group that has ended, its samples on the CPU."""
