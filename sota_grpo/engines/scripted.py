@@ -1,4 +1,4 @@
-"""An engine without a model: it answers from a script. For tests, demos and measuring everything but the model."""
+"""An engine whose responses come from a script instead of a model: for tests, demos and measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -21,18 +21,17 @@ _LONGEST_SLEEP_S = 0.002  # so that a push of weights need not wait for a long g
 class ScriptedEngine(SteppingEngine):
     """Answers sample ``i`` of a request under policy ``version`` with ``script(request, i, version)``.
 
-    A response ends at its first EOS, which is added where the script has none, and is truncated where the engine has
-    no room for it. With ``ignore_eos`` it is repeated until it fills the room. The version of a whole group is the one
-    that was served when it was taken in, also where another one is pushed before it ends.
+    A response ends at its first EOS, which is appended if the script has none, and is truncated if the engine has no
+    room for it. With ``ignore_eos`` it is repeated until it fills the room. The version of a whole group is that of its
+    start, even if another one is pushed before its end.
 
     Args:
-        script: token ids of a response; without one, uniform draws over ``vocab_size`` tokens (EOS among them), from
-            a stream derived from the request's seed, the sample index and the version.
+        script: token ids of a response; None draws uniformly over ``vocab_size`` tokens (EOS included), from a stream
+            derived from the request's seed, the sample index and the version.
         eos_token_id: ends a response.
         vocab_size: number of tokens of the default script.
-        log_prob: reported for every token; without it, the default script's ``-log(vocab_size)``.
-        duration_s: seconds that a group takes, or a function of its request; all groups in flight pass in parallel, and
-            the one that ends first comes out first.
+        log_prob: of every token; None: the default script's ``-log(vocab_size)``.
+        duration_s: seconds that a group takes, or a function of its request; groups in flight take them concurrently.
         max_model_len: context in tokens, prompt and response together.
 
     >>> from sota_grpo.rl.records import Sampling
@@ -61,7 +60,7 @@ class ScriptedEngine(SteppingEngine):
         self._vocab_size = vocab_size
         self._log_prob = -math.log(vocab_size) if log_prob is None else log_prob
         self._duration_s = duration_s
-        # a heap by end (monotonic seconds), then ticket; last is the version that is served to the group
+        # a heap by end (monotonic seconds), then ticket; last is the version of the group
         self._flying: list[tuple[float, int, Flight, int]] = []
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
@@ -81,9 +80,8 @@ class ScriptedEngine(SteppingEngine):
             ended.append((ticket, self._group(flight, version)))
         return ended
 
-    def _drop(self, tickets: Collection[int]) -> None:
-        gone = set(tickets)
-        self._flying = [entry for entry in self._flying if entry[1] not in gone]
+    def _drop(self, flights: Mapping[int, Flight]) -> None:
+        self._flying = [entry for entry in self._flying if entry[1] not in flights]
         heapq.heapify(self._flying)
 
     def _group(self, flight: Flight, version: int) -> GroupOutput:
@@ -110,19 +108,15 @@ class ScriptedEngine(SteppingEngine):
         return (uniforms(seed, room)[0] * self._vocab_size).to(torch.int64).tolist()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take ``version``; the weights are read, and change nothing."""
+        """Serve ``version``; the weights are read and have no effect."""
         for _ in weights:
             pass
         with self._between_steps():
             self.version = version
 
-    def close(self) -> None:
-        """Forget what is in flight; a script has nothing to close."""
-        self.abort()
-
 
 def scripted_engine(options: EngineOptions) -> ScriptedEngine:
-    """A script needs the size of the vocabulary and the context, so of a model on disk only the config is read."""
+    """Build the engine with the vocabulary size and context of the model, of which only the config is read."""
     from transformers import AutoConfig
 
     if options.model:

@@ -1,7 +1,7 @@
-"""The engine over HTTP: groups become requests to an inference server, weights a file that the server reads.
+"""The engine over HTTP: groups are requests to an inference server, weights are files that the server reads.
 
-Token ids in, token ids out; no Ray, no inference library in this process. What differs between servers, paths and the
-form of requests and answers, is a :class:`~sota_grpo.engines.vllm_server.VLLMDialect`; the rest is here.
+Token ids in, token ids out; no Ray and no inference library in this process. :class:`ServerEngine` uses vLLM's HTTP
+interface; :class:`~sota_grpo.engines.sglang_server.SGLangEngine` overrides what SGLang does in another way.
 """
 
 from __future__ import annotations
@@ -9,135 +9,194 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import queue
+import re
 import secrets
 import shutil
+import signal
 import socket
-import tempfile
+import subprocess
+import sys
 import threading
 import time
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain, starmap
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.inference_server import SOCKET_BYTES, ServerProcess
-from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
-from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect
-from sota_grpo.errors import UserError
-from sota_grpo.files import folder_for_sockets
+from sota_grpo.engines.vllm_server import (
+    KEY_VARIABLE,
+    RequireKey,
+    WeightSums,
+    engine_arguments,
+    flag,
+    sampling_parameters,
+)
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
+from sota_grpo.orphans import LAUNCHER_SAYS, launcher
 from sota_grpo.policy.lora import MergedWeights
-from sota_grpo.policy.weight_pack import Checksum
+from sota_grpo.policy.weight_pack import Checksum, WeightFolder
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
+from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
-_SHARED_MEMORY = Path("/dev/shm")
-_WEIGHT_FILE = "model.safetensors"  # as a model's folder has it
-_STEP_S = 0.05  # a step waits so long for a finished group
-_PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is asked whether it still works
-_DEATH_SHOWS_S = 5.0  # a broken connection may be the first sign of a death that the launcher sees a moment later
-_ABORT_S = 5.0  # closing waits so long for a server of somebody else to take the aborts
+_STEP_S = 0.05  # longest wait of a step for a finished group
+_PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is probed
+_DEATH_SHOWS_S = 5.0  # a broken connection may come a moment before the launcher sees the server's death
+_ABORT_S = 5.0  # longest wait of close() until a server that was not started here has taken the aborts
 _MAX_CONNECTIONS = 512
-_CONTROL_CONNECTIONS = 4  # pushing, probing and aborting go on while every row is waited for
-_DIALECTS: dict[str, type[VLLMDialect]] = {dialect.name: dialect for dialect in (VLLMDialect, SGLangDialect)}
+_CONTROL_CONNECTIONS = 4  # for pushes, probes and aborts while every row is being sampled
+_NO_LOG_PROB = -9000.0  # vLLM writes -9999 where a log-prob is missing, infinite or NaN
+_PORT_TRIES = 3
+_POLL_S = 0.2
+_KILL_S = 3.0
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S.*")
+_LONGEST_ERROR = 300
+# These describe this process and would mislead a server that has processes of its own.
+_NOT_INHERITED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NAME_PREFIX = "generate-tokens-"  # vLLM's endpoint puts it before request names
 
 
-class WeightFolder:
-    """A folder that only this user can read: below ``base``, or in shared memory, or, without room, in a temporary one.
+class ServerDied(RunFailed, RuntimeError):
+    """The server's process has ended; the message has the cause that its log shows."""
+
+
+class ServerLate(RunFailed, TimeoutError):
+    """The server's process is alive and did not answer in time."""
+
+
+class ServerProcess:
+    """A server and its launcher, in a session of their own: Ctrl-C in this terminal does not reach them.
+
+    When this process ends, even by SIGKILL, the launcher ends the server and deletes ``scratch``.
 
     Args:
-        shapes: of all weights that one push writes.
-        dtype: in which they are written, that of the server; None: as they come.
-        base: a folder that a server on another machine sees, too; None: the server is on this machine.
-
-    >>> folder = WeightFolder({"w": torch.Size([2])}, torch.float32)
-    >>> push = folder.write({"w": torch.zeros(2)})
-    >>> [file.name for file in push.iterdir()]
-    ['model.safetensors']
-    >>> folder.close()
-    >>> push.exists()
-    False
+        environment: of the server, on top of this process's.
+        log_path: the server's output is appended to this file.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None, base: Path | None = None):
-        self.dtype = dtype
-        if base is not None:
-            self.path = base.absolute() / f".weights.{secrets.token_hex(6)}.tmp"  # a leftover, were this process killed
-            self.path.mkdir(mode=0o700)
-        else:
-            num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
-            is_there = _SHARED_MEMORY.is_dir()
-            free = shutil.disk_usage(_SHARED_MEMORY).free if is_there else 0
-            folder: Path | str = _SHARED_MEMORY if free > num_bytes else folder_for_sockets(room=SOCKET_BYTES)
-            if is_there and free <= num_bytes:
-                logger.warning(
-                    "%s has %.2f GiB free and a push of weights takes %.2f GiB, so it goes through %s: start the "
-                    "container with a larger --shm-size (or --ipc=host).",
-                    *(_SHARED_MEMORY, free / 2**30, num_bytes / 2**30, folder),
-                )
-            self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=folder))
-        # also when the process ends while the thread that owns this is busy
-        self._delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path, scratch: Path):
+        self.log_path = log_path
+        self._ended = False
+        inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        package_root = str(Path(__file__).resolve().parents[2])
+        python_path = os.pathsep.join(filter(None, [package_root, inherited.get("PYTHONPATH")]))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._launcher = subprocess.Popen(
+                [*launcher(scratch), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=inherited | {"PYTHONPATH": python_path} | dict(environment),
+                start_new_session=True,
+            )
+        self.pid = self._launcher.pid  # leads the group of all processes of the server
 
-    def write(self, weights: Mapping[str, torch.Tensor]) -> Path:
-        """A new folder with all weights in ``model.safetensors``, as a model's folder has them; yours to delete.
+    def has_ended(self, *, within_s: float = 0.0) -> bool:
+        """Whether the server has ended, or ends in the next ``within_s`` seconds."""
+        deadline = time.monotonic() + within_s
+        while not self._ended:
+            if self._launcher.poll() is not None:
+                self._ended = True
+                self._kill_group()  # leaves nothing to do, unless the launcher itself was killed
+            elif time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            else:
+                break
+        return self._ended
 
-        Raises:
-            OSError: no room.
-        """
-        folder = Path(tempfile.mkdtemp(prefix="push-", dir=self.path))
-        tensors: dict[str, torch.Tensor] = {}
-        written: set[int] = set()
-        for name, weight in weights.items():
-            tensor = weight.detach().to("cpu", self.dtype).contiguous()
-            # safetensors takes no two names of one memory, and readers need a tied weight under both its names
-            tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
-            written.add(tensor.data_ptr())
-        save_file(tensors, folder / _WEIGHT_FILE)
-        return folder
+    def _kill_group(self) -> None:
+        """Kill the rest of the group and wait until its memory is freed (zombies may stay in a container)."""
+        deadline = time.monotonic() + _KILL_S
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+            self._launcher.wait()
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, 0)
+                time.sleep(0.02)
 
-    def close(self) -> None:
-        """Delete everything; idempotent, and done at the end of this process too."""
-        self._delete()
+    def said(self) -> str:
+        """Return the log since this start."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def died(self, doing: str) -> ServerDied:
+        """Return the error to raise when the server has ended while ``doing`` something."""
+        lines = self.said().splitlines()
+        ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
+        # The cause is often logged by a process that ended first, far above the last lines; warnings quote errors too.
+        errors = (match[0] for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
+        error = one_line(next(errors, ""), _LONGEST_ERROR)
+        cause = ", ".join(filter(None, [ended, error])) or "killed, its launcher too"
+        return ServerDied(f"The inference server ended {doing} ({cause}); see its output in {self.log_path}.")
+
+    def close(self, *, grace_s: float = 10.0) -> None:
+        """End all processes of the server."""
+        if self.has_ended():
+            return
+        self._launcher.terminate()
+        if not self.has_ended(within_s=grace_s):
+            self._kill_group()
+            self._ended = True
 
 
 class ServerEngine(SteppingEngine):
-    """Samples with an inference server: one request per group, each waited for by a thread of its own.
+    """Samples with a vLLM 0.32 server: one request per group, each sent by a thread that waits for the response.
 
-    Contract. Consumes: requests. Produces: groups, as the server answers. Waits for: an answer, at most 50 ms per
-    step. Unblocked by: a finished group, :meth:`close`. When the server dies, hangs, answers nonsense or fails to load
-    weights, the step or push raises and the engine stays broken: its weights would be unknown. Weights may be pushed
-    while groups are in flight; they go on, and every token has the version that sampled it.
+    Groups go through vLLM's token-in token-out endpoint, which returns ids, log-probs and the spans of the weights'
+    labels. Weights go through ``/pause?mode=keep``, the workers' ``reload_weights`` and ``/resume``: groups in flight
+    continue, and every token has the version that sampled it. A label is ``TOKEN:VERSION`` with a token per engine, so
+    that another trainer's push to the same server is detected.
 
-    A group that is on its way to the server at the very moment of a push may read cached keys and values of its prompt
-    from the weights before; it is then like a group that was in flight.
+    When the server dies, hangs, sends a malformed response or fails to load weights, the step or push raises and the
+    engine stays broken, because its weights are unknown. A group that is being sent at the moment of a push may read
+    cached keys and values of its prompt from the weights before; it then resembles a group that was in flight.
 
     Args:
         options: of which ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most
-            requests at the same time) and ``deadlines`` are read here.
+            concurrent requests) and ``deadlines`` are read here.
         shapes: of every weight of the model.
         tied: for each tied weight, the one it shares its values with.
-        process: the server, where it is ours to end.
-        weight_folder: where pushes are written; None makes one, for weights as they come.
+        process: the server, if it was started here.
+        weight_folder: for pushed weights; None makes one in shared memory.
         can_sleep: the server was started so that it can free its memory.
 
+    Attributes:
+        package: from which a server is started.
+        remedy: how to correct a server that lacks an endpoint.
+        probe_path: a cheap endpoint that only a server with working workers answers.
+        pause, resume, free_memory, restore_memory: path and body of these requests.
+
     Raises:
-        UserError: the server lacks something, or its context is too short; the server is ended then if it is ours.
+        UserError: the server lacks an endpoint or its context is too short; a server started here is ended then.
     """
+
+    name, package = "vllm_server", "vllm"
+    remedy = (
+        "start it with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --generation-config vllm "
+        "--logprobs-mode processed_logprobs`"
+    )
+    generate_path = "/inference/v1/generate"
+    probe_path = "/weight_info"
+    pause: ClassVar[tuple[str, Any]] = ("/pause?mode=keep&clear_cache=false", None)
+    resume: ClassVar[tuple[str, Any]] = ("/resume", None)
+    free_memory: ClassVar[tuple[str, Any]] = ("/sleep?level=1", None)
+    restore_memory: ClassVar[tuple[str, Any]] = ("/wake_up", None)
 
     def __init__(
         self,
         client: HttpClient,
-        dialect: VLLMDialect,
         options: EngineOptions,
         *,
         shapes: dict[str, torch.Size],
@@ -147,44 +206,171 @@ class ServerEngine(SteppingEngine):
         can_sleep: bool = False,
     ):
         super().__init__()
-        self.name = self.label = dialect.name
-        self._client, self._dialect, self._process = client, dialect, process
+        self.label = self.name
+        self._client, self._process = client, process
         self._shapes, self._tied = shapes, tied
         self._max_rows, self._deadlines = options.max_rows, options.deadlines
-        self._stop_token_ids = tuple(sorted(options.eos_token_ids))
+        self._stop_token_ids = sorted(options.eos_token_ids)
         self._weights = weight_folder or WeightFolder(shapes, None)
         self.weight_dtype = self._weights.dtype
-        self._versions = Versions(secrets.token_hex(4))
+        self._token = secrets.token_hex(4)
         self._can_sleep = can_sleep
         self._failure: Exception | None = None
         self._num_pushes = 0
-        self._base: object = None  # what the server's weights are an adapter on, as far as that is known
+        self._base: object = None  # of the MergedWeights that the server has; None: unknown
         self._may_send = threading.Event()
         self._may_send.set()
-        self._sent: dict[int, Flight] = {}  # by ticket
         self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, tuple[Sample, ...] | Exception]] = queue.SimpleQueue()
-        self._dropped: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, Sequence[Sample] | Exception]] = queue.SimpleQueue()
+        self._aborts: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._num_senders = 0
         self._last_answer_at = time.monotonic()
-        self._aborter: threading.Thread | None = None
-        asked = options.max_model_len
+        self._aborter = threading.Thread(target=self._send_aborts, name=f"{self.name}-abort", daemon=True)
         try:
-            try:
-                allowed = dialect.connect(client, self._deadlines, self._versions.label(0))
-            except ServerError as error:
-                raise self._explained(error, "before it was used") from error
-            if asked is not None and asked > allowed:
+            with self._breaking("before it was used"):
+                allowed, wanted = self._connect(), options.max_model_len
+            if wanted is not None and wanted > allowed:
                 raise UserError(
-                    f"The server at {client.url} has a context of {allowed} tokens, max_model_len={asked}; start it "
-                    "with more, or ask for less."
+                    f"The server at {client.url} has a context of {allowed} tokens, max_model_len={wanted}; start it "
+                    "with more, or reduce max_model_len."
                 )
-            self.max_model_len = asked or allowed
+            self.max_model_len = wanted or allowed
         except BaseException:
             self.close()
             raise
-        self._aborter = threading.Thread(target=self._abort_dropped, name=f"{self.name}-abort", daemon=True)
         self._aborter.start()
+
+    @staticmethod
+    def command(options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
+        """Return the command that starts a server on ``port`` of the loopback interface, protected by ``key``.
+
+        The key is passed in the environment: every user of the machine can read a command line.
+        """
+        return [
+            # The script `vllm` looks up the distribution `vllm`, which the CPU build is not.
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
+            *("--served-model-name", "policy", "--tokens-only", "--disable-uvicorn-access-log"),
+            *("--model", options.model_path, "--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"),
+            *("--worker-extension-cls", f"{WeightSums.__module__}.{WeightSums.__name__}"),
+            *chain.from_iterable(starmap(flag, engine_arguments(options, on_cpu=on_cpu).items())),
+        ]
+
+    @staticmethod
+    def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
+        """Return the server's variables besides this process's.
+
+        On a CPU: this process's number of threads; nothing compiled (vLLM would compile for 7 seconds what only counts
+        ranks); and no extra process to place threads, which saves 10 seconds of the start and 0.6 GB.
+        """
+        common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if not on_cpu:
+            return common
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if options.tensor_parallel_size == 1 else {}
+        cache = {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+        return common | threads | alone | cache | {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
+
+    @classmethod
+    def start(cls, options: EngineOptions, scratch: Path, *, on_cpu: bool) -> tuple[ServerProcess, str, str]:
+        """Start a server on a free port of the loopback interface and wait until ``/health`` answers.
+
+        Args:
+            options: of which ``log_path``, ``environment`` and ``deadlines.start`` are read here.
+            scratch: folder that is deleted when the server ends.
+
+        Returns:
+            The process, its url and its random key.
+
+        Raises:
+            ServerDied: it ended before it answered.
+            ServerLate: it did not answer in time; it was ended then.
+        """
+        log_path, start_s = Path(options.log_path), options.deadlines.start
+        logger.info("Starting an inference server; its output goes to %s.", log_path)
+        # A killed server leaves sockets and rendezvous files. On a GPU the temporary folder keeps compiled code too.
+        leavings = {"TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH": str(scratch)}
+        for attempt in range(1, _PORT_TRIES + 1):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port, key = int(probe.getsockname()[1]), secrets.token_urlsafe(32)
+            environment = {**leavings, **cls.environment(options, key, on_cpu=on_cpu), **options.environment}
+            process = ServerProcess(
+                cls.command(options, port, key, scratch, on_cpu=on_cpu), environment, log_path, scratch
+            )
+            client, deadline = HttpClient(f"http://127.0.0.1:{port}", api_key=key), time.monotonic() + start_s
+            try:
+                while not process.has_ended():
+                    try:
+                        client.get("/health", timeout_s=5.0)
+                    except ServerError as error:  # not listening yet, or still loading
+                        if time.monotonic() > deadline:
+                            raise ServerLate(
+                                f"The inference server was not ready after {start_s:g} s ({str(error).rstrip('.')}); "
+                                f"see its output in {log_path}."
+                            ) from error
+                        time.sleep(_POLL_S)
+                    else:
+                        client.close()
+                        return process, client.url, key
+            except BaseException:
+                process.close()
+                raise
+            if attempt == _PORT_TRIES or "address already in use" not in process.said().lower():
+                break
+            logger.warning("Another program took port %d before the server did; trying the next one.", port)
+            scratch.mkdir(mode=0o700, exist_ok=True)
+        raise process.died("before it was ready")
+
+    def _connect(self) -> int:
+        """Check that the server has every endpoint, label its weights, and return its context in tokens."""
+        try:
+            models = self._get("/v1/models")
+            self._post(*self.resume)  # a trainer that died may have left it paused
+            self._set_label(self._label(0))
+            self._check_sampling()
+        except ServerError as error:
+            url = self._client.url
+            if error.status == 401:
+                raise UserError(
+                    f"The server at {url} refused the key; set engine.api_key (SOTA_GRPO_API_KEY) to its own."
+                ) from error
+            if error.status not in (403, 404, 405):
+                raise
+            raise UserError(f"The server at {url} lacks what a trainer needs ({error}); {self.remedy}.") from error
+        return int(models["data"][0]["max_model_len"])
+
+    def _check_sampling(self) -> None:
+        """Raise UserError unless the only token that top-k leaves has the log-prob 0, as in what is sampled from."""
+        params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "logprobs": 0, "detokenize": False}
+        # Not token 0: it is often the padding token, whose embedding is 0, and top_k=1 keeps all of many equal logits.
+        body = {"token_ids": [1, 2, 3], "sampling_params": params}
+        answer = self._client.post(self.generate_path, body, timeout_s=self._deadlines.start)
+        log_prob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+        if log_prob != 0:
+            raise UserError(
+                f"The server at {self._client.url} reports a log-prob of {log_prob} for the only token that top_k=1 "
+                "leaves, so not that of the distribution it samples from; start it with --logprobs-mode "
+                "processed_logprobs."
+            )
+
+    def _get(self, path: str) -> Any:
+        return self._client.get(path, timeout_s=self._deadlines.control)
+
+    def _post(self, path: str, body: Any) -> Any:
+        return self._client.post(path, body, timeout_s=self._deadlines.control)
+
+    @contextlib.contextmanager
+    def _breaking(self, doing: str, kind: type[Exception] = Exception) -> Iterator[None]:
+        """Let an error break the engine; if the server's death broke a connection, raise that instead."""
+        try:
+            yield
+        except kind as error:
+            self._failure, process = error, self._process
+            silent = isinstance(error, ServerSilent) and process is not None
+            if silent and process.has_ended(within_s=_DEATH_SHOWS_S):  # type: ignore[union-attr]
+                self._failure = process.died(doing)  # type: ignore[union-attr]
+                raise self._failure from error
+            raise
 
     def _require_open(self) -> None:
         super()._require_open()
@@ -194,109 +380,135 @@ class ServerEngine(SteppingEngine):
     def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
         if request.num_samples > self._max_rows:
             raise ValueError(
-                f"Group {request.group_id} asks for {request.num_samples} samples and the server computes "
+                f"Group {request.group_id} requests {request.num_samples} samples and the server computes "
                 f"max_rows={self._max_rows} at once; raise max_rows."
             )
-        self._dialect.refuse(request, sampling)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
         self._wake_now()
-        if not self._sent:
+        if len(self._flights) == len(flights):
             self._last_answer_at = time.monotonic()
-        self._sent |= flights
         for ticket in flights:
             self._waiting.put(ticket)
         # An evaluation submits thousands of groups at once, a dialog each of its samples: no thread for each of them.
-        while self._num_senders < min(len(self._sent), self._max_rows, _MAX_CONNECTIONS):
+        while self._num_senders < min(len(self._flights), self._max_rows, _MAX_CONNECTIONS):
             self._num_senders += 1
             threading.Thread(target=self._send, name=f"{self.name}-{self._num_senders}", daemon=True).start()
 
     def _send(self) -> None:
         while (ticket := self._waiting.get()) is not None:
             self._may_send.wait()
-            if (flight := self._sent.get(ticket)) is None:
+            if (flight := self._flights.get(ticket)) is None:  # dropped
                 continue
-            request, room, sampling, _ = flight
-            order = Order(
-                name=self._name(ticket),
-                request=request,
-                room=room,
-                sampling=sampling,
-                stop_token_ids=self._stop_token_ids,
-                cache_salt=f"{self._versions.token}-{self._num_pushes}",
-                version=self.version,
-            )
-            answer: tuple[Sample, ...] | Exception
+            result: Sequence[Sample] | Exception
             try:
-                answer = self._dialect.generate(self._client, order, self._versions, self._deadlines.generate)
-            except Exception as error:  # it belongs to whoever steps
-                answer = error
-            self._answers.put((ticket, answer))
+                body, version = self._body(ticket, flight), self.version
+                answer = self._client.post(self.generate_path, body, timeout_s=self._deadlines.generate)
+                try:
+                    result = self._samples(answer, flight, version)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise ServerError(
+                        f"POST {self._client.url}{self.generate_path} was answered in a form this client does not know "
+                        f"({error!r}): {str(answer)[:300]}"
+                    ) from error
+            except Exception as error:  # raised by the next step
+                result = error
+            self._answers.put((ticket, result))
 
-    def _name(self, ticket: int) -> str:
-        return f"{self._versions.token}-{ticket}"
+    def _request_name(self, ticket: int) -> str:
+        return f"{self._token}-{ticket}"
+
+    @property
+    def _cache_salt(self) -> str:
+        """Cached prompts are shared between requests of one salt, which every push changes."""
+        return f"{self._token}-{self._num_pushes}"
+
+    def _body(self, ticket: int, flight: Flight) -> dict[str, Any]:
+        """Return the request for one group."""
+        return {
+            "request_id": self._request_name(ticket),
+            "token_ids": list(flight.request.prompt_ids),
+            "cache_salt": self._cache_salt,
+            "sampling_params": sampling_parameters(flight.request, flight.sampling, flight.room, self._stop_token_ids),
+        }
+
+    def _samples(self, answer: Any, flight: Flight, version: int) -> Sequence[Sample]:
+        """Read the response to :meth:`_body`, which was sent when the server had the weights of ``version``."""
+        samples = []
+        for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+            tokens = [(token["token_id"], token["logprob"]) for token in choice["logprobs"]["content"]]
+            samples.append(self._sample(tokens, choice["finish_reason"], choice["weight_versions"]))
+        return samples * flight.request.num_samples if flight.sampling.temperature == 0 else samples
+
+    def _sample(self, tokens: Sequence[tuple[int, float]], reason: str, spans: Sequence[Mapping[str, Any]]) -> Sample:
+        """Return a sample of ``(id, log-prob)`` pairs, whose spans ``{version, start, end}`` have weights' labels."""
+        if reason not in ("stop", "length"):
+            raise ServerError(f"The server ended a sample with finish_reason={reason}.")
+        versions = [self._version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        if len(versions) != len(tokens):
+            raise ServerError(f"The server labelled {len(versions)} tokens of {len(tokens)} with their weights.")
+        token_ids, log_probs = zip(*tokens)
+        if not all(math.isfinite(log_prob) and log_prob > _NO_LOG_PROB for log_prob in log_probs):
+            raise ServerError("The server reports no finite log-prob for a token that it sampled.")
+        return Sample(
+            torch.tensor(token_ids, dtype=torch.int64),
+            torch.tensor(log_probs, dtype=torch.float32),
+            torch.tensor(versions, dtype=torch.int64),
+            truncated=reason == "length",
+        )
+
+    def _label(self, version: int) -> str:
+        return f"{self._token}:{version}"
+
+    def _version(self, label: str) -> int:
+        token, _, number = label.rpartition(":")
+        if token != self._token:
+            raise RuntimeError(
+                f"The server's weights have the label {label}, which is not of this engine ({self._token}:VERSION): "
+                "another trainer pushed weights; give every trainer a server of its own."
+            )
+        return int(number)
 
     def _step(self) -> list[tuple[int, GroupOutput]]:
-        ended = []
-        wait_s = _STEP_S
-        while True:
-            try:
-                ticket, answer = self._answers.get(timeout=wait_s) if wait_s else self._answers.get_nowait()
-            except queue.Empty:
-                break
-            wait_s = 0.0
-            self._last_answer_at = time.monotonic()
-            flight = self._sent.pop(ticket, None)
-            if flight is None:
-                continue  # aborted
-            request = flight.request
-            if isinstance(answer, Exception):
-                self._fail(answer, "while it sampled")
-            elif len(answer) != request.num_samples:
-                self._fail(ServerError(f"The server answered {request.num_samples} samples with {len(answer)}."), "")
-            else:
-                ended.append((ticket, GroupOutput(group_id=request.group_id, samples=answer)))
-        if ended:
-            return ended
-        if self._process is not None and self._process.has_ended():
-            self._fail(self._process.died("while it sampled"), "")
-        if time.monotonic() - self._last_answer_at >= _PROBE_EVERY_S:
-            with self._failing("while it sampled"):
-                self._client.get(self._dialect.probe_path, timeout_s=self._deadlines.control)
-            self._last_answer_at = time.monotonic()
+        ended, may_wait = [], True
+        with self._breaking("while it sampled"):
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    ticket, answer = self._answers.get(may_wait, _STEP_S)
+                    may_wait, self._last_answer_at = False, time.monotonic()
+                    if (flight := self._flights.get(ticket)) is None:
+                        continue  # dropped
+                    if isinstance(answer, Exception):
+                        raise answer
+                    if len(answer) != (count := flight.request.num_samples):
+                        raise ServerError(f"The server answered {count} samples with {len(answer)}.")
+                    ended.append((ticket, GroupOutput(flight.request.group_id, tuple(answer))))
+            if ended:
+                return ended
+            if self._process is not None and self._process.has_ended():
+                raise self._process.died("while it sampled")
+            if time.monotonic() - self._last_answer_at >= _PROBE_EVERY_S:
+                self._get(self.probe_path)
+                self._last_answer_at = time.monotonic()
         return []
 
-    def _fail(self, error: Exception, doing: str) -> NoReturn:
-        self._failure = self._explained(error, doing)
-        raise self._failure from (None if self._failure is error else error)
+    def _drop(self, flights: Mapping[int, Flight]) -> None:
+        for ticket, flight in flights.items():
+            self._aborts.put((ticket, flight.request.num_samples))
 
-    @contextlib.contextmanager
-    def _failing(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except ServerError as error:
-            self._fail(error, doing)
+    def _send_aborts(self) -> None:
+        while (dropped := self._aborts.get()) is not None:
+            with contextlib.suppress(ServerError):  # a dead server samples nothing; the next step reports it
+                self._abort(*dropped)
 
-    def _explained(self, error: Exception, doing: str) -> Exception:
-        """The server's death instead of a broken connection that came from it."""
-        process = self._process if isinstance(error, ServerSilent) else None
-        return error if process is None or not process.has_ended(within_s=_DEATH_SHOWS_S) else process.died(doing)
-
-    def _drop(self, tickets: Collection[int]) -> None:
-        for ticket in tickets:
-            if (flight := self._sent.pop(ticket, None)) is not None:
-                self._dropped.put((ticket, flight.request.num_samples))
-
-    def _abort_dropped(self) -> None:
-        while (dropped := self._dropped.get()) is not None:
-            ticket, num_samples = dropped
-            with contextlib.suppress(ServerError):  # a server that is gone samples nothing; the next step says so
-                self._dialect.abort(self._client, self._name(ticket), num_samples, self._deadlines.control)
+    def _abort(self, ticket: int, num_samples: int) -> None:
+        """End a request; one that the server does not know is no error."""
+        self._post("/inference/v1/abort_requests", {"request_ids": [_NAME_PREFIX + self._request_name(ticket)]})
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; the next token of every group in flight comes from them.
 
-        Of :class:`~sota_grpo.policy.lora.MergedWeights` all travel once, and then those that can have changed.
+        Of :class:`~sota_grpo.policy.lora.MergedWeights` all are written once, and then those that can have changed.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was pushed then.
@@ -307,81 +519,112 @@ class ServerEngine(SteppingEngine):
         self._require_open()
         checked = checked_weights(weights, self._shapes, self._tied, tied_required=True)
         if isinstance(weights, MergedWeights) and weights.base is self._base:
-            with self._failing("before it took new weights"):
-                label = self._dialect.label_to_build_on(self._client, self._deadlines)
-            if label == self._versions.label(self.version):  # the server has our last weights, over the same base
+            with self._breaking("before it took new weights"):
+                label = self._served_label()
+            if label == self._label(self.version):  # the server has our last weights, over the same base
                 checked = {name: checked[name] for name in weights.adapted}
         try:
             folder = self._weights.write(checked)
         except (OSError, SafetensorError):
-            # a server's launcher deletes the folder when the server ends, and may be noticed only now
+            # a server's launcher deletes the folder when the server ends, which may not have been noticed yet
             if self._process is not None and not self._weights.path.exists():
                 self._process.has_ended(within_s=_DEATH_SHOWS_S)
-                self._fail(self._process.died("before it took new weights"), "")
+                with self._breaking("before it took new weights"):
+                    raise self._process.died("before it took new weights") from None
             raise
         try:
             with self._between_steps():
                 self._require_open()
                 self._wake_now()
-                self._push(str(folder), version)
+                self._may_send.clear()
+                with self._breaking("while it loaded weights"):
+                    self._push(str(folder), version)
         finally:
+            self._may_send.set()
             shutil.rmtree(folder, ignore_errors=True)
         self._base = weights.base if isinstance(weights, MergedWeights) else None
 
-    def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """See :class:`~sota_grpo.engines.Engine`."""
-        with self._between_steps():
-            self._require_open()
-            self._wake_now()
-            with self._failing("while it read its weights back"):
-                return self._dialect.weight_sums(self._client, self._shapes, self._deadlines)
-
     def _push(self, folder: str, version: int) -> None:
-        self._may_send.clear()
-        label = self._versions.label(version)
         try:
-            self._dialect.push(self._client, folder, label, self._deadlines, idle=not self._sent)
-            self._num_pushes += 1
-            self.version = version
+            self._post(*self.pause)
+            try:
+                self._load(folder, self._label(version))
+            except ServerError:
+                with contextlib.suppress(ServerError):  # the first error is the cause
+                    self._post(*self.resume)
+                raise
+            self._post(*self.resume)
         except ServerError as error:
             if self._process is None and not isinstance(error, ServerSilent):
-                error = ServerError(
+                raise ServerError(
                     f"{error}. The server reads weights in {folder} and has to see that folder: one on another machine "
                     "needs a run directory (hydra.run.dir) that both machines share, and this user; one in a container "
                     "needs --ipc=host."
-                )
-            self._fail(error, "while it loaded weights")
-        finally:
-            self._may_send.set()
+                ) from error
+            raise
+        self._num_pushes += 1
+        self.version = version
+
+    def _load(self, folder: str, label: str) -> None:
+        """Have the paused server load and label weights; the salt of new requests keeps old cached prompts apart."""
+        load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self._client.post("/collective_rpc", load, timeout_s=self._deadlines.push)
+        self._set_label(label)
+
+    def _set_label(self, label: str) -> None:
+        self._post("/update_weight_version", {"new_version": label})
+
+    def _served_label(self) -> str | None:
+        """Return the label of the server's weights; None where a push has to have all weights."""
+        return str(self._get("/weight_info")["weight_version"])
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """Return a checksum of every weight that the server holds.
+
+        None without :class:`~sota_grpo.engines.vllm_server.WeightSums`, and from several GPUs.
+        """
+        body = {"method": "weight_sums", "kwargs": {"shapes": {name: list(own) for name, own in self._shapes.items()}}}
+        with self._between_steps():
+            self._require_open()
+            self._wake_now()
+            try:
+                with self._breaking("while it read its weights back", ServerSilent):
+                    results = self._client.post("/collective_rpc", body, timeout_s=self._deadlines.push)["results"]
+            except ServerError:
+                if self._failure is not None:
+                    raise
+                return None  # the server has no such method
+        if len(results) > 1:  # each has a shard of most weights
+            return None
+        return {name: Checksum(getattr(torch, dtype), *sums) for name, (dtype, *sums) in results[0].items()}
 
     def _free_memory(self) -> None:
-        self._client.post(*self._dialect.free_memory, timeout_s=self._deadlines.control)
+        self._post(*self.free_memory)
 
     def _restore_memory(self) -> None:
-        self._client.post(*self._dialect.restore_memory, timeout_s=self._deadlines.control)
+        self._post(*self.restore_memory)
 
     def _release(self) -> None:
-        """End a server that was started here; any other is told what it need not sample any more."""
         for _ in range(self._num_senders):
             self._waiting.put(None)
-        self._dropped.put(None)
+        self._aborts.put(None)
         if self._process is not None:
             self._process.close()
-        elif self._aborter is not None:
-            self._aborter.join(_ABORT_S)  # it goes on without us: it should not go on for us
+        elif self._aborter.is_alive():
+            self._aborter.join(_ABORT_S)  # a server that was not started here must not go on sampling for us
         self._client.close()
         self._weights.close()
 
 
 def server_engine(options: EngineOptions) -> ServerEngine:
-    """The engine ``vllm_server`` or ``sglang_server``.
+    """Build the engine ``vllm_server`` or ``sglang_server``.
 
-    A server that is started here listens on the loopback interface, wants a random key for everything, and ends with
-    this process even when that is killed. One at ``options.url`` reads weights from this machine's shared memory, or,
-    on another machine, from ``options.shared_folder``.
+    A server that is started here listens on the loopback interface, requires a random key, and ends with this process
+    even if that is killed. One at ``options.url`` reads weights from this machine's shared memory, or, on another
+    machine, from ``options.shared_folder``.
 
     Raises:
-        UserError: the server's package is not installed, or the server lacks something.
+        UserError: the server's package is not installed, or the server lacks an endpoint.
         ServerDied: the server ended while it started.
         ServerLate: it was not ready in time.
 
@@ -390,57 +633,63 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     ...
     sota_grpo.errors.UserError: engine.url=localhost is not the address of a server; write http://HOST:PORT.
     """
-    options, dialect = options.resolved(), _DIALECTS[options.engine]()
-    reach = partial(HttpClient, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
-    if options.url is not None:
-        client = reach(options.url, api_key=options.api_key)
+    from sota_grpo.engines.sglang_server import SGLangEngine
+
+    options = options.resolved()
+    engine = SGLangEngine if options.engine == SGLangEngine.name else ServerEngine
+    url, key, connections = options.url, options.api_key, options.max_rows + _CONTROL_CONNECTIONS
+    own: dict[str, Any] = {}
+    if url is not None:
+        client = HttpClient(url, api_key=key, max_connections=connections)
         try:
             client.get("/health", timeout_s=options.deadlines.control)
         except ServerSilent as error:
             raise UserError(
-                f"No server answers at engine.url={client.url}; start it first, or mend the url."
+                f"No server answers at engine.url={client.url}; start it first, or correct the url."
             ) from error
         except ServerError:
-            pass  # it is there, and says what it lacks when it is asked for more
-    elif find_spec(dialect.package) is None:
+            pass  # it answers; what it lacks is found when the engine connects
+        if not is_own_address(client.host):
+            own["base"] = Path(options.shared_folder)
+            if client.url.startswith("http:"):
+                logger.warning(
+                    "The key and prompts go to %s unencrypted; where others share that network use https (vLLM's "
+                    "--ssl-certfile and --ssl-keyfile).",
+                    client.url,
+                )
+    elif find_spec(engine.package) is None:
         raise UserError(
-            f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
-            "(README.md, Install), or give engine.url of a server that runs already."
+            f"engine={engine.name} needs the package {engine.package}, which is not installed; install it "
+            "(README.md, Install), or set engine.url to a running server."
         )
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
-    own: dict[str, Any] = {}
-    if options.url is None:
-        folder, on_cpu = WeightFolder(shapes, getattr(torch, options.dtype)), not torch.cuda.is_available()
+    folder = WeightFolder(shapes, None if url is not None else getattr(torch, options.dtype), **own)
+    process, on_cpu = None, not torch.cuda.is_available()
+    if url is None:
         try:
-            process, url, key = dialect.start(options, folder.path, on_cpu=on_cpu)
+            process, url, key = engine.start(options, folder.path, on_cpu=on_cpu)
         except BaseException:
             folder.close()
             raise
-        client = reach(url, api_key=key)
-        own |= {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
-    elif not is_own_address(client.host):
-        own["weight_folder"] = WeightFolder(shapes, None, Path(options.shared_folder))
-        if client.url.startswith("http:"):
-            logger.warning(
-                "The key and prompts go to %s unencrypted; where others share that network use https (vLLM's "
-                "--ssl-certfile and --ssl-keyfile).",
-                client.url,
-            )
-    return ServerEngine(client, dialect, options, shapes=shapes, tied=tied, **own)
+        client = HttpClient(url, api_key=key, max_connections=connections)
+    return engine(
+        client,
+        options,
+        shapes=shapes,
+        tied=tied,
+        process=process,
+        weight_folder=folder,
+        can_sleep=process is not None and not on_cpu,
+    )
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a name or an address means this machine.
+    """Whether a name or address means this machine: no other can be bound to.
 
     >>> is_own_address("localhost"), is_own_address("192.0.2.1"), is_own_address("no such host")
     (True, False, False)
     """
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)  # nobody can listen on somebody else's
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
             return True
     return False

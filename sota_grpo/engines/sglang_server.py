@@ -1,8 +1,8 @@
-"""SGLang behind HTTP: a server of its own on the loopback interface, or one that runs already.
+"""SGLang behind HTTP: a server that is started here on the loopback interface, or a running one.
 
 Written against SGLang's documented HTTP interface (``/generate``, ``/update_weights_from_disk``, ``/pause_generation``,
-``/continue_generation``, ``/abort_request``) and tested against a stand-in that speaks it. It was never run against a
-real SGLang server: try a short run first, whose start-up checks compare log-probs before and after a push.
+``/continue_generation``, ``/abort_request``) and tested against a fake server. It was never run against a real SGLang
+server: try a short run first, whose checks before training compare log-probs before and after a push.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.vllm_server import Order, Versions, VLLMDialect, finite_sample
-from sota_grpo.http import HttpClient, ServerError
+from sota_grpo.engines import EngineOptions
+from sota_grpo.engines.server_engine import ServerEngine
+from sota_grpo.engines.stepping import Flight
+from sota_grpo.http import ServerError
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32
 
 
-class SGLangDialect(VLLMDialect):
-    """SGLang's own HTTP endpoints.
+class SGLangEngine(ServerEngine):
+    """Samples with an SGLang server.
 
     Seeds hold only where the server runs with ``--enable-deterministic-inference``, as one that is started here does.
-    SGLang reports log-probs after temperature but before top-p and top-k: sampling with these is refused. Where the
-    server does not say which weights sampled which token, all tokens of a sample get the version of when it was sent,
-    the oldest that is possible.
+    SGLang reports log-probs after temperature but before top-p and top-k: sampling with these is refused. If the server
+    does not report which weights sampled which token, all tokens of a sample get the version at which its request was
+    sent, the oldest possible one.
     """
 
     name, package = "sglang_server", "sglang"
     remedy = "use a newer SGLang"
     generate_path, probe_path = "/generate", "/health_generate"
     pause, resume = ("/pause_generation", {"mode": "in_place"}), ("/continue_generation", {})
-    # The weights' memory stays: what it held would be lost until the next push.
+    # The weights' memory stays: its content would be lost until the next push.
     free_memory = ("/release_memory_occupation", {"tags": ["kv_cache"]})
     restore_memory = ("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
-    def command(self, options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
-        """The key goes into a file that only this user can read."""
+    @staticmethod
+    def command(options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
+        """See :meth:`ServerEngine.command`; the key goes into a file that only this user can read."""
         settings = scratch / "server.yaml"
         settings.touch(mode=0o600)
         settings.write_text(json.dumps({"api-key": key}))  # JSON is YAML
@@ -53,17 +53,17 @@ class SGLangDialect(VLLMDialect):
             *("--max-running-requests", str(options.max_rows), "--tp-size", str(options.tensor_parallel_size)),
             *(() if options.max_model_len is None else ("--context-length", str(options.max_model_len))),
             *("--mem-fraction-static", str(options.gpu_memory_utilization)),
-            *(("--disable-cuda-graph",) if on_cpu else ()),
             *(("--trust-remote-code",) if options.trust_remote_code else ()),
-            *(("--device", "cpu") if on_cpu else ("--enable-memory-saver",)),
+            *(("--disable-cuda-graph", "--device", "cpu") if on_cpu else ("--enable-memory-saver",)),
         ]
 
-    def environment(self, options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Log-probs after temperature, whatever this process's own environment says."""
+    @staticmethod
+    def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
+        """Log-probs after temperature, whatever this process's own environment has."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
-    def refuse(self, request: GroupRequest, sampling: Sampling) -> None:
-        """Raise ValueError for top-p, top-k and min-p sampling."""
+    def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
+        super()._refuse(request, sampling)
         if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
             raise ValueError(
                 "SGLang reports log-probs before top-p and top-k, not those of what it samples from; use top_p=1, "
@@ -71,77 +71,61 @@ class SGLangDialect(VLLMDialect):
                 f"min_p={sampling.min_p:g}."
             )
 
-    def _check_sampling(self, client: HttpClient, deadlines: Deadlines) -> None:
-        """Nothing that would be reported otherwise is sampled (:meth:`refuse`)."""
+    def _check_sampling(self) -> None:
+        """Nothing to check: :meth:`_refuse` excludes all sampling with other log-probs."""
 
-    def _request(self, order: Order) -> dict[str, Any]:
-        """``num_samples`` copies of the prompt in one batch, sample ``i`` with its own seed.
+    def _request_names(self, ticket: int, num_samples: int) -> list[str]:
+        """SGLang aborts by prefix: the dot keeps group 1 from being one of group 10."""
+        return [f"{self._request_name(ticket)}.{index}" for index in range(num_samples)]
 
-        ``n`` in the sampling parameters would give all siblings one seed, and so one response.
-        """
-        sampling, request = order.sampling, order.request
+    def _body(self, ticket: int, flight: Flight) -> dict[str, Any]:
+        """``num_samples`` copies of the prompt in one batch: with ``n``, all siblings would have one seed."""
+        request, room, sampling, _ = flight
         common = {
             "temperature": sampling.temperature,
             "top_p": 1.0,
             "top_k": -1,
-            "max_new_tokens": order.room,
-            "stop_token_ids": [] if sampling.ignore_eos else list(order.stop_token_ids),
+            "max_new_tokens": room,
+            "stop_token_ids": [] if sampling.ignore_eos else self._stop_token_ids,
             "ignore_eos": sampling.ignore_eos,
             "skip_special_tokens": False,
         }
         indexes = range(request.first_sample, request.first_sample + request.num_samples)
         seeds = [sample_seed(request.seed, index) % (1 << _SEED_BITS) for index in indexes]
         return {
-            "rid": _names(order.name, request.num_samples),
+            "rid": self._request_names(ticket, request.num_samples),
             "input_ids": [list(request.prompt_ids)] * request.num_samples,
             "sampling_params": [common | {"sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
-            "extra_key": [order.cache_salt] * request.num_samples,
+            "extra_key": [self._cache_salt] * request.num_samples,
         }
 
-    def _samples(self, answer: Any, order: Order, versions: Versions) -> tuple[Sample, ...]:
-        return tuple(_sample(each["meta_info"], order, versions) for each in answer)
+    def _samples(self, answer: Any, flight: Flight, version: int) -> Sequence[Sample]:
+        samples = []
+        for info in (each["meta_info"] for each in answer):
+            tokens = [(token, log_prob) for log_prob, token, *_ in info["output_token_logprobs"]]
+            sent = {"version": self._label(version), "start": 0, "end": len(tokens)}
+            samples.append(self._sample(tokens, info["finish_reason"]["type"], info.get("weight_versions", [sent])))
+        return samples
 
-    def abort(self, client: HttpClient, name: str, num_samples: int, timeout_s: float) -> None:
-        for rid in _names(name, num_samples):
-            client.post("/abort_request", {"rid": rid}, timeout_s=timeout_s)
+    def _abort(self, ticket: int, num_samples: int) -> None:
+        for name in self._request_names(ticket, num_samples):
+            self._post("/abort_request", {"rid": name})
 
-    def _label(self, client: HttpClient, label: str, deadlines: Deadlines) -> None:
-        body = {"new_version": label, "abort_all_requests": False}
-        client.post("/update_weight_version", body, timeout_s=deadlines.control)
+    def _set_label(self, label: str) -> None:
+        self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
-    def label_to_build_on(self, client: HttpClient, deadlines: Deadlines) -> str | None:
+    def _served_label(self) -> str | None:
         return None  # whether weights stay that a push leaves out is not documented
 
-    def weight_sums(
-        self, client: HttpClient, shapes: Mapping[str, Sequence[int]], deadlines: Deadlines
-    ) -> dict[str, Checksum] | None:
-        return None  # /get_weights_by_name is each model's own, and most have none
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """None: ``/get_weights_by_name`` is each model's own, and most have none."""
+        return None
 
-    def _load(self, client: HttpClient, folder: str, label: str, deadlines: Deadlines, *, idle: bool) -> None:
-        """The cache can be flushed when nothing runs, else the salt keeps it apart."""
+    def _load(self, folder: str, label: str) -> None:
+        """The cache can be flushed while nothing runs; else the salt keeps old prompts apart."""
+        idle = not self._flights
         load = {"model_path": folder, "weight_version": label, "abort_all_requests": False, "flush_cache": idle}
-        answer = client.post("/update_weights_from_disk", load, timeout_s=deadlines.push)
+        answer = self._client.post("/update_weights_from_disk", load, timeout_s=self._deadlines.push)
         if not (isinstance(answer, dict) and answer.get("success")):
-            raise ServerError(f"The server at {client.url} did not load the weights in {folder}: {answer}")
-
-
-def _names(name: str, num_samples: int) -> list[str]:
-    """Request ids of a group's samples; the stop ends the group's name, because SGLang aborts by prefix.
-
-    >>> _names("ab-1", 2)
-    ['ab-1.0', 'ab-1.1']
-    """
-    return [f"{name}.{index}" for index in range(num_samples)]
-
-
-def _sample(info: Mapping[str, Any], order: Order, versions: Versions) -> Sample:
-    reason = info["finish_reason"]["type"]
-    if reason not in ("stop", "length"):
-        raise ServerError(f"The server ended a sample with finish_reason={info['finish_reason']}.")
-    log_probs, token_ids = zip(*((entry[0], entry[1]) for entry in info["output_token_logprobs"]))
-    if "weight_versions" in info:
-        token_versions = versions.per_token(info["weight_versions"], len(token_ids))
-    else:
-        token_versions = torch.full((len(token_ids),), order.version)
-    return finite_sample(token_ids, log_probs, token_versions, truncated=reason == "length")
+            raise ServerError(f"The server at {self._client.url} did not load the weights in {folder}: {answer}")

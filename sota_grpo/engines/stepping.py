@@ -1,4 +1,4 @@
-"""What engines share: who drives them, streams of groups, groups in flight on top of single steps, and their checks."""
+"""What engines share: the event loop of the driving thread, groups in flight over single steps, stop strings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -20,17 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from sota_grpo.engines import Engine
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from sota_grpo.engines.stop_strings import StopStrings
     from sota_grpo.policy.weight_pack import Checksum
 
 Result = TypeVar("Result")
-_ATTEND_S = 0.1  # between two calls of what is to be attended to
-_IDLE_S = 0.005  # an engine without work is asked again so soon: another thread may have submitted some
+_ATTEND_S = 0.1  # between two calls of ``attend``
+_IDLE_S = 0.005  # between two steps of an engine without work: another thread may have submitted some
+_MARGIN = 8  # tokens before a stop string's own bytes, so that it never begins where a decoder begins
 
 
 class EventLoop:
@@ -50,32 +51,36 @@ class EventLoop:
     def __init__(self, engine: Engine, attend: Callable[[], object] | None = None):
         self._engine, self._attend = engine, attend
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self.active_at = time.monotonic()  # when there was something to do last
+        self.active_at = time.monotonic()  # of the last action
 
     def post(self, action: Callable[[], object]) -> None:
-        """Have ``action`` called by the thread that drives the engine; from any thread."""
+        """Have the thread that drives the engine call ``action``; from any thread."""
         self._actions.put(action)
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
-        """Run ``coroutine`` to the first future that it waits for, and on when that is resolved; see :func:`result`."""
+        """Run ``coroutine`` up to its first unresolved future (:func:`result`); it continues when that is resolved."""
         return Task(coroutine, self.post)
 
-    def drain(self) -> int:
-        """Do what is there, and what that posts; how many actions it was."""
+    def drain(self, timeout_s: float | None = 0.0) -> int:
+        """Do all posted actions and those that they post; return their number.
+
+        Args:
+            timeout_s: longest wait for the first; None: no limit.
+        """
         done = 0
         with contextlib.suppress(queue.Empty):
             while True:
-                action = self._actions.get_nowait()
+                action = self._actions.get(done == 0 and timeout_s != 0.0, timeout_s)
                 self.active_at = time.monotonic()
                 action()
                 done += 1
         return done
 
     def run_once(self, timeout_s: float | None = None) -> int:
-        """Do what is there; else let the engine make a step; else wait for an action, ``timeout_s`` at most.
+        """Do all posted actions; else have the engine make a step; else wait for an action, at most ``timeout_s``.
 
         Returns:
-            How many actions were done.
+            The number of actions done.
         """
         done = self.drain()
         if done or self._engine.advance():
@@ -85,20 +90,14 @@ class EventLoop:
             timeout_s = _ATTEND_S if timeout_s is None else min(_ATTEND_S, timeout_s)
         if self._engine.stepwise:
             timeout_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
-        try:
-            action = self._actions.get(timeout=timeout_s)
-        except queue.Empty:
-            return 0
-        self.active_at = time.monotonic()
-        action()
-        return 1 + self.drain()
+        return self.drain(timeout_s)
 
 
 class Task(Future[Result]):
-    """The future of a coroutine that waits for futures of other threads; it goes on where ``post`` has actions done,
-    by default in the thread that resolves them.
+    """The future of a coroutine that awaits futures of other threads (:func:`result`).
 
-    :meth:`cancel`, for the thread that has the actions done, cancels what it waits for.
+    It continues in the thread that calls what ``post`` was passed; by default in the thread that resolves the future.
+    :meth:`cancel`, for the same thread, cancels the awaited future too.
     """
 
     def __init__(
@@ -130,43 +129,50 @@ class Task(Future[Result]):
 
 @coroutine
 def result(future: Future[Result]) -> Generator[Future[Result], None, Result]:
-    """What ``future`` resolves to: ``await result(engine.submit(...))`` in a coroutine of :meth:`EventLoop.start`."""
+    """Await ``future``: ``await result(engine.submit(...))`` in a coroutine of :meth:`EventLoop.start`."""
     yield future
     return future.result()
 
 
 def completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]]) -> Iterator[Result]:
-    """Begin everything, then yield the results as they come, driving the engine of ``loop``.
+    """Call everything in ``begin``, then yield the results as they come, driving the engine of ``loop``.
 
-    What is left when the iterator is dropped, or when a failure ends it, is cancelled.
+    When the iterator is dropped, or ends by a failure, the unresolved futures are cancelled.
     """
     done: deque[Future[Result]] = deque()
-    left: set[Future[Result]] = set()
+    tasks: dict[Future[Result], Task[None]] = {}
+
+    async def wait(future: Future[Result]) -> None:
+        with contextlib.suppress(Exception):  # raised below
+            await result(future)
+        done.append(future)
+
     try:
-        for one in begin:
-            left.add(future := one())
-            future.add_done_callback(lambda future: loop.post(partial(done.append, future)))
-        while left:
+        for call in begin:
+            future = call()
+            tasks[future] = loop.start(wait(future))
+        while tasks:
             while not done:
                 loop.run_once()
-            left.discard(future := done.popleft())
+            future = done.popleft()
+            del tasks[future]
             yield future.result()
     finally:
-        for future in left:
-            future.cancel()
+        for task in tasks.values():
+            task.cancel()
 
 
 class Streams:
-    """``generate`` of an engine that has ``submit``; without another ``advance`` it is one that drives itself."""
+    """``generate`` of an engine that has ``submit``; without another ``advance`` the engine drives itself."""
 
     stepwise = False
 
     def advance(self) -> bool:
-        """Nothing: the engine drives itself."""
+        """No-op: the engine drives itself."""
         return False
 
     def generate(self: Any, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        """Yield each group once, when its last sample has ended; nothing is sampled before the first is asked for.
+        """Yield each group once, when its last sample has ended; sampling begins with the first ``next()``.
 
         Raises:
             ValueError: a prompt leaves no room for a response; raised at the call.
@@ -176,36 +182,26 @@ class Streams:
 
 
 class FairLock:
-    """A mutex that who has just had it cannot take again before another thread that waits.
+    """A mutex that the last owner cannot take again before a thread that waits for it.
 
-    ``threading.Lock`` goes to whoever asks first after the release, and a thread that steps in a loop asks again at
-    once: another thread with new weights can then wait for ever. Here one waiter at a time stands at the lock, and the
-    others behind it.
-
-    >>> lock = FairLock()
-    >>> with lock:
-    ...     lock.try_acquire()
-    False
+    ``threading.Lock`` goes to the first thread that asks after the release. A thread that steps in a loop asks at once,
+    so that another with new weights may wait for ever. Here one waiter at a time waits for the lock, the others for
+    that waiter.
     """
 
     def __init__(self) -> None:
         self._held, self._first = threading.Lock(), threading.Lock()
-        self.release = self._held.release
 
     def __enter__(self) -> None:
         with self._first:
             self._held.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def try_acquire(self) -> bool:
-        """Take the lock if that needs no waiting at all."""
-        return self._held.acquire(blocking=False)
+        self._held.release()
 
 
 class Flight(NamedTuple):
-    """A group that was submitted: ``room`` is the most tokens of a response to it."""
+    """A submitted group; ``room`` is the most tokens of one response."""
 
     request: GroupRequest
     room: int
@@ -214,7 +210,7 @@ class Flight(NamedTuple):
 
 
 def are_drawn_alike(one: Sampling, other: Sampling) -> bool:
-    """Whether responses can be drawn together; how long they may be is each flight's ``room``.
+    """Whether responses can be drawn together; only their lengths may differ (each flight's ``room``).
 
     >>> are_drawn_alike(Sampling(max_tokens=8), Sampling(max_tokens=9))
     True
@@ -223,15 +219,15 @@ def are_drawn_alike(one: Sampling, other: Sampling) -> bool:
 
 
 class SteppingEngine(Streams, ABC):
-    """An engine that says how to start, step and drop groups, which have tickets.
+    """An engine that implements how to start, step and drop groups, which have tickets.
 
-    All state changes hold the engine's lock, a :class:`FairLock`: one that pushes weights waits for at most one step of
-    every thread before it. Futures are resolved outside the lock, by whoever made the step, so what follows may push or
-    submit.
+    All state changes hold the engine's lock, a :class:`FairLock`: a push of weights waits for at most one step of each
+    thread before it. Futures are resolved outside the lock, by the thread that made the step, so that their callbacks
+    may push or submit. A cancelled group is dropped at the next step, push, sleep or close.
 
-    A subclass sets ``max_model_len``, takes ``with self._between_steps():`` around what must not run within a step
-    (pushing weights), and writes the hooks below, which are called under the lock. One that can free device memory says
-    so in ``_can_sleep`` and calls :meth:`_wake_now` where it needs that memory.
+    A subclass sets ``max_model_len``, takes ``with self._between_steps():`` around whatever must not run within a step
+    (pushing weights), and implements the hooks below, which are called under the lock. One that can free device memory
+    sets ``_can_sleep`` and calls :meth:`_wake_now` where it needs that memory.
     """
 
     name: str
@@ -240,8 +236,8 @@ class SteppingEngine(Streams, ABC):
     max_model_len: int
     stepwise = True
     device = torch.device("cpu")  # where this process can compute with weights before it pushes them
-    weight_dtype: torch.dtype | None = None  # see :class:`~sota_grpo.engines.Engine`
-    stops: StopStrings | None = None  # what ends a response beside the end tokens
+    weight_dtype: torch.dtype | None = None
+    stops: StopStrings | None = None
     _can_sleep = False
     _closed = False
 
@@ -252,7 +248,6 @@ class SteppingEngine(Streams, ABC):
         self._submitted: deque[Flight] = deque()
         self._flights: dict[int, Flight] = {}  # by ticket
         self._ended: deque[tuple[Flight, GroupOutput | Exception]] = deque()
-        self._cancelled: deque[Future[GroupOutput]] = deque()
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
@@ -263,27 +258,27 @@ class SteppingEngine(Streams, ABC):
 
     @abstractmethod
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        """Take groups in, by ticket; all have one sampling but for its ``max_tokens``, for which each has a room."""
+        """Start groups, by ticket; all have one sampling except for ``max_tokens``, which each ``room`` replaces."""
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
-        """Move everything in flight on; the groups that ended, by ticket."""
+        """Advance everything in flight; return the groups that ended, by ticket."""
 
     @abstractmethod
-    def _drop(self, tickets: Collection[int]) -> None:
-        """Forget these groups, those already unknown too."""
+    def _drop(self, flights: Mapping[int, Flight]) -> None:
+        """Forget these groups; some may never have started."""
 
     def _release(self) -> None:
-        """Called to close, once, with nothing in flight."""
+        """Called once by :meth:`close`, with nothing in flight."""
 
     def _free_memory(self) -> None:
-        """Called to sleep, with nothing in flight."""
+        """Called by :meth:`sleep`, with nothing in flight."""
 
     def _restore_memory(self) -> None:
         """Undo :meth:`_free_memory`."""
 
     def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
-        """Raise ValueError for what this engine cannot do; called by :meth:`submit`, in any thread."""
+        """Raise ValueError for a request that this engine cannot sample; called by :meth:`submit`, in any thread."""
 
     def _require_open(self) -> None:
         if self._closed:
@@ -291,12 +286,12 @@ class SteppingEngine(Streams, ABC):
 
     @property
     def num_in_flight(self) -> int:
-        """Groups submitted whose futures are open."""
+        """Submitted groups whose futures are unresolved."""
         flights = [*list(self._submitted), *list(self._flights.values()), *(flight for flight, _ in list(self._ended))]
         return sum(not flight.future.cancelled() for flight in flights)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Take one group in, to be sampled by :meth:`advance`; from any thread.
+        """Take one group, which :meth:`advance` samples; from any thread.
 
         Raises:
             ValueError: its prompt leaves no room for a response.
@@ -306,19 +301,13 @@ class SteppingEngine(Streams, ABC):
         (room,) = response_rooms([request], sampling, self.max_model_len)
         self._refuse(request, sampling)
         future: Future[GroupOutput] = Future()
-        future.add_done_callback(self._note_cancelled)
         self._submitted.append(Flight(request, room, sampling, future))
         return future
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        """As :meth:`Streams.generate`; a closed engine raises RuntimeError at the call."""
-        self._require_open()
-        return super().generate(requests, sampling)
-
     def advance(self) -> bool:
-        """Take in what was submitted, and move everything in flight on, once; False where nothing was.
+        """Start submitted groups and make one step; return False if there was nothing to do.
 
-        A failure in between fails every group in flight: nobody knows how far each has come.
+        A failure fails every group in flight, because their progress is unknown.
         """
         busy = resolved = False
         try:
@@ -328,7 +317,7 @@ class SteppingEngine(Streams, ABC):
                     busy = bool(self._flights)
                     if busy:
                         self._require_open()
-                        self._land(self._step())
+                        self._finish(self._step())
                 except BaseException as error:
                     self._forget_all(f"was lost when the engine failed ({error!r})")
                     raise
@@ -337,10 +326,10 @@ class SteppingEngine(Streams, ABC):
         return resolved or busy
 
     def sleep(self) -> None:
-        """Free device memory until :meth:`wake`, or until it is needed; nothing where there is none to free.
+        """Free device memory until :meth:`wake`, or until it is needed; a no-op if there is none to free.
 
         Raises:
-            RuntimeError: groups are in flight; what they hold would be lost.
+            RuntimeError: groups are in flight; their state would be lost.
         """
         with self._between_steps():
             if not self._can_sleep or self._asleep:
@@ -348,14 +337,14 @@ class SteppingEngine(Streams, ABC):
             self._require_open()
             if self.num_in_flight:
                 raise RuntimeError(
-                    f"The {self.label} engine was asked to sleep with {self.num_in_flight} groups in flight; consume "
-                    "or abort them first."
+                    f"The {self.label} engine cannot sleep with {self.num_in_flight} groups in flight; consume or "
+                    "cancel them first."
                 )
             self._free_memory()
             self._asleep = True
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`; sampling does it by itself."""
+        """Undo :meth:`sleep`; sampling and pushes do it too."""
         with self._between_steps():
             self._wake_now()
 
@@ -365,34 +354,25 @@ class SteppingEngine(Streams, ABC):
             self._restore_memory()
             self._asleep = False
 
-    def abort(self) -> None:
-        """Forget everything in flight; its futures raise RuntimeError."""
-        with self._between_steps():
-            self._forget_all()
-        self._resolve_ended()
-
     def close(self) -> None:
-        """Forget everything in flight and free what the engine holds; idempotent."""
+        """Fail everything in flight and free what the engine holds; idempotent."""
         try:
             with self._between_steps():
-                self._forget_all()
+                self._forget_all("was dropped by close(); submit it to a new engine")
                 if not self._closed:
                     self._closed = True
                     self._release()
         finally:
             self._resolve_ended()
 
-    def _forget_all(self, why: str = "was dropped by abort() or close(); ask for it again") -> None:
-        """The futures are told by :meth:`_resolve_ended`."""
-        lost = [*(self._submitted.popleft() for _ in range(len(self._submitted))), *self._flights.values()]
-        tickets = list(self._flights)
-        self._flights.clear()
-        for flight in lost:
+    def _forget_all(self, why: str) -> None:
+        flights, self._flights = self._flights, {}
+        for flight in (*(self._submitted.popleft() for _ in range(len(self._submitted))), *flights.values()):
             self._ended.append((flight, RuntimeError(f"Group {flight.request.group_id} {why}.")))
-        self._drop(tickets)  # last: a broken engine may fail here
+        self._drop(flights)  # last: a broken engine may fail here
 
     def _take_in(self) -> None:
-        """Start what was submitted, neighbours of one sampling together."""
+        """Start submitted groups, consecutive ones of equal sampling together."""
         while self._submitted:
             sampling, flights = self._submitted[0].sampling, []
             while self._submitted and are_drawn_alike(self._submitted[0].sampling, sampling):
@@ -401,13 +381,13 @@ class SteppingEngine(Streams, ABC):
                 self._start_together(flights)
 
     def _start_together(self, flights: Sequence[Flight]) -> None:
-        """An engine refuses all or none: where it refuses, each is tried alone."""
+        """Start all; after a refusal start each alone, so that only the refused ones fail."""
         by_ticket = {next(self._numbers): flight for flight in flights}
         self._flights |= by_ticket
         try:
             self._start(by_ticket)
         except ValueError as error:
-            self._drop(list(by_ticket))
+            self._drop(by_ticket)
             for ticket in by_ticket:
                 self._flights.pop(ticket, None)
             if len(flights) == 1:
@@ -416,13 +396,11 @@ class SteppingEngine(Streams, ABC):
             for flight in flights:
                 self._start_together([flight])
 
-    def _land(self, ended: Iterable[tuple[int, GroupOutput]]) -> None:
-        """What a step has ended waits until the lock is free.
-
-        Here every response ends where its stop strings say, whether or not the engine itself has gone on.
-        """
-        cut = self.stops.cut if self.stops is not None else lambda output: output
-        self._ended.extend((self._flights.pop(ticket), cut(output)) for ticket, output in ended)
+    def _finish(self, ended: Iterable[tuple[int, GroupOutput]]) -> None:
+        """Cut the responses of ended groups at their stop strings; they are resolved when the lock is free."""
+        for ticket, output in ended:
+            output = output if self.stops is None else self.stops.cut(output)
+            self._ended.append((self._flights.pop(ticket), output))
 
     def _resolve_ended(self) -> bool:
         any_resolved = False
@@ -441,34 +419,69 @@ class SteppingEngine(Streams, ABC):
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
         with self._lock:
-            self._drop_cancelled()
+            cancelled = {ticket: flight for ticket, flight in self._flights.items() if flight.future.cancelled()}
+            if cancelled:
+                for ticket in cancelled:
+                    del self._flights[ticket]
+                self._drop(cancelled)
             yield
 
-    def _note_cancelled(self, future: Future[GroupOutput]) -> None:
-        """The garbage collector may cancel at any point, within a step of this very thread too: so never wait."""
-        if future.cancelled():
-            self._cancelled.append(future)
-            if self._lock.try_acquire():
-                try:
-                    self._drop_cancelled()
-                finally:
-                    self._lock.release()
 
-    def _drop_cancelled(self) -> None:
-        """Of what was started; the others are left out when they would be."""
-        gone = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
-        tickets = [ticket for ticket, flight in self._flights.items() if flight.future in gone] if gone else []
-        for ticket in tickets:
-            del self._flights[ticket]
-        if tickets:
-            self._drop(tickets)
+class StopStrings:
+    """Ends a response with the token that completes the first of ``texts``.
+
+    That token is kept with all of its text, because its log-prob and every earlier one are those of what was sampled;
+    such a response is not truncated. Special tokens count by their names.
+
+    Args:
+        tokenizer: of the policy.
+        texts: not empty, and without U+FFFD, to which an incomplete character is decoded.
+
+    >>> from sota_grpo.policy.load import load_tokenizer
+    >>> tokenizer = load_tokenizer("tiny")
+    >>> stops, ids = StopStrings(tokenizer, ["is"]), tokenizer("it is not")["input_ids"]
+    >>> tokenizer.decode(ids[: stops.end(ids)])
+    'it is'
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]):
+        self._tokenizer, self._texts = tokenizer, tuple(texts)
+        self.window = max(len(text.encode()) for text in texts) + _MARGIN  # a token has a byte at least
+
+    def _holds(self, ids: Sequence[int]) -> bool:
+        # without the clean-up of spaces, later tokens change decoded text only at an incomplete character
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(text in decoded for text in self._texts)
+
+    def completed(self, ids: Sequence[int]) -> bool:
+        """Whether the last of ``ids`` completes the first stop string; the last ``window`` ids suffice."""
+        return self._holds(ids[-self.window :])
+
+    def end(self, ids: Sequence[int]) -> int | None:
+        """Return the length of the shortest prefix of ``ids`` with a stop string; None if there is none."""
+        if not self._holds(ids):
+            return None
+        return bisect_left(range(len(ids)), True, key=lambda at: self._holds(ids[: at + 1])) + 1
+
+    def cut(self, output: GroupOutput) -> GroupOutput:
+        """Return the group with every response cut at its first stop string."""
+
+        def cut(sample: Sample) -> Sample:
+            end = self.end(sample.token_ids.tolist())
+            if end is None:
+                return sample
+            columns = {name: getattr(sample, name)[:end].clone() for name in ("token_ids", "log_probs", "versions")}
+            kept = None if sample.kept is None else sample.kept.first(end)
+            return replace(sample, **columns, kept=kept, truncated=False)
+
+        return replace(output, samples=tuple(map(cut, output.samples)))
 
 
 def response_rooms(requests: Sequence[GroupRequest], sampling: Sampling, max_model_len: int) -> list[int]:
-    """Most response tokens of each request: ``min(max_tokens, max_model_len - prompt tokens)``.
+    """Return the most response tokens of each request: ``min(max_tokens, max_model_len - prompt tokens)``.
 
     Raises:
-        ValueError: a prompt leaves no room for one token, a prompt is empty, or nothing is to be sampled.
+        ValueError: a prompt is empty or leaves no room for one token, or nothing is to be sampled.
 
     >>> request = GroupRequest(group_id=0, prompt_ids=(1, 2, 3), num_samples=1, seed=0)
     >>> response_rooms([request], Sampling(max_tokens=8), max_model_len=5)
@@ -497,13 +510,13 @@ def checked_weights(
     *,
     tied_required: bool,
 ) -> dict[str, torch.Tensor]:
-    """The pushed weights by name, once it is certain that they replace every weight of the model.
+    """Return the pushed weights by name after checking that they replace every weight of the model.
 
     Args:
         weights: named tensors, names as in the ``state_dict()`` of the base model, adapters merged.
         shapes: name and shape of every weight of the model.
         tied: for each tied weight, the name of the weight it shares its values with.
-        tied_required: the tied names must be given too (vLLM needs them).
+        tied_required: the tied names must be pushed too (vLLM needs them).
 
     Raises:
         ValueError: an unknown name, a missing name, a wrong shape, or a tied pair with different values.
@@ -523,7 +536,7 @@ def checked_weights(
     if missing := sorted(shapes.keys() - pushed.keys() - optional):
         hint = ""
         if missing[0] in tied:
-            hint = f" ({missing[0]} is tied to {tied[missing[0]]}, yet without it the engine would keep the old one)"
+            hint = f" ({missing[0]} is tied to {tied[missing[0]]}, yet the engine would keep the old one)"
         raise ValueError(
             f"{len(missing)} of {len(shapes)} weights are missing from the push, the first is {missing[0]}{hint}; "
             "push the whole state_dict(), not named_parameters()."
@@ -534,16 +547,16 @@ def checked_weights(
                 f"The pushed weight {name} has shape {list(tensor.shape)} and the engine's has {list(shapes[name])}; "
                 "push the weights of the same model."
             )
-    for name, partner in tied.items():
-        if name not in pushed or pushed[name].data_ptr() == pushed[partner].data_ptr():
+    for name, first in tied.items():
+        if name not in pushed or pushed[name].data_ptr() == pushed[first].data_ptr():
             continue
-        if not torch.equal(pushed[name], pushed[partner]):
-            raise ValueError(f"{name} and {partner} are tied in the engine's model but differ in the push; untie it.")
+        if not torch.equal(pushed[name], pushed[first]):
+            raise ValueError(f"{name} and {first} are tied in the engine's model but differ in the push; untie it.")
     return pushed
 
 
 def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """The dtype of all floating-point matrices among ``tensors``; None where they have several.
+    """Return the dtype of all floating-point matrices among ``tensors``; None if they have several.
 
     >>> matrix, vector = torch.ones(2, 2), torch.ones(2)
     >>> matrix_dtype([matrix, vector.half()]), matrix_dtype([matrix, matrix.half()])
@@ -555,7 +568,7 @@ def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Each name in the state dict that shares its parameter with an earlier one, and that earlier name.
+    """Return each name in the state dict that shares its parameter with an earlier name, and that name.
 
     >>> embed, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
     >>> head.weight = embed.weight
@@ -573,7 +586,7 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 def expected_weights(
     model: str | PreTrainedConfig, *, trust_remote_code: bool
 ) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """Names and shapes of a model's ``state_dict()``, and its tied names, without allocating it.
+    """Return names and shapes of a model's ``state_dict()`` and its tied names, without allocating it.
 
     Args:
         model: its folder, or its config.

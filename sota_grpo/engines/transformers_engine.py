@@ -1,6 +1,6 @@
-"""The embedded engine: any transformers causal language model, no further install, CPU or one CUDA device.
+"""The embedded engine: any causal language model of transformers, without further packages, on a CPU or one GPU.
 
-How it draws tokens (the processed distribution, inversion of its CDF), how it decodes groups together, the engine.
+How tokens are drawn (the processed distribution, inversion of its CDF), how groups are decoded together, the engine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sota_grpo.engines.decode_attention import GroupCache, RepeatedPrompts, Shar
 from sota_grpo.engines.stepping import (
     Flight,
     SteppingEngine,
+    StopStrings,
     are_drawn_alike,
     checked_weights,
     matrix_dtype,
     tied_names,
 )
-from sota_grpo.engines.stop_strings import StopStrings
 from sota_grpo.errors import UserError
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample, Sampling, sample_seed
@@ -42,28 +42,23 @@ _SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def require_cache(config: PretrainedConfig) -> None:
-    """Check that keys and values are all that a model, by its ``config.json``, remembers of earlier tokens.
-
-    Raises:
-        UserError: it has other layers.
-    """
+    """Raise UserError unless every layer of a model, by its ``config.json``, keeps only keys and values."""
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SUPPORTED_LAYERS)
     if others:
         raise UserError(
-            "engine=transformers keeps keys and values only, and this model has layers of type "
+            "engine=transformers caches keys and values only, and this model has layers of type "
             f"{', '.join(others)}; use engine=vllm."
         )
 
 
 def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
-    """One stream of uniform numbers per seed: ``u[n, t] = (splitmix64(seeds[n] + (t + 1) gamma) >> 40) / 2^24``.
+    """Return uniform numbers per seed: ``u[n, t] = (splitmix64(seeds[n] + (t + 1) gamma) >> 40) / 2^24``.
 
-    The number at position ``t`` depends on its seed and on ``t`` only: not on ``num``, the other rows or the device
-    (it is computed on the CPU).
+    ``u[n, t]`` depends only on ``seeds[n]`` and ``t``, not on the device (it is computed on the CPU).
 
     Args:
         seeds: int64 ``[N]``.
-        num: numbers per stream.
+        num: numbers per seed.
 
     Returns:
         float32 ``[N, num]`` in ``[0, 1)``.
@@ -82,18 +77,18 @@ def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The distribution that tokens are drawn from: ``softmax(keep(logits / temperature))``.
+    """Return the distribution that tokens are drawn from, ``softmax(keep(logits / temperature))``.
 
-    ``keep`` sets to minus infinity what min-p, then top-k, then top-p leaves out, in vLLM's order, so the rest is
-    renormalised; tokens that tie with the last that top-k keeps are kept. At temperature 0 (greedy, a point mass) the
-    raw distribution at temperature 1 is reported, as vLLM does.
+    ``keep`` sets to minus infinity the tokens that min-p, then top-k, then top-p removes (vLLM's order). Tokens that
+    tie with the last one of top-k are kept. At temperature 0 (greedy) it is the raw distribution at temperature 1, as
+    in vLLM.
 
     Args:
         logits: ``[N, V]``, any float type.
         sampling: temperature, top_p, top_k, min_p.
 
     Returns:
-        float32 ``[N, V]``; the kept set is where it is not 0.
+        float32 ``[N, V]``, 0 outside the kept set.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751, section 3.1) for top-p, Fan et al. 2018 (arXiv:1805.04833) for
     top-k, Nguyen et al. 2024 (arXiv:2407.01082, section 3) for min-p.
@@ -114,24 +109,20 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
             floor = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
             scores = scores.masked_fill(scores < floor, -torch.inf)
         if sampling.top_p < 1:
-            scores = _keep_nucleus(scores.to(torch.float32), sampling.top_p)
+            scores = scores.to(torch.float32)
+            ranked, order = scores.sort(dim=-1, descending=True)
+            probs = ranked.softmax(-1)
+            mass_before = probs.cumsum(-1) - probs  # 0 of the most likely token, which is always kept
+            outside = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, mass_before >= sampling.top_p)
+            scores = scores.masked_fill(outside, -torch.inf)
     return scores.softmax(-1, dtype=torch.float32)
 
 
-def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the fewest most likely tokens whose mass reaches ``top_p``, at least one."""
-    ranked, order = scores.sort(dim=-1, descending=True)
-    probs = ranked.softmax(-1)
-    mass_before = probs.cumsum(-1) - probs
-    outside = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, mass_before >= top_p)
-    return scores.masked_fill(outside, -torch.inf)
-
-
 def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Invert the CDF: the first token whose cumulative probability exceeds ``u``; never one of probability 0.
+    """Return the first token whose cumulative probability exceeds ``u``; never one of probability 0.
 
-    The vocabulary is cut into about ``sqrt(V)`` runs of tokens: ``u`` first chooses a run by the sums of the runs, then
-    a token of it by what of ``u`` is left. Cumulative sums over all of it would take longer than the softmax before.
+    The vocabulary is split into about ``sqrt(V)`` runs: ``u`` first selects a run by the runs' sums, then a token by
+    the remainder. A cumulative sum over the whole vocabulary would take longer than the softmax.
 
     Args:
         probs: float32 ``[N, V]``.
@@ -156,7 +147,7 @@ def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the cumulative sum of ``mass`` ``[N, K]`` first exceeds ``threshold`` ``[N]``, and how far into it."""
+    """Return where the cumulative sum of ``mass`` ``[N, K]`` first exceeds ``threshold`` ``[N]``, and the remainder."""
     cdf = mass.cumsum(-1)
     total = cdf[:, -1]  # rounding may put the threshold above it, and then nothing would exceed the threshold
     threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
@@ -168,20 +159,18 @@ def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, 
 class GroupDecoder:
     """Samples several groups together, one token of every living row per :meth:`step`.
 
-    Worked example: prompts ``[7]`` and ``[8, 9]``, two samples each, are four rows, each of which is first shown the
-    last token of its prompt; what stands before that is computed once per prompt::
+    Worked example: prompts ``[7]`` and ``[8, 9]``, two samples each, are four rows, whose first input is the last token
+    of the prompt; the tokens before it are computed once per prompt::
 
         prefill   [], [8]      rows 0, 1 = samples 0, 1 of group 0      first tokens  7  7
                                rows 2, 3 = samples 0, 1 of group 1                    9  9
-
-    A step runs the model first and samples then, so every token comes from the weights that the model has at its step.
 
     Args:
         rooms: most response tokens of each group.
         eos_token_ids: int64 ``[E]``, the tokens that end a response.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
-        shared: keep each prompt's keys and values once for its rows; the model's attention is then
-            :data:`~sota_grpo.engines.decode_attention.DECODE_ATTENTION`.
+        shared: keep each prompt's keys and values once for its rows; needs a model that
+            :func:`~sota_grpo.engines.decode_attention.use_decode_attention` accepts.
     """
 
     def __init__(
@@ -199,7 +188,9 @@ class GroupDecoder:
         device = model.device
         counts = torch.tensor([request.num_samples for request in requests])
         group_of_row = torch.repeat_interleave(torch.arange(len(requests)), counts)
-        prompts, prompt_of_group = _runs([request.prompt_ids for request in requests])
+        # consecutive groups of one prompt share it: samples of one group may be requests of their own
+        runs = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(r.prompt_ids for r in requests)]
+        prompt_of_group = [index for index, (_, count) in enumerate(runs) for _ in range(count)]
         seeds = [
             sample_seed(request.seed, request.first_sample + i)
             for request in requests
@@ -212,7 +203,7 @@ class GroupDecoder:
         self._cache: GroupCache | None = None
         self._make_cache = functools.partial(
             SharedPrompts if shared else RepeatedPrompts,
-            prompts=prompts,
+            prompts=[prompt for prompt, _ in runs],
             group_of_row=torch.tensor(prompt_of_group)[group_of_row].to(device),
             pad_token_id=pad_token_id,
         )
@@ -221,7 +212,6 @@ class GroupDecoder:
         self._group_of_row: list[int] = group_of_row.tolist()
         self._first_row = (counts.cumsum(0) - counts).tolist()
         self._open_samples: list[int] = counts.tolist()  # of each group; 0 once it has ended or was dropped
-        self._dropped: list[int] = []
         self._versions: list[int] = []
         self._rooms = torch.tensor(rooms)[group_of_row].to(device)
         self._uniforms = uniforms(torch.tensor(seeds), horizon).to(device)
@@ -235,7 +225,6 @@ class GroupDecoder:
         last_tokens = torch.tensor([request.prompt_ids[-1] for request in requests])
         self._last_tokens = last_tokens[group_of_row].to(device)
         self._living = torch.ones(num_rows, dtype=torch.bool, device=device)
-        self._num_living = num_rows
 
     @property
     def active(self) -> bool:
@@ -244,25 +233,22 @@ class GroupDecoder:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch: those still sampled, and those that ended since it was last compacted."""
+        """Rows of the batch, including those that ended since it was last compacted."""
         return len(self._rows)
 
     def drop(self, group: int) -> None:
-        """Stop sampling a group that nobody waits for; its rows leave the batch at the next step."""
+        """Stop sampling a group; its rows leave the batch at the next step."""
         self._open_samples[group] = 0
-        self._dropped.append(group)
+        dropped = torch.tensor([row for row, own in enumerate(self._group_of_row) if own == group])
+        self._living = self._living & ~torch.isin(self._rows, dropped.to(self._rows.device))
 
     @torch.inference_mode()
     def step(self, version: int) -> list[int]:
-        """Sample one token of every living row from the weights called ``version``; return the groups that ended."""
+        """Sample one token of every living row from the weights of ``version``; return the groups that ended."""
         t = len(self._versions)
-        if self._dropped:
-            dropped = [row for row, group in enumerate(self._group_of_row) if group in self._dropped]
-            self._living = self._living & ~torch.isin(self._rows, torch.tensor(dropped, device=self._rows.device))
-            self._num_living, self._dropped = int(self._living.sum()), []
         if self._cache is None:
             self._cache = self._make_cache(self._model)
-        elif self._num_living < _SHRINK_BELOW * len(self._rows):
+        elif int(self._living.sum()) < _SHRINK_BELOW * len(self._rows):
             keep = self._living.nonzero().squeeze(1)
             self._cache.keep(keep)
             self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
@@ -274,7 +260,7 @@ class GroupDecoder:
             tokens = logits.argmax(-1)
         self._tokens[self._rows, t] = tokens
         self._log_probs[self._rows, t] = probs.gather(1, tokens[:, None]).squeeze(1).log()
-        if self._sampling.is_truncated:  # note down the tokens that each was drawn from
+        if self._sampling.is_truncated:
             ids = (kept := probs > 0).nonzero()[:, 1].to(torch.int32).cpu()
             for row, own in zip(self._rows.tolist(), ids.split(kept.sum(1).tolist())):
                 self._kept[row].append(own)
@@ -296,17 +282,13 @@ class GroupDecoder:
         self._lengths[rows] = length
         self._truncated[rows] = ~at_eos[stops]
         self._living = self._living & ~stops
-        self._num_living -= len(rows)
-        ended_groups = []
-        for row in rows.tolist():
-            group = self._group_of_row[row]
+        groups = [self._group_of_row[row] for row in rows.tolist()]
+        for group in groups:
             self._open_samples[group] -= 1
-            if self._open_samples[group] == 0:
-                ended_groups.append(group)
-        return ended_groups
+        return [group for group in dict.fromkeys(groups) if self._open_samples[group] == 0]
 
     def output(self, group: int) -> GroupOutput:
-        """A group that has ended, its samples on CPU."""
+        """Return a group that has ended, its samples on the CPU."""
         first = self._first_row[group]
         last = self._first_row[group + 1] if group + 1 < len(self._first_row) else len(self._group_of_row)
         lengths = self._lengths[first:last].tolist()
@@ -330,18 +312,6 @@ class GroupDecoder:
         return GroupOutput(self._requests[group].group_id, tuple(samples))
 
 
-def _runs(prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Equal neighbours joined: the prompts that are left, and the index of each input's among them.
-
-    Samples of one group may be requests of their own.
-
-    >>> _runs([(7,), (7,), (8, 9), (7,)])
-    ([(7,), (8, 9), (7,)], [0, 0, 1, 2])
-    """
-    runs = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
-    return [prompt for prompt, _ in runs], [index for index, (_, count) in enumerate(runs) for _ in range(count)]
-
-
 def _num_rows(batch: Mapping[int, Flight]) -> int:
     return sum(flight.request.num_samples for flight in batch.values())
 
@@ -349,28 +319,26 @@ def _num_rows(batch: Mapping[int, Flight]) -> int:
 class TransformersEngine(SteppingEngine):
     """Samples with its own copy of a transformers model.
 
-    The model given is deep-copied, so training it changes nothing here until :meth:`update_weights`. Groups that were
-    submitted together are decoded together, up to ``max_rows`` samples at a time, and later ones beside them once they
-    are no fewer, first come first served. A prompt is computed once for all rows of neighbours that have it, and kept
-    once where the model's attention lets its rows share it. Rows do not depend on each other, up to rounding, and equal
-    groups that are decoded together give equal bits.
+    Groups that were submitted together are decoded together, up to ``max_rows`` samples at a time; later ones join when
+    they are no fewer than those that run, first come first served. A prompt is computed once for all rows of
+    consecutive groups that have it, and stored once if the model's attention can share it. Rows do not depend on each
+    other, up to rounding; equal groups that are decoded together give equal bits.
 
-    Contract. Consumes: requests. Produces: groups, as they finish. Waits for: nothing. Weights may be pushed from
-    another thread, or between two steps: the next token of every row comes from them, and carries their version; the
-    keys and values of the tokens before it stay as they are.
+    Weights may be pushed from another thread or between two steps: the next token of every row comes from them and has
+    their version; keys and values of earlier tokens stay.
 
     Args:
         model: a causal language model without adapters.
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells; no output depends on it.
-        max_model_len: context in tokens; None takes what the model allows.
+        max_model_len: context in tokens; None takes the model's.
         max_rows: most samples in the batch (one request is never split).
-        device: where to sample; None stays where the model is.
+        device: where to sample; None keeps the model's.
         dtype: of the engine's copy; None keeps the model's.
-        copy_model: False takes the given model itself, for a caller that has no other use of it.
+        copy_model: False uses ``model`` itself, if the caller has no other use of it.
 
     Raises:
-        ValueError: the model keeps a state other than keys and values, or states no context length.
+        UserError: the model keeps a state other than keys and values, or its config has no context length.
     """
 
     name = label = "transformers"
@@ -391,7 +359,7 @@ class TransformersEngine(SteppingEngine):
         require_cache(model.config)
         context = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
-            raise UserError("The model's config has no max_position_embeddings; give max_model_len.")
+            raise UserError("The model's config has no max_position_embeddings; set max_model_len.")
         self.max_model_len = int(context)
         self._max_rows = max_rows
         self._eos_token_ids = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
@@ -425,20 +393,18 @@ class TransformersEngine(SteppingEngine):
         return ended
 
     def may_start(self, num_rows: int) -> bool:
-        """Whether the next step would begin to sample anything, if so many rows were submitted before it."""
+        """Whether the next step would start waiting groups if ``num_rows`` more rows were submitted before it."""
         submitted = sum(flight.request.num_samples for flight in list(self._submitted))
-        return self._num_running() <= num_rows + submitted + sum(map(_num_rows, self._waiting))
-
-    def _num_running(self) -> int:
-        return sum(decoder.num_rows for _, decoder in self._running)
+        running = sum(decoder.num_rows for _, decoder in self._running)
+        return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
 
     def _start_waiting(self) -> None:
-        """Start what waits, as much of it together as fits, once it is no less than what runs.
+        """Start waiting batches, as many together as fit, when they have no fewer rows than those that run.
 
-        A pass of the model costs much, a row little: the later turns of dialogs, which come one by one, would each take
-        a pass of their own. A batch waits until all of it fits.
+        A pass of the model costs much, a row little: otherwise each later turn of a dialog would take a pass of its
+        own. A batch waits until all of it fits.
         """
-        num_rows = self._num_running()
+        num_rows = sum(decoder.num_rows for _, decoder in self._running)
         while self._waiting and num_rows <= sum(map(_num_rows, self._waiting)):
             batch = self._waiting[0]
             if self._running and num_rows + _num_rows(batch) > self._max_rows:
@@ -462,24 +428,23 @@ class TransformersEngine(SteppingEngine):
             self._running.append((list(batch), decoder))
             num_rows += decoder.num_rows
 
-    def _drop(self, tickets: Collection[int]) -> None:
-        gone = set(tickets)
-        kept = ({ticket: batch[ticket] for ticket in batch if ticket not in gone} for batch in self._waiting)
+    def _drop(self, flights: Mapping[int, Flight]) -> None:
+        kept = ({ticket: batch[ticket] for ticket in batch if ticket not in flights} for batch in self._waiting)
         self._waiting = deque(batch for batch in kept if batch)
         for known, decoder in self._running:
             for group, ticket in enumerate(known):
-                if ticket in gone:
+                if ticket in flights:
                     decoder.drop(group)
         self._running = [(known, decoder) for known, decoder in self._running if decoder.active]
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy every weight by name; an explicit tied ``lm_head.weight`` is accepted when it equals its partner.
+        """Copy every weight by name; a tied ``lm_head.weight`` may be left out or equal the embedding.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
-        model = self._model  # read first: another thread may close this at any time
+        model = self._model  # before the check: another thread may close this at any time
         self._require_open()
         own = model.state_dict()
         shapes = {name: tensor.shape for name, tensor in own.items()}
@@ -492,13 +457,12 @@ class TransformersEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> dict[str, Checksum]:
-        """A checksum of every weight, by name."""
+        """Return a checksum of every weight, by name."""
         self._require_open()
         with self._between_steps():
             return {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}
 
     def _free_memory(self) -> None:
-        """The weights move to the CPU."""
         self._model.cpu()
         torch.cuda.empty_cache()
 
@@ -510,7 +474,7 @@ class TransformersEngine(SteppingEngine):
 
 
 def transformers_engine(options: EngineOptions) -> TransformersEngine:
-    """With a copy of ``options.model``, or with the model that lies at the path."""
+    """Build the engine with a copy of ``options.model``, or with the model of ``options.model_path``."""
     from sota_grpo.policy.load import load_model
 
     model = options.model or load_model(

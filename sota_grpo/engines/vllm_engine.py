@@ -7,12 +7,9 @@ import json
 import logging
 import os
 import random
-import shutil
-import tempfile
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,7 @@ from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, 
 from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters, weight_sums
 from sota_grpo.errors import UserError
 from sota_grpo.policy.lora import AdapterPack
-from sota_grpo.policy.weight_pack import Checksum
+from sota_grpo.policy.weight_pack import Checksum, WeightFolder
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
 
 logger = logging.getLogger(__name__)
@@ -35,11 +32,11 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes r
 
 
 def cpu_norms() -> dict[str, list[str]]:
-    """Register vLLM's own C++ norms for its CPU engine; the argument ``ir_op_priority`` that prefers them.
+    """Register vLLM's own C++ norms for its CPU engine; return the argument ``ir_op_priority`` that prefers them.
 
-    Otherwise it computes them in plain torch (vLLM 0.32), a fifth of the time of decoding for a small model. They are
-    registered once in a process and as vLLM provides for, as implementations of its operations (``vllm.ir``) beside the
-    native ones, which still serve what kernels do not take. Empty where this build of vLLM lacks them.
+    vLLM 0.32 would compute norms in plain torch, a fifth of a small model's decoding time. They are registered once per
+    process as implementations of its operations (``vllm.ir``); the native ones still serve tensors that the kernels do
+    not take. The result is empty if this build of vLLM lacks them.
     """
     from vllm import ir
     from vllm.platforms import current_platform
@@ -55,7 +52,7 @@ def cpu_norms() -> dict[str, list[str]]:
 
 
 def _takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """Whole rows that lie one after another, and a weight of their dtype."""
+    """Contiguous rows and a weight of their dtype."""
     return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
 
 
@@ -83,19 +80,18 @@ class VLLMEngine(SteppingEngine):
     """Samples with vLLM 0.32 inside this process: one request per group (``n`` samples), prompts shared by its cache.
 
     Sample ``i`` of a request is drawn from vLLM's own stream of seed ``sample_seed(request.seed) + i``; equal calls
-    give equal tokens as long as vLLM batches them alike. Log-probs are those of the sampled (processed) distribution.
+    give equal tokens if vLLM batches them alike. Log-probs are those of the sampled (processed) distribution.
 
-    With top-k the kept tokens are those whose processed log-prob is finite, of the ``top_k`` and :data:`TIES` most
-    likely ones that vLLM is asked for; top-p or min-p without top-k are sampled and not told. vLLM's own
-    ``return_sampling_mask`` needs its second model runner, which 0.32 has on GPUs only.
+    With top-k the kept tokens are those of finite processed log-prob among the ``top_k + TIES`` most likely ones;
+    without top-k, the kept tokens of top-p and min-p are not reported: vLLM's ``return_sampling_mask`` needs its second
+    model runner, which 0.32 has on GPUs only.
 
-    Contract. Consumes: requests. Produces: groups, as their last sample ends. Waits for: nothing. Weights may be
-    pushed from another thread, or between two steps: running requests go on with the new weights, and every token
-    carries the version that sampled it. Cached prompts of an older version are never used for a new group.
+    Weights may be pushed from another thread or between two steps: running requests continue with the new weights, and
+    every token has the version that sampled it. Cached prompts of an older version are never used for a new group.
 
-    Environment, set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` always (weights are handed over as
-    tensors); where unset, ``VLLM_LOGGING_LEVEL=ERROR`` and, on CPU, ``VLLM_CPU_KVCACHE_SPACE=1`` (GiB). On CPU vLLM
-    computes with this process's OpenMP threads (``OMP_NUM_THREADS``), so it takes turns with the learner.
+    Environment, set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` always (weights are passed as
+    tensors); if unset, ``VLLM_LOGGING_LEVEL=ERROR`` and, on CPU, ``VLLM_CPU_KVCACHE_SPACE=1`` (GiB). On CPU vLLM
+    computes with this process's OpenMP threads (``OMP_NUM_THREADS``), in turns with the learner.
     """
 
     name, label = "vllm", "vLLM"
@@ -105,11 +101,11 @@ class VLLMEngine(SteppingEngine):
         self._on_cpu = not torch.cuda.is_available()
         self._can_sleep = not self._on_cpu  # vLLM cannot on a CPU
         self._eos_token_ids = sorted(options.eos_token_ids)
-        # the text that vLLM ends a response by; where that is to be cut is said in one place for all engines
+        # vLLM ends a response at these texts; `stops` cuts it, as in every engine
         stop = {"stop": list(options.stop), "include_stop_str_in_output": True, "detokenize": True}
         self._stop = stop | {"skip_special_tokens": False} if options.stop else {}
         self._requests: dict[int, GroupRequest] = {}  # in flight, by ticket; vLLM knows them as str(ticket)
-        self._tensor_parallel_size = options.tensor_parallel_size
+        self._num_devices = options.tensor_parallel_size
         if not self._on_cpu and options.tensor_parallel_size == 1:
             self.device = torch.device("cuda:0")  # vLLM takes the first that this process sees
         options = options.resolved()
@@ -126,9 +122,10 @@ class VLLMEngine(SteppingEngine):
         self._adapters = Adapters() if options.adapter_rank else None
         dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
         self.weight_dtype = dtypes.pop() if len(dtypes) == 1 else None
-        found_config, trusts = self._engine.model_config.hf_config, options.trust_remote_code
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._shapes, self._tied = expected_weights(found_config, trust_remote_code=trusts)
+        self._shapes, self._tied = expected_weights(
+            self._engine.model_config.hf_config, trust_remote_code=options.trust_remote_code
+        )
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
         from vllm import SamplingParams
@@ -138,11 +135,11 @@ class VLLMEngine(SteppingEngine):
         self._wake_now()
         for ticket, (request, room, sampling, _) in flights.items():
             self._requests[ticket] = request
-            told = {}
+            kept = {}
             if sampling.is_truncated and sampling.top_k > 0:
-                told = {"logprobs": min(sampling.top_k + TIES, self._vocab_size)}
+                kept = {"logprobs": min(sampling.top_k + TIES, self._vocab_size)}
             params = SamplingParams(
-                **sampling_parameters(request, sampling, room, self._eos_token_ids) | self._stop | told,
+                **sampling_parameters(request, sampling, room, self._eos_token_ids) | self._stop | kept,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -152,7 +149,7 @@ class VLLMEngine(SteppingEngine):
             self._engine.add_request(str(ticket), prompt, params, lora_request=adapter)
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
-        # On CPU the only compiled function counts ranks that nobody reads; compiling it takes seconds per process.
+        # On CPU the only compiled function counts ranks that are not read; compiling it takes seconds per process.
         eager = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
         with eager:
             outputs = self._engine.step()
@@ -162,22 +159,20 @@ class VLLMEngine(SteppingEngine):
     def _group(self, request: GroupRequest, output: Any) -> GroupOutput:
         ordered = sorted(output.outputs, key=lambda completion: completion.index)
         samples = tuple(_sample(completion, self._vocab_size) for completion in ordered)
-        # greedy samples are equal, and asked for once
+        # greedy samples are equal and requested once
         return GroupOutput(request.group_id, samples * request.num_samples if len(samples) == 1 else samples)
 
-    def _drop(self, tickets: Collection[int]) -> None:
-        for ticket in tickets:
+    def _drop(self, flights: Mapping[int, Flight]) -> None:
+        for ticket in flights:
             if self._requests.pop(ticket, None) is not None:
                 self._engine.abort_request([str(ticket)])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; the next token of every request comes from them.
 
-        An engine of adapters is given an :class:`~sota_grpo.policy.lora.AdapterPack` instead, under one number, so that
-        requests that run go on with it.
-
-        vLLM leaves the output layer of a tied model on its old values, without an error, unless ``lm_head.weight`` is
-        pushed beside the embedding: so all names of the ``state_dict()`` are required.
+        An engine with ``adapter_rank`` takes an :class:`~sota_grpo.policy.lora.AdapterPack` instead. All names of the
+        ``state_dict()`` are required: without ``lm_head.weight`` vLLM silently keeps the old output layer of a tied
+        model.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
@@ -187,7 +182,7 @@ class VLLMEngine(SteppingEngine):
         if not isinstance(weights, AdapterPack):
             pushed = checked_weights(weights, self._shapes, self._tied, tied_required=True)
             pairs = [(name, tensor.detach()) for name, tensor in pushed.items()]
-            if self._tensor_parallel_size > 1:  # the workers are other processes: the tensors travel as bytes
+            if self._num_devices > 1:  # the workers are other processes: the tensors travel as bytes
                 pairs = [(name, tensor.cpu()) for name, tensor in pairs]
         elif self._adapters is None:
             raise ValueError("This engine was built without adapter_rank; push whole weights.")
@@ -205,8 +200,8 @@ class VLLMEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """See :class:`~sota_grpo.engines.Engine`; None of several GPUs, and of adapters, which are not merged."""
-        if self._tensor_parallel_size > 1 or self._adapters is not None:
+        """See :class:`~sota_grpo.engines.Engine`; None on several GPUs and with adapters, which are not merged."""
+        if self._num_devices > 1 or self._adapters is not None:
             return None
         with self._between_steps():
             self._require_open()
@@ -215,25 +210,23 @@ class VLLMEngine(SteppingEngine):
         return sums
 
     def _finish_batches(self) -> None:
-        """Fetch what has been launched and not been fetched, and launch nothing more meanwhile.
+        """Fetch the batches that have been launched, without launching more.
 
-        Where vLLM schedules asynchronously, as it does on CUDA, a step launches a batch and gives the tokens of the one
-        before, labelled with the version of that moment: so the last batch of the old weights must be in before the
-        version changes. One step's overlap of CPU and GPU is lost per push.
+        With asynchronous scheduling, as on CUDA, a step launches a batch and returns the tokens of the previous one,
+        labelled with the current version: the last batch of the old weights must be fetched before the version changes.
         """
-        core = self._engine.engine_core.engine_core  # in this process: see _start
+        core = self._engine.engine_core.engine_core
         if not core.batch_queue:
             return
         core.pause_scheduler(mode="keep", clear_cache=False)
         try:
             while core.batch_queue:
-                self._land(self._step())
+                self._finish(self._step())
         finally:
             core.resume_scheduler()
 
     def _free_memory(self) -> None:
-        """The weights move to the host, and the cache is dropped."""
-        self._engine.sleep(level=1)
+        self._engine.sleep(level=1)  # moves the weights to the host and drops the cache
 
     def _restore_memory(self) -> None:
         self._engine.wake_up()
@@ -271,7 +264,7 @@ def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
 
 @contextlib.contextmanager
 def _process_state_restored() -> Iterator[None]:
-    """vLLM reseeds every random generator and, on CPU, replaces ``torch.set_num_threads``: undo both."""
+    """Undo what vLLM changes: it reseeds every random generator and, on CPU, replaces ``torch.set_num_threads``."""
     states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -283,7 +276,7 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
-    """Of vLLM's own model, in the process that has it: so no lambda, which would not be pickled."""
+    """Return the dtype of vLLM's own model; no lambda, because it is pickled to the process that has the model."""
     return matrix_dtype(model.parameters())
 
 
@@ -301,16 +294,16 @@ def _sample(completion: Any, vocab: int) -> Sample:
 
 
 def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, KeptTokens | None]:
-    """Log-probs ``[R]`` of the sampled tokens, and their kept sets if more than they were asked for.
+    """Return log-probs ``[R]`` of the sampled tokens, and their kept sets if these were requested.
 
     Args:
-        logprobs: vLLM's ``FlatLogprobs``: for each token itself, then equally many of the most likely ones, itself
-            perhaps once more; those that were not kept have a log-prob of minus infinity.
+        logprobs: vLLM's ``FlatLogprobs``: for each token itself, then equally many of the most likely ones, which may
+            include it; tokens that were not kept have a log-prob of minus infinity.
         num_tokens: of the response.
-        vocab: tokens that there are.
+        vocab: size of the vocabulary.
 
     Raises:
-        RuntimeError: all that were asked for are kept, so that there may be more.
+        RuntimeError: all requested tokens are kept, so that there may be more.
 
     >>> from types import SimpleNamespace
     >>> ids, nothing = [5, 7, 5, 3], float("-inf")
@@ -326,8 +319,8 @@ def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor
     count = log_probs.shape[1] - 1
     if count < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
         raise RuntimeError(
-            f"vLLM kept {count} tokens or more at one position, where more than {TIES} tie with the last that top_k "
-            "keeps, and tells no more of them; use engine=transformers, or float32 weights (torch_dtype=float32)."
+            f"vLLM kept {count} tokens or more at one position, where more than {TIES} tie with the last one of top_k, "
+            "and does not report the rest; use engine=transformers, or float32 weights (torch_dtype=float32)."
         )
     kept = log_probs.isfinite()
     kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
@@ -335,10 +328,7 @@ def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
-    """What vLLM is started with to serve one adapter of ``rank``.
-
-    Raises:
-        UserError: vLLM has no room for such a rank.
+    """Return vLLM's arguments for one adapter of ``rank``; raise UserError if that is above its highest rank.
 
     >>> adapter_arguments(12)
     {'enable_lora': True, 'max_loras': 1, 'max_lora_rank': 16}
@@ -350,27 +340,23 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
 
 
 class Adapters:
-    """The newest LoRA adapter, which vLLM computes with unmerged: ``W x + (alpha / r) B A x``, ``W`` as it was loaded.
-
-    It is the folder that vLLM reads, in memory where the system has files there (``/dev/shm``).
-    """
+    """The newest LoRA adapter in a folder that vLLM reads; it computes ``W x + (alpha / r) B A x`` unmerged."""
 
     def __init__(self) -> None:
-        memory = Path("/dev/shm")
-        self._folder = Path(tempfile.mkdtemp(prefix="sota_grpo_adapter_", dir=memory if memory.is_dir() else None))
+        self._folder = WeightFolder({}, None)
         self.request: Any = None  # the adapter of a request; None before the first
 
     def loading(self, adapter: AdapterPack) -> Any:
-        """The request that makes vLLM read ``adapter``, written as PEFT saves one, in place of the one before."""
+        """Write ``adapter`` as PEFT saves one; return the request that makes vLLM read it in place of the last."""
         from vllm.lora.request import LoRARequest
 
-        tensors, ranks = {}, set()
+        tensors, ranks, folder = {}, set(), self._folder.path
         for name, tensor in adapter.pack.tensors():
             weight, _, factor = name.rpartition(":")
             tensors[f"base_model.model.{weight.removesuffix('weight')}lora_{factor}.weight"] = tensor.contiguous()
             ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])
         (rank,), (scale,) = ranks, set(adapter.scales.values())
-        save_file(tensors, self._folder / "adapter_model.safetensors")
+        save_file(tensors, folder / "adapter_model.safetensors")
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -379,9 +365,9 @@ class Adapters:
             "target_modules": sorted({weight.split(".")[-2] for weight in adapter.scales}),
             "bias": "none",
         }
-        (self._folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-        self.request = LoRARequest("policy", 1, str(self._folder))
-        return LoRARequest("policy", 1, str(self._folder), load_inplace=True)
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        self.request = LoRARequest("policy", 1, str(folder))
+        return LoRARequest("policy", 1, str(folder), load_inplace=True)
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()

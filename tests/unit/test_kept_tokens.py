@@ -15,7 +15,7 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.assembly.sampling import make_sampling
 from sota_grpo.config import Config
-from sota_grpo.engines.stop_strings import StopStrings
+from sota_grpo.engines.stepping import StopStrings
 from sota_grpo.engines.transformers_engine import TransformersEngine, sampled_probs
 from sota_grpo.engines.vllm_engine import sampled_and_kept
 from sota_grpo.envs.dialogs import Dialog

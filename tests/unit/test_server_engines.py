@@ -14,12 +14,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sota_grpo.engines import Deadlines, Engine, EngineOptions, vllm_server
+from sota_grpo.engines import Deadlines, Engine, EngineOptions
 from sota_grpo.engines import server_engine as server_module
-from sota_grpo.engines.inference_server import ServerDied
-from sota_grpo.engines.server_engine import ServerEngine
-from sota_grpo.engines.sglang_server import SGLangDialect
-from sota_grpo.engines.vllm_server import VLLMDialect
+from sota_grpo.engines.server_engine import ServerDied, ServerEngine
+from sota_grpo.engines.sglang_server import SGLangEngine
 from sota_grpo.errors import UserError
 from sota_grpo.files import _LEFTOVER as LEFTOVER
 from sota_grpo.http import HttpClient, ServerError
@@ -43,10 +41,9 @@ class Rigs:
 
     def engine(self, fake: FakeServer, *, key: str | None = None, **given: Any) -> ServerEngine:
         running = fake if fake.url else self._stack.enter_context(fake.running())
-        dialect = VLLMDialect() if isinstance(fake, FakeVLLM) else SGLangDialect()
-        client = HttpClient(running.url, api_key=key)
+        kind = ServerEngine if isinstance(fake, FakeVLLM) else SGLangEngine
         options = EngineOptions("model", eos_token_ids=[3, 1], **given)
-        engine = ServerEngine(client, dialect, options, shapes=SHAPES, tied={"head": "embed"})
+        engine = kind(HttpClient(running.url, api_key=key), options, shapes=SHAPES, tied={"head": "embed"})
         self._stack.callback(engine.close)
         return engine
 
@@ -353,14 +350,16 @@ def test_wrong_weights_are_refused_before_the_server_hears_of_them(rigs: Rigs):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_abort_ends_the_request_in_the_server_too(rigs: Rigs, kind: str):
+def test_a_cancelled_group_is_aborted_in_the_server_too(rigs: Rigs, kind: str):
     fake = fake_of(kind)
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake)
-    add(engine, [request(20)], SAMPLING)
+    future = engine.submit(request(20), SAMPLING)
+    engine.advance()
     wait_for(lambda: fake.num_sampling == 1)
-    engine.abort()
+    assert future.cancel()
     assert engine.num_in_flight == 0
+    engine.advance()
     asked = fake.bodies(GENERATE[kind])[-1]
     names = [asked["request_id"]] if kind == "vllm" else asked["rid"]
     wait_for(lambda: set(names) <= fake.aborted)
@@ -466,7 +465,7 @@ def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running
     assert fake.paths()[-1] == go_on
     assert engine.version == 0
     with pytest.raises(RuntimeError, match="has to be built anew"):
-        engine.generate([request(9)], SAMPLING)
+        engine.submit(request(9), SAMPLING)
 
 
 def test_weights_of_somebody_else_in_the_server_are_found(rigs: Rigs):
@@ -474,7 +473,7 @@ def test_weights_of_somebody_else_in_the_server_are_found(rigs: Rigs):
     mine, other = rigs.engine(fake), rigs.engine(fake)
     other.update_weights(weights().items(), 1)
     add(mine, [request(9)], SAMPLING)
-    with pytest.raises(RuntimeError, match=r"which this engine never gave.*a server of its own"):
+    with pytest.raises(RuntimeError, match=r"which is not of this engine.*a server of its own"):
         steps_until(mine)
 
 
@@ -511,7 +510,7 @@ def test_a_context_longer_than_the_servers_is_refused(rigs: Rigs):
 
 def test_more_samples_than_the_server_computes_at_once_are_refused(rigs: Rigs):
     engine = rigs.engine(FakeVLLM(), max_rows=3)
-    with pytest.raises(ValueError, match="asks for 4 samples and the server computes max_rows=3"):
+    with pytest.raises(ValueError, match="requests 4 samples and the server computes max_rows=3"):
         add(engine, [request(9, num_samples=4)], SAMPLING)
     assert engine.num_in_flight == 0
 
@@ -548,7 +547,7 @@ def test_what_a_server_leaves_behind_lies_in_the_folder_that_ends_with_it(
 
     monkeypatch.setattr(server_module, "find_spec", lambda name: object())
     monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {}))
-    monkeypatch.setattr(vllm_server, "ServerProcess", start)
+    monkeypatch.setattr(server_module, "ServerProcess", start)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(InterruptedError):
         server_module.server_engine(EngineOptions("model", engine="vllm_server", eos_token_ids=[1]))

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
-from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess
-from sota_grpo.engines.server_engine import WeightFolder
-from sota_grpo.engines.sglang_server import SGLangDialect
-from sota_grpo.engines.vllm_server import KEY_VARIABLE, RequireKey, VLLMDialect
+from sota_grpo.engines.server_engine import ServerDied, ServerEngine, ServerLate, ServerProcess
+from sota_grpo.engines.sglang_server import SGLangEngine
+from sota_grpo.engines.vllm_server import KEY_VARIABLE, RequireKey
 from sota_grpo.errors import RunFailed
+from sota_grpo.policy.weight_pack import WeightFolder
 from tests.process_rigs import members, wait_for
 
 SERVER = """
@@ -35,13 +35,15 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 def start(folder: Path, script: str = SERVER, *, start_s: float = 60.0) -> tuple[ServerProcess, str, str]:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    dialect = VLLMDialect()
-    dialect.command = lambda options, port, *_, on_cpu: [sys.executable, "-c", script, str(port)]
-    dialect.environment = lambda options, key, on_cpu: {KEY_VARIABLE: key}
+
+    class Engine(ServerEngine):
+        command = staticmethod(lambda options, port, *_, on_cpu: [sys.executable, "-c", script, str(port)])
+        environment = staticmethod(lambda options, key, on_cpu: {KEY_VARIABLE: key})
+
     options = EngineOptions(
         "model", eos_token_ids=[1], log_path=folder / "logs" / "server.log", deadlines=Deadlines(start=start_s)
     )
-    return dialect.start(options, scratch, on_cpu=True)
+    return Engine.start(options, scratch, on_cpu=True)
 
 
 def test_closing_ends_the_server_its_children_and_its_scratch_folder(tmp_path: Path):
@@ -67,7 +69,7 @@ def test_a_killed_server_is_told_in_one_line_and_takes_its_children_along(tmp_pa
     assert isinstance(error, ServerDied)
     log = tmp_path / "logs" / "server.log"
     how = "was ended by SIGKILL; the kernel sends it when memory runs out"
-    assert str(error) == f"The inference server ended while it sampled ({how}); what it said is in {log}."
+    assert str(error) == f"The inference server ended while it sampled ({how}); see its output in {log}."
 
 
 def test_a_killed_launcher_takes_the_server_along(tmp_path: Path):
@@ -168,18 +170,18 @@ def test_a_guard_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch):
         RequireKey(lambda *_: None)  # type: ignore[arg-type, return-value]
 
 
-@pytest.mark.parametrize("dialect", [VLLMDialect(), SGLangDialect()])
+@pytest.mark.parametrize("engine", [ServerEngine, SGLangEngine])
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_no_command_line_shows_the_key(dialect: VLLMDialect, on_cpu: bool, tmp_path: Path):
+def test_no_command_line_shows_the_key(engine: type[ServerEngine], on_cpu: bool, tmp_path: Path):
     options = EngineOptions("model", eos_token_ids=[1], dtype="bfloat16", max_rows=33, max_model_len=77)
-    command = dialect.command(options, 1234, "the-secret", tmp_path, on_cpu=on_cpu)
+    command = engine.command(options, 1234, "the-secret", tmp_path, on_cpu=on_cpu)
     assert not [word for word in command if "the-secret" in word]
     for flag, value in {"--host": "127.0.0.1", "--port": "1234", "--dtype": "bfloat16"}.items():
         assert command[command.index(flag) + 1] == value
     assert {"33", "77"} <= set(command)
     for file in tmp_path.iterdir():
         assert file.stat().st_mode & 0o077 == 0
-    environment = dialect.environment(options, "the-secret", on_cpu=on_cpu)
+    environment = engine.environment(options, "the-secret", on_cpu=on_cpu)
     told = "the-secret" in environment.values() or "the-secret" in (tmp_path / "server.yaml").read_text()
     assert told
 
@@ -203,7 +205,7 @@ def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():
 def test_a_folder_that_nobody_closed_goes_with_its_process():
     code = (
         "import torch\n"
-        "from sota_grpo.engines.server_engine import WeightFolder\n"
+        "from sota_grpo.policy.weight_pack import WeightFolder\n"
         "folder = WeightFolder({'w': torch.Size([1])}, None)\n"
         "print(folder.write({'w': torch.ones(1)}))\n"
     )

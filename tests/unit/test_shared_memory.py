@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sota_grpo.engines import server_engine
-from sota_grpo.engines.server_engine import WeightFolder
+from sota_grpo.policy import weight_pack
+from sota_grpo.policy.weight_pack import WeightFolder
 from sota_grpo.workers import ray_cluster
 
 
@@ -20,7 +20,7 @@ from sota_grpo.workers import ray_cluster
 def free_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path) -> SimpleNamespace:
     """Pretend that shared memory has so much room."""
     found = SimpleNamespace(free=64 << 20)
-    for module in (ray_cluster, server_engine):
+    for module in (ray_cluster, weight_pack):
         monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
         monkeypatch.setattr(module.shutil, "disk_usage", lambda path: found)
     return found

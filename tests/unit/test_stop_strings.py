@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sota_grpo.engines import EngineOptions, make_engine
-from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.engines.stop_strings import StopStrings
+from sota_grpo.engines.stepping import SteppingEngine, StopStrings
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import TINY, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
