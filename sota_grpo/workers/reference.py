@@ -17,7 +17,7 @@ from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
-from sota_grpo.workers.base import WorkerThread, promised, resolve
+from sota_grpo.workers.base import WorkerThread, promised
 from sota_grpo.workers.fleet import Fleet
 
 _READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
@@ -152,18 +152,16 @@ class ReferenceService:
         Rows that have their reference log-probs already pass unchanged. The future fails with ValueError when the
         model gives a log-prob that is not finite.
         """
-        done = promised()
-        if rows.has(keys.REF_LOG_PROBS):
-            done.set_result(rows)
-            return done
-        answer = self.fleet.submit(rows.only(_READ))
 
-        def write() -> RowTable:
-            log_probs = [torch.tensor(values) for values in answer.result()]
+        async def complete() -> RowTable:
+            log_probs = [torch.tensor(values) for values in await self.fleet.run(rows.only(_READ))]
             write_reference(rows, log_probs, in_reward_coeff=self._in_reward_coeff)
             return rows
 
-        answer.add_done_callback(lambda _: resolve(done, write))
+        if not rows.has(keys.REF_LOG_PROBS):
+            return self.fleet.start(complete())
+        done = promised()
+        done.set_result(rows)
         return done
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:

@@ -25,7 +25,6 @@ from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import OpenCalls, WorkerDied, promised
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.sleeping import SleepingFleet
 
 _log = logging.getLogger(__name__)
 
@@ -295,13 +294,11 @@ class FleetEngine(Streams):
 
     def sleep(self) -> None:
         """Return when every engine sleeps; nothing where they have their own devices."""
-        if isinstance(self.fleet, SleepingFleet):
-            self.fleet.sleep(self._deadline_s)
+        self.fleet.sleep(self._deadline_s)
 
     def wake(self) -> None:
         """Undo :meth:`sleep`."""
-        if isinstance(self.fleet, SleepingFleet):
-            self.fleet.wake(self._deadline_s)
+        self.fleet.wake(self._deadline_s)
 
     def close(self) -> None:
         """End the workers; idempotent."""

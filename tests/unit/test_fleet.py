@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import selectors
 import signal
 import subprocess
 import threading
@@ -12,23 +13,19 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
 
-from sota_grpo.workers import slots
 from sota_grpo.workers.base import Activity, Worker, WorkerDied, descendants, starter
-from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.fleet import Fleet, PatientLoop
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
-from sota_grpo.workers.slots import Timers
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
-AnyFleet = TypeVar("AnyFleet", bound=Fleet)
 
 
 def until(condition: Callable[[], Any], seconds: float = WAIT_S) -> None:
@@ -103,49 +100,6 @@ def stage() -> Iterator[Stage]:
     yield stage
     for fleet in stage.fleets:
         fleet.close()
-
-
-@dataclass
-class Clock:
-    """That of the fleet's timers, moved by the test."""
-
-    now_s: float = 100.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    return clock
-
-
-def by_hand(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, make: Callable[[], AnyFleet]
-) -> tuple[AnyFleet, Callable[[float], None]]:
-    """A fleet whose supervisor is the test, and what lets so many seconds pass for it."""
-    monkeypatch.setattr(Fleet, "_supervise", lambda self: None)
-    fleet = make()
-
-    def wait(seconds: float) -> None:
-        end_s = clock.now_s + seconds
-        while True:
-            for launch in list(fleet._launches):
-                launch.join()
-            while not fleet._inbox.empty():
-                fleet._inbox.get()()
-            if fleet._launches:
-                continue
-            if (left_s := fleet._timers.wait_s()) is None or clock.now_s + left_s > end_s:
-                clock.now_s = end_s
-                return
-            clock.now_s += left_s
-            while (due := fleet._timers.take_due()) is not None:
-                function, args = due
-                function(*args)
-
-    for slot in fleet._slots:
-        fleet._begin(slot)
-    return fleet, wait
 
 
 # Dispatch
@@ -245,31 +199,30 @@ def test_a_worker_without_progress_is_replaced(stage: Stage) -> None:
     until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["task"])
 
 
-def test_a_worker_that_answers_no_ping_is_replaced_within_the_silence(
-    stage: Stage, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pings every 2 s; that of 2 s is the last to be answered, so it is over at 10 s."""
-    fleet, wait = by_hand(clock, monkeypatch, lambda: Fleet("puppet", stage.start, 1, capacity=1, silence_s=8.0))
-    wait(3.0)
+def test_a_worker_that_answers_no_ping_is_replaced(stage: Stage) -> None:
+    fleet = stage.fleet(1, silence_s=0.2)
     stage.now(0).mute.add("ping")
-    wait(6.9)
-    assert len(stage.puppets[0]) == 1
-    wait(0.2)
-    assert len(stage.puppets[0]) == 2
-    wait(100.0)
+    until(lambda: len(stage.puppets[0]) == 2)
+    until(lambda: [method for method, _ in stage.now(0).calls].count("ping") > 4)
     assert fleet.restarts == 1  # its successor answers
 
 
-def test_time_stands_still_while_the_driver_is_stopped(clock: Clock) -> None:
-    timers, fired = Timers(max_late_s=1.0), []
-    timers.at(timers.now_s() + 10.0, fired.append, "first")
-    timers.at(timers.now_s() + 60.0, fired.append, "second")
-    clock.now_s += 10.5  # late, but not as if nobody had looked
-    assert timers.take_due() == (fired.append, ("first",))
-    assert timers.wait_s() == 49.5
-    clock.now_s += 49.5 + 1000.0
-    assert timers.take_due() == (fired.append, ("second",))
-    assert timers.now_s() == 160.0
+def test_time_stands_still_while_the_driver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait of 10 s ends after 10.5: late, but not as if the process had been stopped; one of 49.5 s after 1049.5."""
+    now_s, lasts_s = [100.0], iter([10.5, 1049.5])
+
+    def select(self: object, timeout: float | None = None) -> list[Any]:
+        now_s[0] += next(lasts_s)
+        return []
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    monkeypatch.setattr("sota_grpo.workers.fleet.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    loop = PatientLoop(max_late_s=1.0)
+    loop._selector.select(10.0)  # type: ignore[attr-defined]
+    assert loop.time() == 110.5
+    loop._selector.select(49.5)  # type: ignore[attr-defined]
+    assert loop.time() == 160.0
+    loop.close()
 
 
 # Broadcasts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.workers.base import WorkerDied
-from sota_grpo.workers.sleeping import SleepingFleet
+from sota_grpo.workers.fleet import Fleet
 from tests.unit.test_fleet import WAIT_S, Puppet, Stage, until
 
 
@@ -40,8 +40,8 @@ class SleeperStage(Stage):
         before.append(puppet)
         return puppet
 
-    def fleet(self, count: int, capacity: int = 2, **options: Any) -> SleepingFleet:
-        fleet = SleepingFleet("sleeper", self.start, count, capacity=capacity, **options)
+    def fleet(self, count: int, capacity: int = 2, **options: Any) -> Fleet:
+        fleet = Fleet("sleeper", self.start, count, capacity=capacity, shares_devices=True, silence_s=0.2, **options)
         self.fleets.append(fleet)
         fleet.wait_ready()
         return fleet
@@ -90,10 +90,9 @@ def test_one_that_dies_asleep_is_not_replaced_before_the_others_wake(stage: Slee
     fleet = stage.fleet(2, start_silence_s=0.05)  # a start that waits is not silent
     fleet.sleep(WAIT_S)
     first = stage.now(0)
-    fleet._post(fleet._lose, fleet._slots[0], "it died")
+    stage.now(0).kill()
     until(lambda: first.killed and fleet._slots[0].state == "starting")
     fleet.sleep(WAIT_S)
-    fleet._post(fleet._look_at_start, fleet._slots[0])
     assert stage.lives() == [1, 1]
     fleet.wake(WAIT_S)
     until(lambda: stage.lives() == [2, 1] and fleet._slots[0].state == "ready")
@@ -104,7 +103,7 @@ def test_one_that_dies_asleep_is_not_replaced_before_the_others_wake(stage: Slee
 def test_where_all_died_asleep_wake_waits_for_another(stage: SleeperStage) -> None:
     fleet = stage.fleet(1)
     fleet.sleep(WAIT_S)
-    fleet._post(fleet._lose, fleet._slots[0], "it died")
+    stage.now(0).kill()
     until(lambda: fleet._slots[0].state == "starting")
     fleet.wake(WAIT_S)
     assert stage.lives() == [2]
@@ -118,7 +117,7 @@ def test_one_that_is_being_replaced_is_waited_for_and_sleeps_before_its_first_ta
     fleet, constructed = stage.fleet(2), threading.Event()
     first = stage.now(1)
     stage.prepare = lambda puppet: (constructed.wait(WAIT_S), None)[1]
-    fleet._post(fleet._lose, fleet._slots[1], "it died")
+    stage.now(1).kill()
     until(lambda: first.killed)
     sleeping = behind(fleet.sleep, WAIT_S)
     until(lambda: stage.now(0).asleep)
@@ -147,7 +146,7 @@ def test_a_task_ends_the_sleep(stage: SleeperStage) -> None:
     """Else one for which no worker is left would wait for ever."""
     fleet = stage.fleet(1)
     fleet.sleep(WAIT_S)
-    fleet._post(fleet._lose, fleet._slots[0], "it died")
+    stage.now(0).kill()
     until(lambda: fleet._slots[0].state == "starting")
     fleet.submit("a")
     until(lambda: stage.now(0).tasks == ["a"])
@@ -171,7 +170,7 @@ def test_close_ends_a_wait_for_sleep_and_starts_nobody(stage: SleeperStage) -> N
     other = stage.fleet(1)
     lives = stage.lives()
     other.sleep(WAIT_S)
-    other._post(other._lose, other._slots[0], "it died")
+    stage.now(0).kill()
     until(lambda: other._slots[0].state == "starting")
     other.close()
     assert stage.lives() == lives
