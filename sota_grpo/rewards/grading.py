@@ -28,7 +28,6 @@ from sota_grpo.workers.base import WorkerSpec, promised, resolve, starter
 from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 
-
 logger = logging.getLogger(__name__)
 
 _SILENCE_S = 60.0
@@ -225,8 +224,6 @@ class RewardWorker:
         score, term_names: as in :class:`GradingPool`.
         progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
     """
-
-    ANSWERED_WHILE_BUSY = ("ping",)
 
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)

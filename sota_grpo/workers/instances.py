@@ -19,7 +19,6 @@ from sota_grpo.workers.base import WorkerSpec, promised, starter
 from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
 from sota_grpo.workers.processes import ProcessLauncher
 
-
 _DESCRIBE_S = 120.0  # longest for the construction of one object and the schemas of its tools (imports transformers)
 _SILENCE_S = 60.0  # longest without an answer to a ping, beyond the deadline of a call
 

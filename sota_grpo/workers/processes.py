@@ -12,10 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from multiprocessing.connection import Connection, wait
@@ -32,7 +31,6 @@ from sota_grpo.workers.base import (
     WorkerDied,
     WorkerSpec,
     child_environment,
-    outcome,
     portable,
 )
 
@@ -62,20 +60,18 @@ class ThreadWorker:
 
     def __init__(self, name: str, spec: WorkerSpec) -> None:
         self.name = name
-        self._calls = OpenCalls(name)
+        self._calls = OpenCalls()
         self._host = Host(name, lambda: spec)
         self.thread = self._host.serve_on_thread()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        def send(number: int) -> None:
-            done = self._host.post(method, lambda: args)
-            done.add_done_callback(lambda done: self._calls.resolve(number, *outcome(self.name, done)))
-
-        return self._calls.open(send)
+        return self._calls.open(
+            lambda number: self._host.post(method, lambda: args, partial(self._calls.resolve, number))
+        )
 
     def kill(self) -> None:
         if self._calls.dead is None:
-            self._calls.fail("was killed")
+            self._calls.fail(WorkerDied(f"{self.name} was killed"))
             self._host.close()
 
 
@@ -112,46 +108,38 @@ class ThreadLauncher(Launcher):
                 thread.join(max(0.0, until - time.monotonic()))
 
 
-@dataclass(frozen=True)
-class Message:
-    """A head that always can be read, a pickled body, and the body's large buffers beside it."""
+def pickled(value: Any) -> tuple[bytes, list[Any]]:
+    """A value as bytes and, out of them, its large buffers."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return body, [buffer.raw() for buffer in buffers]
 
-    head: tuple[Any, ...]
-    body: bytes
-    buffers: Sequence[Any]
 
-    @classmethod
-    def of(cls, head: tuple[Any, ...], value: Any) -> Message:
-        buffers: list[pickle.PickleBuffer] = []
-        body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        return cls(head, body, [buffer.raw() for buffer in buffers])
+def send(connection: Connection, head: tuple[Any, ...], body: bytes, buffers: Sequence[Any]) -> None:
+    """Send a pickled value under a head, which the other end can read even where it cannot read the value."""
+    connection.send_bytes(pickle.dumps((head, body, [len(buffer) for buffer in buffers])))
+    for buffer in buffers:
+        connection.send_bytes(buffer)
 
-    def send(self, connection: Connection) -> None:
-        connection.send_bytes(pickle.dumps((self.head, self.body, [len(buffer) for buffer in self.buffers])))
-        for buffer in self.buffers:
-            connection.send_bytes(buffer)
 
-    @classmethod
-    def receive(cls, connection: Connection) -> Message:
-        head, body, sizes = pickle.loads(connection.recv_bytes())
-        buffers = [bytearray(size) for size in sizes]
-        for buffer in buffers:
-            connection.recv_bytes_into(buffer)
-        return cls(head, body, buffers)
-
-    def load(self) -> Any:
-        return pickle.loads(self.body, buffers=self.buffers)
+def receive(connection: Connection) -> tuple[tuple[Any, ...], Callable[[], Any]]:
+    """The next head, and what unpickles its value."""
+    head, body, sizes = pickle.loads(connection.recv_bytes())
+    buffers = [bytearray(size) for size in sizes]
+    for buffer in buffers:
+        connection.recv_bytes_into(buffer)
+    return head, partial(pickle.loads, body, buffers=buffers)
 
 
 class Shared:
     """A value that is pickled once, however often it is sent; at the other end it is the value."""
 
     def __init__(self, value: Any) -> None:
-        self._message = Message.of((), value)
+        self._body, self._buffers = pickled(value)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        buffers = [pickle.PickleBuffer(buffer) for buffer in self._message.buffers]
-        return partial(pickle.loads, self._message.body, buffers=buffers), ()
+        buffers = [pickle.PickleBuffer(buffer) for buffer in self._buffers]
+        return partial(pickle.loads, self._body, buffers=buffers), ()
 
 
 class ProcessEndedItself(WorkerDied):
@@ -184,7 +172,7 @@ class ProcessWorker:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
-        self._calls = OpenCalls(name)
+        self._calls = OpenCalls()
         self._spawner = spawner  # kept: the process dies with the thread that started it
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -203,19 +191,19 @@ class ProcessWorker:
         self._printer = threading.Thread(target=_show, args=(name, self._process.stdout), daemon=True)
         self._printer.start()
         self._connection = Connection(os.dup(self._socket.fileno()))
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._outbox.put(Message.of((name,), spec))
+        self._outbox: queue.SimpleQueue[tuple[tuple[Any, ...], bytes, list[Any]] | None] = queue.SimpleQueue()
+        self._outbox.put(((name,), *pickled(spec)))
         self._writer = threading.Thread(target=self._write, name=f"calls to {name}", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"answers of {name}", daemon=True)
         self._writer.start()
         self._reader.start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        return self._calls.open(lambda number: self._outbox.put(Message.of((number, method), args)))
+        return self._calls.open(lambda number: self._outbox.put(((number, method), *pickled(args))))
 
     def kill(self) -> None:
         self._end_group()
-        self._calls.fail(f"(pid {self.pid}) was killed")
+        self._calls.fail(WorkerDied(f"{self.name} (pid {self.pid}) was killed"))
         if threading.current_thread() is not self._reader:
             self._reader.join(_REAP_S)
 
@@ -232,7 +220,7 @@ class ProcessWorker:
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                message.send(self._connection)
+                send(self._connection, *message)
             except OSError:  # it is gone; the reader says so
                 return
 
@@ -244,20 +232,20 @@ class ProcessWorker:
                 if self._connection not in wait(watched):
                     # Something that the process left behind may hold its end of the socket open: end it here.
                     self._socket.shutdown(socket.SHUT_RDWR)
-                self._resolve(Message.receive(self._connection))
+                self._resolve(*receive(self._connection))
         except Exception:  # it has ended, or what it sends is no message
             self._reap()
         finally:
             if death is not None:
                 os.close(death)
 
-    def _resolve(self, message: Message) -> None:
-        number, succeeded = message.head
+    def _resolve(self, head: tuple[int, bool], load: Callable[[], Any]) -> None:
+        number, succeeded = head
         if number == _PID:
-            self.pid = message.load()
+            self.pid = load()
             return
         try:
-            value = message.load()
+            value = load()
         except Exception as error:  # an answer whose class this process lacks is that call's failure, not the worker's
             succeeded, value = False, error
         self._calls.resolve(number, succeeded, value)
@@ -268,9 +256,8 @@ class ProcessWorker:
         self._end_group()
         code = self._process.wait()
         self._printer.join(_EXIT_S)
-        self._calls.fail(
-            f"(pid {self.pid}) {ending(code)}", ProcessEndedItself if -code not in _OUTSIDE else WorkerDied
-        )
+        kind = WorkerDied if -code in _OUTSIDE else ProcessEndedItself
+        self._calls.fail(kind(f"{self.name} (pid {self.pid}) {ending(code)}"))
         self._outbox.put(None)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -355,31 +342,26 @@ def serve_child(fd: int, parent_pid: int) -> None:
     end_group_with(parent_pid)
     with suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE)
-    connection = Connection(fd)
-    Message.of((_PID, True), os.getpid()).send(connection)
-    message = Message.receive(connection)
-    host = Host(message.head[0], message.load)
-    threading.Thread(target=_relay, args=(connection, host), daemon=True).start()
-    host.serve()
+    connection, lock = Connection(fd), threading.Lock()
 
-
-def _relay(connection: Connection, host: Host) -> None:
-    """Hand calls to the host, in their order, until the other end is gone."""
-    lock = threading.Lock()
-
-    def answer(number: int, future: Future[Any]) -> None:
-        succeeded, value = outcome(host.name, future)
+    def answer(number: int, succeeded: bool, value: Any) -> None:
         try:
-            message = Message.of((number, succeeded), value)
+            message = pickled(value)
         except Exception as error:  # a result that cannot be pickled is that call's failure
-            message = Message.of((number, False), portable(host.name, error))
+            succeeded, message = False, pickled(portable(host.name, error))
         with lock, suppress(OSError):  # the other end is gone: this process is about to end
-            message.send(connection)
+            send(connection, (number, succeeded), *message)
 
-    try:
-        while True:
-            message = Message.receive(connection)
-            number, method = message.head
-            host.post(method, message.load).add_done_callback(partial(answer, number))
-    except (EOFError, OSError):
-        os._exit(0)
+    def relay() -> None:
+        try:
+            while True:
+                (number, method), load = receive(connection)
+                host.post(method, load, partial(answer, number))
+        except (EOFError, OSError):
+            os._exit(0)
+
+    send(connection, (_PID, True), *pickled(os.getpid()))
+    (name,), load_spec = receive(connection)
+    host = Host(name, load_spec)
+    threading.Thread(target=relay, daemon=True).start()
+    host.serve()

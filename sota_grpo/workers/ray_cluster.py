@@ -29,8 +29,17 @@ import numpy as np
 from sota_grpo.errors import UserError, collect_seldom
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.orphans import die_with_parent, guard
-from sota_grpo.workers.base import Host, Launcher, OpenCalls, WorkerSpec, child_environment, descendants, outcome
-from sota_grpo.workers.processes import Message
+from sota_grpo.workers.base import (
+    IDLE_METHOD,
+    Host,
+    Launcher,
+    OpenCalls,
+    WorkerDied,
+    WorkerSpec,
+    child_environment,
+    descendants,
+)
+from sota_grpo.workers.processes import pickled
 
 logger = logging.getLogger(__name__)
 Location = tuple[int, str]  # pid, and the machine on which it means something
@@ -65,8 +74,8 @@ def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
     """Pickled arguments, their large buffers, and references; the actor unpacks them on the worker's thread."""
     references = [arg.reference for arg in args if isinstance(arg, Shared)]
     holes = map(_Hole, itertools.count())
-    message = Message.of((), tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
-    return message.body, [np.frombuffer(buffer, dtype=np.uint8) for buffer in message.buffers], references
+    body, buffers = pickled(tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
+    return body, [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers], references
 
 
 def _unpack(body: bytes, buffers: list[np.ndarray], references: list[Any]) -> tuple[Any, ...]:
@@ -88,23 +97,18 @@ class HostActor:
         self._next_call = 0
         self._arrived: dict[int, Callable[[], None]] = {}
 
-    async def location(self) -> Location:
-        return os.getpid(), machine_id()
-
     async def call(self, number: int, method: str, *packed: Any) -> tuple[Location, bool, Any]:
-        loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        answers: list[Future[Any]] = []
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[tuple[bool, Any]] = loop.create_future()
 
-        def post() -> None:
-            answers.append(self._host.post(method, lambda: _unpack(*packed)))
-            answers[0].add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
+        def answer(*outcome: Any) -> None:
+            loop.call_soon_threadsafe(answered.set_result, outcome)
 
-        self._arrived[number] = post
-        while (next_post := self._arrived.pop(self._next_call, None)) is not None:
+        self._arrived[number] = partial(self._host.post, method, partial(_unpack, *packed), answer)
+        while (post := self._arrived.pop(self._next_call, None)) is not None:
             self._next_call += 1
-            next_post()
-        await answered.wait()
-        return await self.location(), *outcome(self._host.name, answers[0])
+            post()
+        return (os.getpid(), machine_id()), *await answered
 
 
 @cache
@@ -128,11 +132,11 @@ class RayWorker:
         self.name = name
         self.pid: int | None = None  # until the actor has said it
         self._actor = actor
-        self._calls = OpenCalls(name)
+        self._calls = OpenCalls()
         self._lock = threading.Lock()
         self._sent = 0
         self._process: int | None = None  # a descriptor of the actor's process, where that runs on this machine
-        actor.location.remote().future().add_done_callback(self._placed)
+        self.call(IDLE_METHOD)  # its answer, as every answer, has the location
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         def send(number: int) -> None:
@@ -142,7 +146,7 @@ class RayWorker:
                     answer = self._actor.call.remote(self._sent, method, *packed)
                     self._sent += 1
             except Exception as error:  # Ray itself is gone or refuses
-                self._calls.fail(f"cannot be reached: {_one_line(error)}")
+                self._calls.fail(WorkerDied(f"{self.name} cannot be reached: {_one_line(error)}"))
             else:
                 answer.future().add_done_callback(partial(self._answered, number))
 
@@ -157,7 +161,7 @@ class RayWorker:
         """
         import ray
 
-        self._calls.fail(f"(pid {self.pid}) was killed")
+        self._calls.fail(WorkerDied(f"{self.name} (pid {self.pid}) was killed"))
         with self._lock:
             process, self._process = self._process, None
         with suppress(Exception):  # the actor, or Ray itself, may be gone already
@@ -168,10 +172,6 @@ class RayWorker:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
                 wait([process], _GONE_S)
             os.close(process)
-
-    def _placed(self, answer: Future[Location]) -> None:
-        if answer.exception() is None:  # otherwise every other call says why
-            self._locate(answer.result())
 
     def _locate(self, location: Location) -> None:
         """Learn the actor's process; every answer says where it came from, so none arrives before this is known."""
@@ -194,7 +194,7 @@ class RayWorker:
         elif isinstance(error, RayTaskError):  # a result that cannot be pickled
             self._calls.resolve(number, False, error.cause or error)
         else:
-            self._calls.fail(f"(pid {self.pid}) is gone: {_one_line(error)}")
+            self._calls.fail(WorkerDied(f"{self.name} (pid {self.pid}) is gone: {_one_line(error)}"))
 
 
 def cluster_gpus(address: str) -> int:

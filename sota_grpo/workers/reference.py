@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -17,7 +18,7 @@ from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
-from sota_grpo.workers.base import WorkerThread, promised
+from sota_grpo.workers.base import promised
 from sota_grpo.workers.fleet import Fleet
 
 _READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
@@ -26,7 +27,7 @@ _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ReferenceWorker:
-    """Answers rows with the log-probabilities of a frozen model, on a thread of its own.
+    """Answers rows with the log-probabilities of a frozen model.
 
     Args:
         model: taken over and frozen.
@@ -59,27 +60,26 @@ class ReferenceWorker:
         self._autocast = _AUTOCAST[precision]
         self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt, fused=fused)
         self._token_budget, self._pad_token_id, self._gives_back = token_budget, pad_token_id, gives_back
-        self._thread = WorkerThread("reference")
-
-    def run(self, rows: RowTable) -> Future[list[np.ndarray]]:
-        """Log-probabilities of every row, f32 ``[T_i]``, 0 off its assistant mask."""
-        return self._thread.submit(self._answer, rows)
+        self._since: float | None = None  # when the running call, or its last forward pass, was seen to progress
 
     def ping(self) -> float:
-        """Seconds for which the forward pass at hand has been running."""
-        return self._thread.silent_s()
+        """Seconds for which the running forward pass has taken."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
-    def close(self) -> None:
-        self._thread.close()
-
-    def _answer(self, rows: RowTable) -> list[np.ndarray]:
-        log_probs = reference_log_probs(
-            self._forward,
-            rows,
-            pad_token_id=self._pad_token_id,
-            token_budget=self._token_budget,
-            shared_prompt=self._reference.shared_prompt,
-        )
+    def run(self, rows: RowTable) -> list[np.ndarray]:
+        """Log-probabilities of every row, f32 ``[T_i]``, 0 off its assistant mask."""
+        self._since = time.monotonic()
+        try:
+            log_probs = reference_log_probs(
+                self._forward,
+                rows,
+                pad_token_id=self._pad_token_id,
+                token_budget=self._token_budget,
+                shared_prompt=self._reference.shared_prompt,
+            )
+        finally:
+            self._since = None
         if self._gives_back:
             torch.cuda.empty_cache()
         return [values.numpy() for values in log_probs]
@@ -87,7 +87,7 @@ class ReferenceWorker:
     def _forward(self, padded: TensorDictBase) -> torch.Tensor:
         with torch.autocast(self._device_type, dtype=self._autocast, enabled=self._autocast is not None):
             log_probs = self._reference(padded)
-        self._thread.progress()
+        self._since = time.monotonic()
         return log_probs
 
 
