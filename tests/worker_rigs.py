@@ -157,6 +157,9 @@ class HostedRollout:
     def call(self, method: str, *args: Any) -> Future[Any]:
         return self.thread.call(method, *args)
 
+    def run(self, request: Any, sampling: Any) -> Future[Any]:
+        return self.call("run", request, sampling)
+
     def __getattr__(self, method: str) -> Callable[..., Future[Any]]:
         return partial(self.call, method)
 

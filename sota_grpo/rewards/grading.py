@@ -312,15 +312,15 @@ class GradingPool:
             at, reason = self._progress.read(call), f"WorkerDied: {error.__cause__ or error}"
             is_guilty = is_suspect or isinstance(error.__cause__, ProcessEndedItself)
         if len(pairs) > 1 and (at >= len(pairs) or (self._grades_groups and at == 0)):
-            parts = [[pair] for pair in pairs]  # the one at fault is unknown
-            return [*chain(*await asyncio.gather(*map(self._grade, parts)))]
+            return [*chain(*await asyncio.gather(*(self._grade([pair]) for pair in pairs)))]  # the guilty is unknown
         at = min(at, len(pairs) - 1)
         if is_guilty:
             guilty = [self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))]
             before, after = await asyncio.gather(self._grade(pairs[:at]), self._grade(pairs[at + 1 :]))
         else:
-            parts = self._grade(pairs[:at]), self._grade([pairs[at]], is_suspect=True), self._grade(pairs[at + 1 :])
-            before, guilty, after = await asyncio.gather(*parts)
+            before, guilty, after = await asyncio.gather(
+                self._grade(pairs[:at]), self._grade([pairs[at]], is_suspect=True), self._grade(pairs[at + 1 :])
+            )
         return [*before, *guilty, *after]
 
 
