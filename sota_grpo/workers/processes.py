@@ -1,4 +1,4 @@
-"""Workers of this machine: threads of this process; processes, started afresh and spoken to through a socket pair."""
+"""Workers of this machine: threads of this process, and processes that are called through a socket pair."""
 
 from __future__ import annotations
 
@@ -42,18 +42,17 @@ _BOOT = (
 CLOSING_S = 10.0  # longest wait for threads
 _EXIT_S = 1.0  # from the end of the socket to the end of the process
 _REAP_S = 10.0  # longest wait of kill() for the kernel
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # what others end a process with
-_PID = -1  # the number of an answer that nobody has asked for: the id of the process
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # with which others end a process
+_PID = -1  # in place of a call's number: the value is the process's id
 _STDERR = 2  # descriptor
 _SHOWN_BYTES = 64 << 10  # of what a worker prints within a minute
 _EXPENDABLE = "1000"  # oom_score_adj: the kernel ends such a process first when memory runs out
 
 
 class ThreadWorker:
-    """A worker in this process, constructed and called on a thread of its own (:class:`~.base.Worker`).
+    """A worker on a thread of this process (:class:`~.base.Worker`).
 
-    A thread cannot be killed: :meth:`kill` fails what is open and asks the host to close the worker after the call
-    that it is at. A worker that hangs keeps its thread, which does not keep the process alive.
+    A thread cannot be killed: :meth:`kill` fails open calls and has the worker closed after the running one.
     """
 
     pid: int | None = None
@@ -78,8 +77,8 @@ class ThreadWorker:
 class ThreadLauncher(Launcher):
     """Starts :class:`ThreadWorker`: for tests, simulations, and workers that only wait for a server.
 
-    :meth:`close` waits a while for the threads: one that is in C++ when the interpreter ends takes the process down
-    with SIGABRT, after all its work is done.
+    :meth:`close` waits for the threads, ``CLOSING_S`` in all: one that is in C++ when the interpreter ends would abort
+    the process.
 
     >>> launcher = ThreadLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}))
@@ -90,17 +89,16 @@ class ThreadLauncher(Launcher):
 
     def __init__(self) -> None:
         super().__init__()
-        self._threads: list[threading.Thread] = []  # of workers that are gone, too: a thread cannot be killed
+        self._threads: list[threading.Thread] = []  # those of killed workers, too
 
     def start(self, name: str, spec: WorkerSpec, **placement: Any) -> ThreadWorker:
-        """Start a worker; a thread has no environment and no device of its own, so ``placement`` changes nothing."""
+        """Start a worker; ``placement`` changes nothing for a thread."""
         worker = ThreadWorker(name, spec)
         self._workers.add(worker)
         self._threads = [*filter(threading.Thread.is_alive, self._threads), worker.thread]
         return worker
 
     def close(self) -> None:
-        """End the workers, waiting for their threads up to ``CLOSING_S`` in all; idempotent."""
         super().close()
         until = time.monotonic() + CLOSING_S
         for thread in self._threads:
@@ -143,24 +141,21 @@ class Shared:
 
 
 class ProcessEndedItself(WorkerDied):
-    """A worker's process ended by what it did itself: an exit, a fault. Others end one by SIGKILL or SIGTERM."""
+    """A worker's process ended by its own doing (an exit, a fault), not by SIGKILL or SIGTERM."""
 
 
 class ProcessWorker:
     """A worker in a process of its own (:class:`~.base.Worker`).
 
-    Contract. One thread writes the calls, so that a stopped process holds nobody up; one reads the answers. The end of
-    the process, however it comes, fails what is open with its exit code or signal; the process is reaped, and whatever
-    it had started is killed with it. What it prints stands on stderr, control characters escaped, 64 KiB of it in a
-    minute. Arguments are pickled by :meth:`call`, large buffers by reference: leave arrays unchanged until the call is
-    answered.
+    One thread writes the calls, so that a stopped process does not block :meth:`call`; one reads the answers. The end
+    of the process fails open calls with its exit code or signal; the process is reaped, and what it has started is
+    killed. What it prints goes to stderr, control characters escaped, at most 64 KiB in a minute. Arguments are pickled
+    by :meth:`call`, large buffers by reference: leave arrays unchanged until the call is answered.
 
     Args:
-        name: in messages and in ``ps``.
-        spec: what the process runs.
-        environment: of the process, whole.
+        name, spec, pass_fds: as of :meth:`ProcessLauncher.start`.
+        environment: all variables of the process.
         spawner: the one thread that starts processes (see :class:`ProcessLauncher`).
-        pass_fds: descriptors that it inherits.
     """
 
     def __init__(
@@ -208,7 +203,7 @@ class ProcessWorker:
             self._reader.join(_REAP_S)
 
     def _end_group(self) -> None:
-        """By its subreaper, which finds more than the group; by the kernel where that does not answer."""
+        """Have the subreaper end everything, which finds more than the group; then kill the group."""
         with suppress(ProcessLookupError):  # it has ended and been reaped
             if sys.platform == "linux":
                 os.kill(self._process.pid, signal.SIGTERM)
@@ -230,7 +225,7 @@ class ProcessWorker:
         try:
             while True:
                 if self._connection not in wait(watched):
-                    # Something that the process left behind may hold its end of the socket open: end it here.
+                    # What the process left behind may hold its end of the socket open.
                     self._socket.shutdown(socket.SHUT_RDWR)
                 self._resolve(*receive(self._connection))
         except Exception:  # it has ended, or what it sends is no message
@@ -269,11 +264,10 @@ class ProcessWorker:
 class ProcessLauncher(Launcher):
     """Starts :class:`ProcessWorker`.
 
-    Processes are started by one thread that lives as long as the launcher: Linux then kills them the moment that this
-    process dies, even by SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second.
-    A process ignores Ctrl-C: whoever started it decides when it ends. What it prints goes to stderr, line by line:
-    stdout is for what the command that started it has to say. On Linux a worker is two processes, the one that
-    works and its subreaper (:func:`sota_grpo.orphans.fork_under_subreaper`).
+    One thread starts all processes and lives as long as the launcher: Linux kills them when this process dies, even by
+    SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second. A process ignores
+    Ctrl-C. On Linux a worker is two processes, itself and its subreaper
+    (:func:`sota_grpo.orphans.fork_under_subreaper`).
 
     >>> launcher = ProcessLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}), threads=1)
@@ -302,14 +296,14 @@ class ProcessLauncher(Launcher):
             spec: what it runs.
             env: variables set before the process imports anything.
             threads: of OpenMP, hence of torch; None leaves it to the environment.
-            pass_fds: descriptors that it inherits under the same numbers.
+            pass_fds: descriptors that the process inherits.
         """
         worker = ProcessWorker(name, spec, {**os.environ, **child_environment(env, threads)}, self._spawner, pass_fds)
         self._workers.add(worker)
         return worker
 
     def share(self, value: Any) -> Any:
-        """A handle for ``call``: the value is pickled here, once, and sent with every call that names the handle."""
+        """A handle for ``call``: the value is pickled once, and sent with every call."""
         return Shared(value)
 
     def close(self) -> None:
@@ -318,9 +312,9 @@ class ProcessLauncher(Launcher):
 
 
 def _show(name: str, printed: IO[bytes]) -> None:
-    """Pass on what a worker prints, and of a flood only its beginning."""
+    """Copy what a worker prints to stderr, and of a flood only its beginning."""
     begin, count = time.monotonic(), 0
-    with printed, suppress(OSError):  # nobody reads stderr any more
+    with printed, suppress(OSError):  # stderr is closed
         while line := printed.readline(4096):
             if time.monotonic() - begin > 60:
                 begin, count = time.monotonic(), 0
@@ -334,7 +328,7 @@ def _show(name: str, printed: IO[bytes]) -> None:
 
 
 def serve_child(fd: int, parent_pid: int) -> None:
-    """The life of a worker's process: its object on the main thread, where it may use signals; calls on another."""
+    """Run a worker's process: the worker on the main thread, where it may use signals."""
     collect_seldom()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(sys.stdout, TextIOWrapper):  # what is printed is not lost when the process is killed

@@ -30,13 +30,13 @@ class ReferenceWorker:
     """Answers rows with the log-probabilities of a frozen model.
 
     Args:
-        model: taken over and frozen.
+        model: is frozen.
         temperature: the policy's sampling temperature.
         precision: autocast, ``fp32``, ``bf16`` or ``fp16``; that of the policy makes the KL of equal weights 0.
         token_budget: packed tokens of one forward pass; padded ones for a model that cannot be packed.
-        pad_token_id: padding of the tokens; any id of the vocabulary will do.
+        pad_token_id: any id of the vocabulary.
         shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
-        gives_back: keeps no memory of the device in reserve between answers, for engines that sleep there meanwhile.
+        gives_back: releases cached CUDA memory after each call, for colocated engines.
 
     Raises:
         ValueError: an unknown precision.
@@ -125,23 +125,19 @@ def reference_worker(
 class ReferenceService:
     """Client of a fleet of :class:`sota_grpo.workers.reference.ReferenceWorker`.
 
-    Contract. Consumes: whole groups (:meth:`submit`), which it completes in the background, or padded rows (a call,
-    as any :class:`sota_grpo.policy.reference.ReferencePolicy`), which it splits over the workers and waits for.
-    Produces: the same log-probabilities as a reference in this process, to the rounding of another padding. Waits for:
-    the fleet, whose deadlines bound every wait. A worker that dies or falls silent is replaced and its rows are
-    answered by another; :class:`~sota_grpo.workers.base.WorkerDied` only when that happened ``max_attempts`` times to
-    the same rows or no worker can start.
+    It completes whole groups in the background (:meth:`submit`), or splits padded rows over the workers and waits (a
+    call, as any :class:`sota_grpo.policy.reference.ReferencePolicy`). Log-probabilities equal those of a reference in
+    this process, to the rounding of another padding. A worker that dies or falls silent is replaced and its rows are
+    answered by another.
 
     Args:
         fleet: of reference workers; closed with the service.
-        num_workers: into how many parts a call is split.
+        num_workers: parts of a call.
         in_reward_coeff: see :class:`sota_grpo.rl.transforms.ReferenceKL`; with one, groups come with their reward.
 
-    Attributes:
-        fleet: of the workers; it counts their replacements.
     """
 
-    shared_prompt = True  # a worker cuts what it is given by what its own model can
+    shared_prompt = True  # a worker splits its rows as its model permits
 
     def __init__(self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None) -> None:
         self.fleet, self._num_workers, self._in_reward_coeff = fleet, num_workers, in_reward_coeff

@@ -167,19 +167,18 @@ def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> Ro
 
 
 class FleetEngine(Streams):
-    """What the gate, the evaluation, weight sync and the collector see of the rollout workers.
+    """The rollout workers as one engine.
 
-    Contract. Consumes: requests, one group at a time. Produces: groups, from whichever worker had room. Waits for:
-    workers, as long as each shows progress. Unblocked by: the next finished group. When a worker dies or is silent, the
-    fleet replaces it, gives the new one the newest weights, and asks again for the groups it had; a push returns when
-    every worker that is alive serves the version. A stream that is dropped is sampled to its end all the same. Only the
-    workers of a :class:`~sota_grpo.workers.sleeping.SleepingFleet` share devices with the learner, and sleep.
+    Contract. Consumes: requests, one group at a time. Produces: groups, from any worker that had room. Waits for:
+    workers, as long as each shows progress. When a worker dies or is silent, the fleet replaces it, gives the new one
+    the newest weights, and samples its groups again; a push returns when every live worker serves the version. A group
+    whose stream is dropped is still sampled to its end.
 
     Args:
-        fleet: rollout workers (:class:`~sota_grpo.workers.rollout.RolloutWorker`).
-        name: of the engines behind it.
+        fleet: of :class:`RolloutWorker`.
+        name: of the engines.
         max_model_len: context in tokens.
-        share: makes a large value available to every worker (:meth:`~sota_grpo.workers.base.Launcher.share`).
+        share: :meth:`~sota_grpo.workers.base.Launcher.share`.
         deadline_s: longest wait of a push for one worker.
         base: the weights under an adapter, packed once, where the learner publishes its adapter only.
     """
@@ -203,22 +202,18 @@ class FleetEngine(Streams):
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """The group, some day; its samples are drawn by the weights that are newest as they are drawn."""
+        """A future of the group, sampled by the newest weights at each token."""
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack, version: int) -> None:
-        """Push to every worker, in flight; returns when each one's next token comes from the new weights.
-
-        Args:
-            weights: the tensors, or an adapter.
-            version: what they are called.
+        """Push to every worker, under running groups; returns when each one's next token comes from the new weights.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
         """
         if isinstance(weights, AdapterPack):
-            if self.base is not None:  # a worker that starts later gets it before its first adapter, too
+            if self.base is not None:  # sticky: a worker that starts later gets it before its first adapter
                 base, self.base = self._share(self.base()), None
                 self._broadcast("set_base", base)
         elif not isinstance(weights, WeightPack):
@@ -230,12 +225,12 @@ class FleetEngine(Streams):
 
     @cached_property
     def weight_dtype(self) -> torch.dtype | None:
-        """The one that all the engines' matrices have, so that pushed ones may come in it; None where there is none."""
+        """The dtype of all the engines' matrices, for pushed weights; None where they have several."""
         dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s))
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def weight_sums(self) -> dict[str, Checksum] | None:
-        """Those of all workers; of a weight in which they differ, one that no tensor has."""
+        """The checksums of all workers; of a weight in which they differ, one that no tensor has."""
         answers = self.fleet.broadcast("weight_sums", deadline_s=self._deadline_s)
         if not answers or None in answers:
             return None
@@ -247,7 +242,7 @@ class FleetEngine(Streams):
         return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)
 
     def sleep(self) -> None:
-        """Return when every engine sleeps; nothing where they have their own devices."""
+        """Return when every engine sleeps; no-op where they have their own devices."""
         self.fleet.sleep(self._deadline_s)
 
     def wake(self) -> None:
