@@ -6,11 +6,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sota_grpo.workers.base import WorkerDied, WorkerSpec
+from sota_grpo.workers.processes import ThreadWorker
 
 
 class Refused(ValueError):
@@ -142,6 +145,32 @@ def works_once(tries: str) -> Echo:
     if Path(tries).stat().st_size == 2:
         raise RuntimeError("device busy")
     return Echo()
+
+
+class HostedRollout:
+    """A rollout worker on a thread of its own: its methods give futures."""
+
+    def __init__(self, make_engine: Callable[[], Any], tokenizer: Any = None) -> None:
+        self.thread = ThreadWorker("rollout-0", spec("rollout", make_engine=make_engine, tokenizer=tokenizer))
+        self.call("ping").result()
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        return self.thread.call(method, *args)
+
+    def run(self, request: Any, sampling: Any) -> Future[Any]:
+        return self.call("run", request, sampling)
+
+    def __getattr__(self, method: str) -> Callable[..., Future[Any]]:
+        return partial(self.call, method)
+
+    def close(self) -> None:
+        self.thread.kill()
+
+
+def rollout(make_engine: Callable[[], Any], tokenizer: Any) -> Any:
+    from sota_grpo.workers.rollout import RolloutWorker
+
+    return RolloutWorker(make_engine(), tokenizer)
 
 
 def spec(factory: str = "echo", **options: Any) -> WorkerSpec:

@@ -79,7 +79,6 @@ from sota_grpo.workers.fleet import Fleet, worker_metrics
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import MAX_ATTEMPTS, ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
-from sota_grpo.workers.sleeping import SleepingFleet
 
 if TYPE_CHECKING:
     from sota_grpo.source.collector import PromptGroupCollector
@@ -353,13 +352,14 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
     shared_by = num_engines(config, plan)
     options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, shared_by)
     groups = max(1, int(options.max_rows / mean_group_size(config)))
-    return (SleepingFleet if plan.shared else Fleet)(
+    return Fleet(
         "rollout",
         cluster.start_rollout(options),
         cluster.num_engines,
         capacity=options.max_rows if has_dialogs(config) else groups,  # a dialog is one sample
         silence_s=config.ray.timeout_s,
         start_silence_s=config.ray.timeout_s,
+        shares_devices=plan.shared,
     )
 
 

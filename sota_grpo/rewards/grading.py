@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -23,10 +24,9 @@ from typing import Any, Protocol
 from sota_grpo.rl.records import LARGEST, Example, Score, task_of_example
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
 from sota_grpo.text import one_line
-from sota_grpo.workers.base import WorkerSpec, gathered, promised, resolve, starter
-from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.base import WorkerSpec, promised, resolve, starter
+from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
-from sota_grpo.workers.slots import TaskLost, TaskOverdue
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +225,6 @@ class RewardWorker:
         progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
     """
 
-    ANSWERED_WHILE_BUSY = ("ping",)
-
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
         prepare(score)
@@ -293,43 +291,37 @@ class GradingPool:
         self.fleet.wait_ready()
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        """One score per pair, some day; workers that are not ready yet hold up nobody but the future."""
-        return self._grade(list(pairs))
+        """A future of one score per pair; workers need not be ready yet."""
+        return self.fleet.start(self._grade(list(pairs)))
 
     def close(self) -> None:
         """End the workers; futures that are open fail."""
         self.fleet.close()
         self._launcher.close()
 
-    def _grade(self, pairs: list[tuple[str, Example]], is_suspect: bool = False) -> Future[list[Score]]:
+    async def _grade(self, pairs: list[tuple[str, Example]], is_suspect: bool = False) -> list[Score]:
         """The scores of a group, or of the part of one that is graded again; ``is_suspect``: a worker died at it."""
         if not pairs:
-            return done([])
-        scores, call = promised(), next(self._calls)
-
-        def answered(answer: Future[list[Score]]) -> None:
-            error = answer.exception()
-            if not isinstance(error, (TaskOverdue, TaskLost)):
-                resolve(scores, lambda: list(map(self._failures.add, answer.result())))
-                return
-            if isinstance(error, TaskOverdue):
-                at, is_guilty, reason = error.progress, True, f"TimeoutError: no score within {self._timeout_s:g} s"
-            else:
-                at, reason = self._progress.read(call), f"WorkerDied: {error.__cause__ or error}"
-                is_guilty = is_suspect or isinstance(error.__cause__, ProcessEndedItself)
-            if len(pairs) > 1 and (at >= len(pairs) or (self._grades_groups and at == 0)):
-                parts = [self._grade([pair]) for pair in pairs]  # which of them it was at is unclear
-            else:
-                at = min(at, len(pairs) - 1)
-                if is_guilty:
-                    failed = done([self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))])
-                else:
-                    failed = self._grade([pairs[at]], is_suspect=True)
-                parts = [self._grade(pairs[:at]), failed, self._grade(pairs[at + 1 :])]
-            gathered(parts).add_done_callback(lambda graded: resolve(scores, lambda: list(chain(*graded.result()))))
-
-        self.fleet.submit(pairs, call).add_done_callback(answered)
-        return scores
+            return []
+        call = next(self._calls)
+        try:
+            return [*map(self._failures.add, await self.fleet.run(pairs, call))]
+        except TaskOverdue as error:
+            at, is_guilty, reason = error.progress, True, f"TimeoutError: no score within {self._timeout_s:g} s"
+        except TaskLost as error:
+            at, reason = self._progress.read(call), f"WorkerDied: {error.__cause__ or error}"
+            is_guilty = is_suspect or isinstance(error.__cause__, ProcessEndedItself)
+        if len(pairs) > 1 and (at >= len(pairs) or (self._grades_groups and at == 0)):
+            return [*chain(*await asyncio.gather(*(self._grade([pair]) for pair in pairs)))]  # the guilty is unknown
+        at = min(at, len(pairs) - 1)
+        if is_guilty:
+            guilty = [self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))]
+            before, after = await asyncio.gather(self._grade(pairs[:at]), self._grade(pairs[at + 1 :]))
+        else:
+            before, guilty, after = await asyncio.gather(
+                self._grade(pairs[:at]), self._grade([pairs[at]], is_suspect=True), self._grade(pairs[at + 1 :])
+            )
+        return [*before, *guilty, *after]
 
 
 def done(value: Any) -> Future[Any]:

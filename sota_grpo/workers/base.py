@@ -36,14 +36,14 @@ _SHORTEST_LOOK_S = 0.05
 
 
 def promised() -> Future[Any]:
-    """A future that whoever made it will resolve; its reader cannot cancel it."""
+    """A pending future that its reader cannot cancel."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
-    """Give ``future`` what ``compute()`` returns or raises.
+    """Set what ``compute()`` returns or raises as the result of ``future``.
 
     >>> future = promised()
     >>> resolve(future, lambda: 1 / 0)
@@ -52,34 +52,30 @@ def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
     """
     try:
         result = compute()
-    except BaseException as error:  # it belongs to whoever reads the future
+    except BaseException as error:  # raised where the future is read
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
-def _pass_on(future: Future[Any], done: Future[Any]) -> None:
-    resolve(future, done.result)
-
-
-def gathered(futures: Sequence[Future[Result]]) -> Future[list[Result]]:
-    """All results in order, once the last future is done; the first failure in that order instead, if there is one.
+def gathered(futures: Sequence[Future[Any]], then: Callable[[list[Any]], Any] = list) -> Future[Any]:
+    """A future of ``then(results)``, once the last future is done; of the first failure in their order, if one failed.
 
     >>> parts = [promised(), promised()]
     >>> both = gathered(parts)
     >>> parts[1].set_result("b"), both.done()
     (None, False)
     >>> parts[0].set_result("a")
-    >>> both.result(), gathered([]).result()
-    (['a', 'b'], [])
+    >>> both.result(), gathered([], len).result()
+    (['a', 'b'], 0)
     """
-    both, left = promised(), itertools.count(len(futures) - 1, -1)  # a count is taken by one thread at a time
+    both, left = promised(), itertools.count(len(futures) - 1, -1)  # one thread at a time takes a count
     if not futures:
-        both.set_result([])
+        resolve(both, lambda: then([]))
 
-    def one_is_done(_: Future[Result]) -> None:
+    def one_is_done(_: Future[Any]) -> None:
         if next(left) == 0:
-            resolve(both, lambda: [future.result() for future in futures])
+            resolve(both, lambda: then([future.result() for future in futures]))
 
     for future in futures:
         future.add_done_callback(one_is_done)
@@ -87,11 +83,11 @@ def gathered(futures: Sequence[Future[Result]]) -> Future[list[Result]]:
 
 
 class WorkerDied(RunFailed, RuntimeError):
-    """A worker is gone, hangs, or says that it cannot go on; the message names it and the cause."""
+    """A worker is gone, hangs, or cannot go on; the message names it and the cause."""
 
 
 class WorkerLate(RunFailed, TimeoutError):
-    """Nobody answered in time, and replacing who was late did not help; the message names them."""
+    """No worker answered in time, and replacing the late ones did not help; the message names them."""
 
 
 class ConstructionFailed(WorkerDied):
@@ -100,14 +96,17 @@ class ConstructionFailed(WorkerDied):
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is made by: ``factory(**options)``, called once in its own process.
+    """How a worker is made: ``factory(**options)``, called once in its own process.
 
-    Its public methods are what :meth:`Worker.call` may name. A method that takes long returns a
-    :class:`concurrent.futures.Future`; one that returns a value must be quick, because the host answers calls one after
-    the other. ``ping()`` returns the seconds for which the worker has had work and made no progress (0 when idle);
-    ``close()`` frees what it holds. A worker whose ``ANSWERED_WHILE_BUSY`` names methods has those called at once, on
-    another thread, so its other methods may take long on the main thread. A worker that cannot go on fails its futures
-    with :class:`WorkerDied`.
+    :meth:`Worker.call` may name its public methods, which are called one after the other. A method that takes long
+    returns a :class:`concurrent.futures.Future`, or holds up the others. Some names have a meaning:
+
+    - ``ping()`` returns the seconds for which the worker has had work and made no progress (0 when idle). It is called
+      on another thread while a method runs. Without it, the time of the running method counts.
+    - ``advance()`` is called whenever no call waits, until it returns False: a step of what the worker has in flight.
+    - ``close()`` frees what the worker holds.
+
+    A worker that cannot go on fails its futures with :class:`WorkerDied`.
 
     Args:
         factory: ``"package.module:function"``, imported there.
@@ -119,13 +118,13 @@ class WorkerSpec:
 
 
 class Worker(Protocol):
-    """A worker as its owner has it in hand, wherever it is.
+    """The owner's handle of a worker in a thread, a process or a Ray actor.
 
     ``call`` returns at once; its future has the method's result (or, where the method returned a future, that one's),
-    the method's exception, or :class:`WorkerDied`. Calls are started in the order given; a long one does not hold up
-    the others. The worker is constructed while earlier calls wait; when its construction fails, every call fails with
-    :class:`WorkerDied` and the cause. ``kill`` ends the process at once (SIGKILL, stopped processes included), is
-    idempotent, and fails what is in flight with :class:`WorkerDied`.
+    the method's exception, or :class:`WorkerDied`. Calls are started in the order given. The worker is constructed
+    while earlier calls wait; when its construction fails, every call fails with :class:`WorkerDied` and the cause.
+    ``kill`` ends the process at once (SIGKILL, stopped processes included), is idempotent, and fails pending calls
+    with :class:`WorkerDied`.
     """
 
     name: str
@@ -139,7 +138,7 @@ class Launcher:
     """Starts workers of one kind, and shares large values with them.
 
     Attributes:
-        start: ``start(name, spec, **placement)``; what a placement is, each launcher says.
+        start: ``start(name, spec, **placement)``; each launcher documents its placement.
     """
 
     start: Callable[..., Worker]
@@ -179,30 +178,32 @@ def starter(
 
 
 class JobQueue:
-    """Functions that one thread calls, one after the other, and for how long the one at hand has made no progress.
+    """Functions that one thread calls in their order.
 
-    Contract. Consumes: functions, from any thread. Produces: one future per function: its result, its exception, or,
-    where it returned a future, what that one has. Waits for: the next function, and for nothing else. A function that
-    never returns holds up those behind it; :meth:`silent_s` then grows, and whoever asks decides.
+    Contract. Consumes: functions, from any thread. Produces: their results; of a function that returns a future, the
+    future's. Waits for: the next function. A function that never returns holds up the others, and :meth:`silent_s`
+    grows.
 
     Args:
         name: of the thread.
     """
 
+    advance: Callable[[], bool] = staticmethod(lambda: False)  # called while no function waits, until it is False
+
     def __init__(self, name: str) -> None:
         self.name = name
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Future[Any]], object]] | None]
         self._jobs = queue.SimpleQueue()
         self._since: float | None = None
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queue ``function(*args)``."""
         future = promised()
-        self._jobs.put((future, function, args))
+        self._jobs.put((partial(function, *args), lambda done: resolve(future, done.result)))
         return future
 
     def progress(self) -> None:
-        """Called by the running function whenever a part of it is done: the silence starts anew."""
+        """Called by the running function whenever a part of it is done: :meth:`silent_s` starts anew."""
         self._since = time.monotonic()
 
     def silent_s(self) -> float:
@@ -212,23 +213,25 @@ class JobQueue:
 
     def serve(self) -> None:
         """Call what comes, on this thread, until :meth:`close`."""
-        while (job := self._jobs.get()) is not None:
-            future, function, args = job
-            self.progress()
-            try:
-                result = function(*args)
-            except BaseException as error:  # it belongs to whoever asked, and the next one is to be served
+        is_busy = False
+        while True:
+            if is_busy and self._jobs.empty():
+                self._since = time.monotonic()
+                is_busy = self.advance()
                 self._since = None
-                future.set_exception(error)
-                continue
-            self._since = None
-            if isinstance(result, Future):
-                result.add_done_callback(partial(_pass_on, future))
+            elif (job := self._jobs.get()) is None:
+                return
             else:
-                future.set_result(result)
+                function, answer = job
+                self._since, done, is_busy = time.monotonic(), promised(), True
+                resolve(done, function)
+                self._since = None
+                result = done.result() if done.exception() is None else None
+                (result if isinstance(result, Future) else done).add_done_callback(answer)
+                del done, result, function, answer, job  # which may be large
 
     def serve_on_thread(self) -> threading.Thread:
-        """Run :meth:`serve` on a thread of its own, a daemon: it does not keep the process alive."""
+        """Run :meth:`serve` on a daemon thread, which does not keep the process alive."""
         thread = threading.Thread(target=self.serve, name=self.name, daemon=True)
         thread.start()
         return thread
@@ -256,18 +259,19 @@ class Host(JobQueue):
     """Constructs a worker, then calls its methods in the order given, on the thread that runs :meth:`serve`.
 
     A worker whose construction raises leaves a host that answers every call with :class:`ConstructionFailed`. The call
-    ``"__idle_s__"`` (for how long this process has done nothing) is the host's own and is answered at once, during the
-    construction too. :meth:`close` closes the worker after the calls that are queued.
+    ``"__idle_s__"`` (for how long this process has done nothing) is answered at once, during the construction too.
+    :meth:`close` closes the worker after the calls that are queued.
 
     Args:
         name: of the worker, for messages.
         unpack_spec: gives what to construct; called on that thread, and what it raises is a failed construction.
 
-    >>> host = Host("counter-0", lambda: WorkerSpec("collections:Counter", {"a": 2}))
-    >>> total = host.post("total", tuple)  # waits: nothing is constructed yet
+    >>> host, answers = Host("counter-0", lambda: WorkerSpec("collections:Counter", {"a": 2})), queue.SimpleQueue()
+    >>> host.post("total", tuple, lambda *answer: answers.put(answer))  # waits: nothing is constructed yet
     >>> thread = host.serve_on_thread()
-    >>> total.result(), host.post("get", lambda: ("a",)).result()
-    (2, 2)
+    >>> host.post("get", lambda: ("a",), lambda *answer: answers.put(answer))
+    >>> answers.get(), answers.get()
+    ((True, 2), (True, 2))
     >>> host.close()
     """
 
@@ -276,35 +280,35 @@ class Host(JobQueue):
         self._activity = Activity()
         self._worker = self.submit(self._construct, unpack_spec)
 
-    def post(self, method: str, unpack: Unpack) -> Future[Any]:
-        """Queue ``method(*unpack())``; what unpacking raises is the call's exception.
+    def post(self, method: str, unpack: Unpack, answer: Callable[[bool, Any], object]) -> None:
+        """Queue ``method(*unpack())`` and have ``answer(True, result)`` or ``answer(False, exception)`` called.
 
         Unpacking imports the modules of the arguments' classes. It happens on the thread that constructed the worker,
         because two threads that import parts of one package at once may see half of a module.
         """
-        future = promised()
         if method == IDLE_METHOD:
-            future.set_result(self._activity.idle_s())
-        elif self._is_constructed() and method in getattr(self._worker.result(), "ANSWERED_WHILE_BUSY", ()):
-            resolve(future, lambda: self._answer(method, unpack))
+            answer(True, self._activity.idle_s())
+        elif method == "ping" and self._worker.done() and self._worker.exception() is None:
+            try:
+                answer(True, getattr(self._worker.result(), "ping", self.silent_s)())
+            except Exception as error:
+                answer(False, portable(self.name, error))
         else:
-            return self.submit(self._answer, method, unpack)
-        return future
+            self._jobs.put((partial(self._answer, method, unpack), partial(self._reply, answer)))
 
     def serve(self) -> None:
         super().serve()
-        close = getattr(self._worker.result(), "close", None) if self._is_constructed() else None
+        close = getattr(self._worker.result(), "close", None) if self._worker.exception() is None else None
         if callable(close):
             close()
-
-    def _is_constructed(self) -> bool:
-        return self._worker.done() and self._worker.exception() is None
 
     def _construct(self, unpack_spec: Callable[[], WorkerSpec]) -> Any:
         try:
             spec = unpack_spec()
             module, _, function = spec.factory.partition(":")
-            return getattr(import_module(module), function)(**spec.options)
+            worker = getattr(import_module(module), function)(**spec.options)
+            self.advance = getattr(worker, "advance", self.advance)
+            return worker
         except BaseException as error:  # SystemExit of a command-line library included: it is for the caller to report
             refusal = ConstructionFailed(f"{self.name} could not be constructed: {type(error).__name__}: {error}")
             refusal.add_note("".join(traceback.format_exception(error)).rstrip())
@@ -314,7 +318,13 @@ class Host(JobQueue):
         worker = self._worker.result()
         if method.startswith("_"):
             raise AttributeError(f"{type(worker).__name__}.{method} is private and cannot be called from outside")
+        if method == "ping" and not hasattr(worker, "ping"):
+            return 0.0  # it waited for the construction
         return getattr(worker, method)(*unpack())
+
+    def _reply(self, answer: Callable[[bool, Any], object], done: Future[Any]) -> None:
+        error = done.exception()
+        answer(*((True, done.result()) if error is None else (False, portable(self.name, error))))
 
 
 class Activity:
@@ -385,23 +395,17 @@ def descendants() -> list[psutil.Process]:
 class OpenCalls:
     """The calls to one worker that have no answer yet; each is answered exactly once.
 
-    Args:
-        name: of the worker, for messages.
-
-    >>> calls, sent = OpenCalls("rollout-0"), []
+    >>> calls, sent = OpenCalls(), []
     >>> future = calls.open(sent.append)
-    >>> calls.fail("was killed")
+    >>> calls.fail(WorkerDied("rollout-0 was killed"))
     >>> calls.resolve(sent[0], True, "too late")
-    >>> print(future.exception())
-    rollout-0 was killed
-    >>> print(calls.open(sent.append).exception())
-    rollout-0 was killed
+    >>> print(future.exception(), calls.open(sent.append).exception(), sep=", ")
+    rollout-0 was killed, rollout-0 was killed
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
+        self._numbers = itertools.count()
         self._futures: dict[int, Future[Any]] = {}
         self.dead: WorkerDied | None = None  # why no call is answered any more
 
@@ -409,12 +413,10 @@ class OpenCalls:
         """The future of a call that ``send(number)`` begins; failed at once when the worker is dead or that raises."""
         future = promised()
         with self._lock:
-            number, self._count = self._count, self._count + 1
-            dead = self.dead
-            if dead is None:
-                self._futures[number] = future
-        if dead is not None:
-            future.set_exception(dead)
+            number = next(self._numbers)
+            self._futures[number] = future
+        if self.dead is not None:
+            self.resolve(number, False, self.dead)
             return future
         try:
             send(number)
@@ -426,28 +428,18 @@ class OpenCalls:
         """Answer a call; nothing happens when it has been answered before."""
         with self._lock:
             future = self._futures.pop(number, None)
-        if future is None:
-            return
-        if succeeded:
-            future.set_result(value)
-        else:
-            future.set_exception(value)
+        if future is not None:
+            (future.set_result if succeeded else future.set_exception)(value)
 
-    def fail(self, what: str | WorkerDied, kind: type[WorkerDied] = WorkerDied) -> None:
-        """The worker is dead: open calls and later ones fail with ``{name} {what}``; only the first cause counts."""
+    def fail(self, death: WorkerDied) -> None:
+        """The worker is dead: open calls and later ones fail with ``death``; only the first counts."""
         with self._lock:
             if self.dead is not None:
                 return
-            self.dead = kind(f"{self._name} {what}") if isinstance(what, str) else what
+            self.dead = death
             left, self._futures = self._futures, {}
         for future in left.values():
-            future.set_exception(self.dead)
-
-
-def outcome(name: str, future: Future[Any]) -> tuple[bool, Any]:
-    """What a finished call has to say to another process: ``(True, result)`` or ``(False, exception)``."""
-    error = future.exception()
-    return (True, future.result()) if error is None else (False, portable(name, error))
+            future.set_exception(death)
 
 
 def portable(name: str, error: BaseException) -> BaseException:

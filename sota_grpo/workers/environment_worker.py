@@ -37,8 +37,6 @@ class EnvironmentWorker:
         spec, max_chars: as in :class:`~.instances.Instances`.
     """
 
-    ANSWERED_WHILE_BUSY = ("ping",)
-
     def __init__(self, spec: InstanceSpec, max_chars: int) -> None:
         self._is_adapter, self._max_chars = spec.is_adapter, max_chars
         self._environments: dict[int, _Environment] = {}

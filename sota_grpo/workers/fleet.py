@@ -1,19 +1,19 @@
-"""Workers of one role behind one queue: dispatch, deadlines, replacement, re-queueing."""
+"""Workers of one role behind one queue: dispatch, deadlines, replacement, sleep."""
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import logging
 import math
-import queue
+import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from sota_grpo.workers.base import (
     IDLE_METHOD,
@@ -23,39 +23,144 @@ from sota_grpo.workers.base import (
     Worker,
     WorkerDied,
     WorkerLate,
+    promised,
 )
-from sota_grpo.workers.slots import Broadcast, Slot, Task, TaskLost, TaskOverdue, Timers
 
 logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
 _GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
-_ATTEND_S = 1.0  # between two calls of what is to be attended to while a broadcast is waited for
+_ATTEND_S = 1.0  # between two calls of `attend` while a broadcast is waited for
 _MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
+
+
+class TaskOverdue(TimeoutError):
+    """A worker took too long for a task; ``progress`` is what the fleet's ``progress`` counted last."""
+
+    def __init__(self, what: str, progress: int) -> None:
+        super().__init__(what)
+        self.progress = progress
+
+
+class TaskLost(WorkerDied):
+    """A task's last permitted worker died; ``__cause__`` is that worker's error, where it is known."""
+
+
+class _Unfit(RuntimeError):
+    """Why the fleet replaces a worker that lives."""
+
+
+@dataclass(eq=False)
+class Task:
+    """One call that any worker may answer. ``number`` orders the queue, and stays when the task is queued again."""
+
+    number: int
+    args: tuple[Any, ...]
+    future: asyncio.Future[Any]
+    workers_lost: int = 0
+    progress: int = 0
+
+    def __lt__(self, other: Task) -> bool:
+        return self.number < other.number
+
+
+@dataclass(eq=False)
+class Slot:
+    """The place of one worker and of its replacements."""
+
+    role: str
+    index: int
+    start: Start
+    worker: Worker | None = None
+    state: Literal["starting", "ready", "retired"] = "starting"
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # set unless it is starting
+    owed: list[asyncio.Future[Any]] = field(default_factory=list)  # answers before it is ready
+    life: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # what runs while its worker is ready
+    tasks: dict[int, Task] = field(default_factory=dict)  # by number, oldest first
+    failed_starts: int = 0  # in a row
+    has_run: bool = False
+    line: dict[Slot, None] = field(default_factory=dict)  # the slots with room and as many tasks as this one
+
+    @property
+    def who(self) -> str:
+        return f"{self.role} worker {self.index}" if self.worker is None else self.worker.name
+
+
+@dataclass(eq=False)
+class Broadcast:
+    """One call to every live worker, until each has answered, died or been late."""
+
+    method: str
+    args: tuple[Any, ...]
+    deadline_s: float  # for each worker
+    future: asyncio.Future[list[Any]]
+    previous: tuple[Any, ...] | None  # sticky arguments that these replaced
+    waiting: set[int] = field(default_factory=set)  # slots
+    answers: dict[int, Any] = field(default_factory=dict)  # slot -> answer
+    refusals: list[BaseException] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    deaths: int = 0
+
+    @property
+    def needs_another(self) -> bool:
+        """Whether the next worker that becomes ready must be asked: none is asked and none has answered."""
+        return not (self.waiting or self.answers or self.refusals)
+
+
+class PatientLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock stops while this process is stopped (SIGSTOP, a suspended laptop).
+
+    Otherwise every deadline would have passed when the process continues, and the workers are not to blame.
+
+    Args:
+        max_late_s: a wait that lasts so much longer than its timeout does not count as time.
+    """
+
+    def __init__(self, max_late_s: float) -> None:
+        self.away_s = 0.0
+
+        class Selector(selectors.DefaultSelector):
+            def select(selector, timeout: float | None = None) -> list[Any]:
+                began_s = time.monotonic()
+                events = super().select(timeout)
+                late_s = time.monotonic() - began_s - (math.inf if timeout is None else timeout)
+                self.away_s += late_s if late_s > max_late_s else 0.0
+                return events
+
+        super().__init__(Selector())
+
+    def time(self) -> float:
+        return time.monotonic() - self.away_s
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Answers of replaced workers have no reader: their failures are no news."""
+        logger.debug("%s", context.get("message"), exc_info=context.get("exception"))
 
 
 class Fleet:
     """``count`` workers of one role behind one queue.
 
-    Contract. Consumes: calls of ``run``. Produces: one future per call, answered exactly once, in the order of
-    submission as far as workers have room. Waits for: workers, on one supervisor thread, each wait with a deadline.
-    Every live worker is pinged; one that dies, does not answer a ping for ``silence_s`` or says that it has made no
-    progress for so long is killed and replaced in its slot, and its tasks go back to the front of the queue. Clients'
-    callbacks run on the supervisor thread and must be quick.
+    Contract. Consumes: tasks. Produces: one result per task, in the order of submission as far as workers have room.
+    Waits for: workers, each wait with a deadline. Every live worker is pinged; one that dies, does not answer a ping
+    for ``silence_s`` or reports no progress for so long is killed and replaced in its slot, and its tasks go back to
+    the front of the queue. All coroutines, clients' included, run on one thread of the fleet and must be quick.
 
     Args:
-        role: what the workers are, in messages.
+        role: of the workers, for messages.
         start: starts the worker of a slot; it may take long, and is called on a thread of its own.
         count: slots.
         capacity: tasks that one worker has at a time.
-        task_deadline_s: a worker that is at one task for longer is killed and the task fails with TimeoutError.
-        progress: ``progress(*args)`` counts the parts of a task that are done; the deadline then is that of a part.
-        silence_s: see above.
-        start_silence_s: a start counts as failed when neither this worker nor another that is starting does anything
-            for so long (:class:`~.base.Activity`), when this one does not answer for so long, or after 12 times it.
-        max_attempts: a task that was with so many workers as they died fails with :class:`WorkerDied`.
+        task_deadline_s: a worker that takes longer for one task is killed and the task fails with TaskOverdue.
+        progress: ``progress(*args)`` counts the parts of a task that are done; the deadline then is that of a part. It
+            is read eight times in the deadline, so a part gets at most nine eighths of it.
+        silence_s: longest time without an answer to a ping, or without progress.
+        start_silence_s: a start fails when neither this worker nor another that is starting does anything for so long
+            (:class:`~.base.Activity`), when this one does not answer for so long, or after 12 times it.
+        max_attempts: a task fails with :class:`TaskLost` when so many workers died with it.
         max_start_failures: in a row; the slot is then given up, and with the last slot the fleet. A construction that
             raises in a slot where none has worked yet is not repeated.
+        shares_devices: others compute on the workers' devices between :meth:`sleep` and :meth:`wake`; workers have both
+            methods.
 
     >>> from sota_grpo.workers.base import WorkerSpec, starter
     >>> from sota_grpo.workers.processes import ThreadLauncher
@@ -69,8 +174,8 @@ class Fleet:
     Attributes:
         restarts: workers that were replaced, failed starts included.
         requeued: how often a task was given to another worker because its own was lost.
-        attend: called now and then by whoever waits for all workers. What it raises ends the wait, which may be for a
-            replacement that no machine has room for.
+        attend: called now and then by a thread that waits for all workers. What it raises ends the wait, which may be
+            for a replacement that no machine has room for.
     """
 
     def __init__(
@@ -86,40 +191,42 @@ class Fleet:
         start_silence_s: float = 600.0,
         max_attempts: int = _MAX_ATTEMPTS,
         max_start_failures: int = 5,
+        shares_devices: bool = False,
     ) -> None:
         if count < 1 or capacity < 1:
             raise ValueError(f"A fleet needs at least one worker with room for one task; got {count} and {capacity}.")
         self.restarts = self.requeued = 0
         self.attend: Callable[[], object] = lambda: None
         self._role, self._start, self._capacity = role, start, capacity
-        self._task_deadline_s = math.inf if task_deadline_s is None else task_deadline_s
-        self._progress = progress
+        self._task_deadline_s, self._progress = task_deadline_s, progress
         self._silence_s, self._start_silence_s = silence_s, start_silence_s
         self._max_attempts, self._max_start_failures = max_attempts, max_start_failures
-        self._slots = [Slot(role, index) for index in range(count)]
-        self._timers = Timers(max_late_s=silence_s / 4)
+        self._shares_devices = shares_devices
+        self._slots = [Slot(role, index, Start(start_silence_s, 0.0)) for index in range(count)]
         self._numbers = itertools.count()
         self._queue: list[Task] = []
-        # Ready, with room for a task, by their number of tasks: who waits longest comes first. No line is empty.
-        self._offered: dict[int, dict[int, Slot]] = {}
+        # Slots that are ready and have room, by their number of tasks; the one that waits longest comes first.
+        self._lines: list[dict[Slot, None]] = [{} for _ in range(capacity)]
         self._broadcasts: list[Broadcast] = []  # open
         self._sticky: dict[str, tuple[Any, ...]] = {}  # method -> the arguments that a new worker gets
         self._ready: Future[None] = Future()
         self._dead: WorkerDied | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock, self._is_open, self._closing = threading.Lock(), True, threading.Event()
+        self._awake, self._stop = asyncio.Event(), asyncio.Event()
+        self._awake.set()
+        self._lock, self._is_open = threading.Lock(), True
         self._launches: set[threading.Thread] = set()
-        self._thread = threading.Thread(target=self._supervise, name=f"{role} fleet", daemon=True)
+        self._loop = PatientLoop(max_late_s=silence_s / 4)
+        self._thread = threading.Thread(target=self._live, name=f"{role} fleet", daemon=True)
         self._thread.start()
 
     @property
     def names(self) -> list[str]:
-        """Of the workers, slot by slot; a slot whose worker is being started has none."""
+        """Names of the workers, slot by slot; a slot whose worker is being started has none."""
         return [worker.name for slot in self._slots if (worker := slot.worker) is not None]
 
     @property
     def pids(self) -> list[int | None]:
-        """Of the workers, as :attr:`names`; None for a thread, and for an actor that has not said it yet."""
+        """Process ids of the workers, as :attr:`names`; None for a thread, and for an actor that is starting."""
         return [getattr(worker, "pid", None) for slot in self._slots if (worker := slot.worker) is not None]
 
     def wait_ready(self) -> None:
@@ -131,19 +238,40 @@ class Fleet:
         self._ready.result()
 
     def submit(self, *args: Any) -> Future[Any]:
-        """``run(*args)`` on the least loaded worker, as soon as one has room.
+        """A future of :meth:`run`, from any thread."""
+        return self.start(self.run(*args))
 
-        The future has the method's result or exception; :class:`TaskLost` when the task was with ``max_attempts``
-        workers that died; another :class:`WorkerDied` when the fleet was closed or no slot is left;
-        :class:`TaskOverdue`, a TimeoutError, after ``task_deadline_s``.
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a client's coroutine, which awaits :meth:`run`, on the fleet's thread. The future cannot be cancelled."""
+        future = promised()
+        with self._lock:
+            if self._is_open:
+                self._loop.call_soon_threadsafe(self._loop.create_task, _settle(future, coroutine))
+                return future
+        coroutine.close()
+        future.set_exception(self._closed())
+        return future
+
+    async def run(self, *args: Any) -> Any:
+        """The result of ``run(*args)`` on the least loaded worker, as soon as one has room.
+
+        Raises:
+            TaskOverdue: it took longer than ``task_deadline_s`` (a TimeoutError).
+            TaskLost: ``max_attempts`` workers died with it.
+            WorkerDied: the fleet was closed or no slot is left.
+            Exception: what the method raised.
         """
-        task = Task(next(self._numbers), args)
-        if not self._post(self._enqueue, task):
-            task.future.set_exception(self._closed())
-        return task.future
+        if self._dead is not None:
+            raise self._dead
+        if not self._awake.is_set():
+            self._end_sleep()
+        task = Task(next(self._numbers), args, self._loop.create_future())
+        heapq.heappush(self._queue, task)
+        self._dispatch()
+        return await task.future
 
     def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> list[Any]:
-        """``method(*args)`` on every live worker; returns their answers, slot by slot.
+        """Call ``method(*args)`` on every live worker; returns their answers, slot by slot.
 
         A worker that dies, or has not answered ``deadline_s`` after it was asked, is replaced and left out of the
         answer. When all that were asked are lost, the next replacement is asked instead, up to a limit.
@@ -154,81 +282,88 @@ class Fleet:
             sticky: every worker that starts later gets the newest sticky call of each method before its first task.
 
         Raises:
-            WorkerLate: nobody answered, the replacements neither (a TimeoutError).
-            WorkerDied: nobody answered, or the fleet was closed or has no slot left.
+            WorkerLate: no worker answered, the replacements neither (a TimeoutError).
+            WorkerDied: no worker answered, or the fleet was closed or has no slot left.
             Exception: what the method raised on a worker; a sticky call is then forgotten again. Or what
                 :attr:`attend` raised; the broadcast goes on then.
         """
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("A future's callback cannot wait for a broadcast: it runs on the fleet's own thread.")
-        broadcast = Broadcast(method, args, deadline_s)
-        if not self._post(self._open, broadcast, sticky):
-            raise self._closed()
-        return self._attended(broadcast.future)
+        return self._attended(self._broadcast(method, args, deadline_s, sticky))
 
-    def _attended(self, future: Future[Result]) -> Result:
+    def sleep(self, deadline_s: float) -> None:
+        """Return when every worker sleeps; one that is being started or replaced is waited for.
+
+        While they sleep nothing is started, because a worker that loads a model takes the memory that others use: one
+        that dies then is killed, and its slot waits, without a deadline. A task ends the sleep; the worker that runs it
+        wakes by itself. No-op for a fleet that does not share its devices.
+
+        Args:
+            deadline_s: a worker that takes longer is replaced.
+
+        Raises:
+            WorkerDied, WorkerLate: as :meth:`broadcast`.
+            RuntimeError: tasks are open, which would wake their workers again.
+        """
+        if self._shares_devices:
+            self._attended(self._sleep(deadline_s))
+
+    def wake(self, deadline_s: float) -> None:
+        """Return when every live worker is awake; those that died during :meth:`sleep` are replaced from now on."""
+        if self._shares_devices:
+            self._attended(self._wake(deadline_s))
+
+    def close(self) -> None:
+        """Kill every worker and fail what is open; idempotent."""
+        with self._lock:
+            if self._is_open:
+                self._loop.call_soon_threadsafe(self._stop.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _attended(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("A future's callback cannot wait for a broadcast: it runs on the fleet's own thread.")
+        future = self.start(coroutine)
         while not wait([future], timeout=_ATTEND_S).done:
             self.attend()
         return future.result()
 
-    def close(self) -> None:
-        """Kill every worker and fail what is open; idempotent."""
-        self._closing.set()
-        self._post(lambda: None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
     def _closed(self) -> WorkerDied:
         return WorkerDied(f"the {self._role} fleet was closed")
 
-    def _post(self, function: Callable[..., None], *args: Any) -> bool:
-        """Have a function called on the supervisor's thread; False when there is none any more."""
-        with self._lock:
-            if self._is_open:
-                self._inbox.put(partial(function, *args))
-            return self._is_open
+    # The fleet's thread. Nothing from here on blocks; each step costs O(capacity + log tasks).
 
-    # The supervisor's thread. Nothing from here on blocks; each step costs O(workers + log tasks).
-
-    def _supervise(self) -> None:
+    def _live(self) -> None:
         cause = self._closed()
         try:
-            for slot in self._slots:
-                self._begin(slot)
-            while not self._closing.is_set():
-                with suppress(queue.Empty):
-                    self._inbox.get(timeout=self._timers.wait_s())()
-                for _ in range(self._inbox.qsize()):  # answers that are here already come before deadlines
-                    self._inbox.get()()
-                while (due := self._timers.take_due()) is not None:
-                    function, args = due
-                    function(*args)
-        except BaseException as error:  # nobody may be left waiting, whatever is wrong here
+            self._loop.run_until_complete(self._supervise())
+        except BaseException as error:  # no client may wait for ever, whatever is wrong here
             logger.exception("The supervisor of the %s fleet failed.", self._role)
             cause = WorkerDied(f"the supervisor of the {self._role} fleet failed: {error!r}")
-        self._closing.set()
         self._end(cause)
         until_s = time.monotonic() + _GOODBYE_S
         for thread in list(self._launches):
             thread.join(max(0.0, until_s - time.monotonic()))
         with self._lock:
             self._is_open = False
-        while not self._inbox.empty():
-            self._inbox.get()()
+        self._loop.run_until_complete(self._drain())
+        self._loop.close()
 
-    def _ask(self, slot: Slot, method: str, args: tuple[Any, ...], then: Callable[..., None], *about: Any) -> None:
-        """Call the slot's worker and have ``then(slot, *about, future)`` called here when that one has answered."""
+    async def _supervise(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            keepers = [group.create_task(self._keep(slot)) for slot in self._slots]
+            await self._stop.wait()
+            for keeper in keepers:
+                keeper.cancel()
+
+    async def _drain(self) -> None:
+        await asyncio.sleep(0)  # what was posted becomes a task
+        while clients := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(clients)
+
+    def _call(self, slot: Slot, method: str, *args: Any) -> asyncio.Future[Any]:
         assert slot.worker is not None
-        future = slot.worker.call(method, *args)
-        future.add_done_callback(partial(self._post, self._if_same, slot, slot.life, then, *about))
-
-    def _later(self, wait_s: float, then: Callable[..., None], slot: Slot, *about: Any) -> None:
-        """Have ``then(slot, *about)`` called in ``wait_s`` seconds, if the slot has the same worker still."""
-        self._timers.at(self._timers.now_s() + wait_s, self._if_same, slot, slot.life, then, *about)
-
-    def _if_same(self, slot: Slot, life: int, then: Callable[..., None], *about: Any) -> None:
-        if slot.life == life:
-            then(slot, *about)
+        return asyncio.wrap_future(slot.worker.call(method, *args))
 
     def _end(self, cause: WorkerDied) -> None:
         """Kill every worker, and fail what is open and what comes later."""
@@ -236,79 +371,118 @@ class Fleet:
             return
         self._dead = cause
         tasks = [*self._queue, *(task for slot in self._slots for task in slot.tasks.values())]
+        self._queue = []
         for slot in self._slots:
-            slot.life += 1
             slot.tasks = {}
+            slot.settled.set()
             if slot.worker is not None:
                 slot.worker.kill()
         if not self._ready.done():
             self._ready.set_exception(cause)
-        broadcasts, self._broadcasts, self._queue = self._broadcasts, [], []
-        for broadcast in broadcasts:
-            broadcast.waiting.clear()
-            broadcast.future.set_exception(cause)
-        for task in sorted(tasks):
-            task.future.set_exception(cause)
+        for future in [broadcast.future for broadcast in self._broadcasts] + [task.future for task in sorted(tasks)]:
+            if not future.done():
+                future.set_exception(cause)
 
-    # Starts
+    # One slot
 
-    def _begin(self, slot: Slot, pause_s: float = 0.0) -> None:
-        """Put a new worker in a slot, whoever was there before."""
+    async def _keep(self, slot: Slot) -> None:
+        """Have one worker after another in the slot, until too many starts fail."""
+        pause_s = 0.0
+        while True:
+            try:
+                await self._bring_up(slot, pause_s)
+            except ExceptionGroup as failures:  # whatever a launcher raises is a failed start
+                error = failures.exceptions[0]
+                slot.failed_starts += 1
+                no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
+                if no_construction or slot.failed_starts >= self._max_start_failures:
+                    self._retire(slot, error)
+                    return
+                logger.warning("%s does not start: %s; it is tried again.", slot.who, error)
+                self.restarts += 1
+                pause_s = min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), _LONGEST_PAUSE_S)
+                continue
+            pause_s = 0.0
+            try:
+                async with asyncio.TaskGroup() as slot.life:
+                    self._mark_ready(slot)
+            except ExceptionGroup as failures:
+                why = failures.exceptions[0]
+                if not isinstance(why, (WorkerDied, _Unfit)):
+                    raise
+                self._lose(slot, why)
+
+    async def _bring_up(self, slot: Slot, pause_s: float) -> None:
+        """Start a worker; it is ready when it has what was broadcast before, and has answered a ping."""
         old, slot.worker = slot.worker, None
-        slot.life += 1
-        slot.state, slot.is_pinged, slot.is_timed = "starting", False, False
-        slot.start = Start(self._start_silence_s, self._timers.now_s() + pause_s)
-        self._look_at_start(slot)
-        name = f"start of {self._role} {slot.index}"
-        thread = threading.Thread(target=self._bring_up, args=(slot, slot.life, old, pause_s), name=name, daemon=True)
+        slot.settled.clear()
+        slot.start = Start(self._start_silence_s, self._loop.time() + pause_s)
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._watch_start(slot))
+            if old is not None:
+                await self._on_thread(slot, old.kill)
+            await self._awake.wait()
+            await asyncio.sleep(pause_s)
+            slot.worker = await self._on_thread(slot, self._start, slot.index)
+            slot.owed = [self._call(slot, method, *args) for method, args in [*self._sticky.items(), ("ping", ())]]
+            while slot.owed:
+                await slot.owed.pop(0)
+            watch.cancel()
+
+    async def _on_thread(self, slot: Slot, function: Callable[..., Any], *args: Any) -> Any:
+        """Await what may take long. A worker that comes when it is no longer awaited is killed."""
+        done: Future[Any] = Future()
+
+        def launch() -> None:
+            try:
+                worker = function(*args)
+            except Exception as error:
+                if done.set_running_or_notify_cancel():
+                    done.set_exception(error)
+            else:
+                if done.set_running_or_notify_cancel():
+                    done.set_result(worker)
+                elif worker is not None:
+                    worker.kill()
+            finally:
+                self._launches.discard(threading.current_thread())
+
+        thread = threading.Thread(target=launch, name=f"start of {self._role} {slot.index}", daemon=True)
         self._launches.add(thread)
         thread.start()
-
-    def _bring_up(self, slot: Slot, life: int, old: Worker | None, pause_s: float) -> None:
-        """On a thread of its own: killing and starting a worker may take long."""
         try:
-            if old is not None:
-                old.kill()
-            if self._closing.wait(pause_s):
-                return
-            worker = self._start(slot.index)
-            if not self._post(self._started, slot, life, worker):
-                worker.kill()
-        except Exception as error:  # whatever a launcher raises is a start that failed, for the supervisor to judge
-            self._post(self._start_failed, slot, life, error)
-        finally:
-            self._launches.discard(threading.current_thread())
+            return await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            if not done.cancel() and done.exception() is None and done.result() is not None:
+                done.result().kill()
+            raise
 
-    def _started(self, slot: Slot, life: int, worker: Worker) -> None:
-        """The worker exists; it is ready when it has what was broadcast before, and has answered a ping."""
-        if slot.life != life or self._dead is not None:
-            worker.kill()
-            return
-        slot.worker = worker
-        slot.answers_owed = 0
-        for method, args in [*self._sticky.items(), ("ping", ())]:
-            self._prepare(slot, method, args)
-
-    def _start_failed(self, slot: Slot, life: int, error: BaseException) -> None:
-        """Try again, unless this slot failed too often or its first construction raised."""
-        if slot.life != life or slot.state != "starting" or self._dead is not None:
-            return
-        slot.failed_starts += 1
-        no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
-        if no_construction or slot.failed_starts >= self._max_start_failures:
-            self._retire(slot, error)
-            return
-        logger.warning("%s does not start: %s; it is tried again.", slot.who, error)
-        self.restarts += 1
-        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), _LONGEST_PAUSE_S))
+    async def _watch_start(self, slot: Slot) -> None:
+        """Ask a worker for its idle time as it starts, eight times in the longest silence."""
+        asked: asyncio.Future[float] | None = None
+        while True:
+            now_s = self._loop.time()
+            if not self._awake.is_set():  # until the fleet wakes no time counts
+                slot.start = Start(self._start_silence_s, now_s)
+            if why := slot.start.verdict(now_s, (other.start for other in self._slots if other.state == "starting")):
+                raise TimeoutError(why)
+            if asked is None and slot.worker is not None:
+                asked = self._call(slot, IDLE_METHOD)
+            if asked is not None:
+                await asyncio.wait([asked], timeout=self._start_silence_s / 8)
+                if asked.done():
+                    if asked.exception() is None:  # a death ends the start by another answer
+                        slot.start.answered(asked.result(), self._loop.time())
+                    asked = None
+            await asyncio.sleep(now_s + self._start_silence_s / 8 - self._loop.time())
 
     def _retire(self, slot: Slot, error: BaseException) -> None:
         left = sum(other.state != "retired" for other in self._slots) - 1
         tries = f"{slot.failed_starts} start{'s' * (slot.failed_starts > 1)}"
         what = f"{slot.who} is given up after {tries} that failed, {left} left: {error}"
         logger.error("%s", what)
-        slot.life += 1
         slot.state = "retired"
+        slot.settled.set()
         if slot.worker is not None:
             slot.worker.kill()
         cause = WorkerDied(what)
@@ -318,125 +492,53 @@ class Fleet:
         if left == 0:
             self._end(cause)
 
-    def _look_at_start(self, slot: Slot) -> None:
-        """Ask a worker whether it works at its start, eight times in the longest silence."""
-        if slot.state != "starting" or self._dead is not None:
-            return
-        now_s, start = self._timers.now_s(), slot.start
-        if why := start.verdict(now_s, (other.start for other in self._slots if other.state == "starting")):
-            self._start_failed(slot, slot.life, TimeoutError(why))
-            return
-        if slot.worker is not None and not start.is_asked:
-            start.is_asked = True
-            self._ask(slot, IDLE_METHOD, (), self._seen_at_start)
-        self._later(start.limit_s / 8, self._look_at_start, slot)
-
-    def _seen_at_start(self, slot: Slot, future: Future[Any]) -> None:
-        if future.exception() is None:  # of its death, what it is asked to prepare will tell
-            slot.start.answered(future.result(), self._timers.now_s())
-
-    def _prepare(self, slot: Slot, method: str, args: tuple[Any, ...]) -> None:
-        slot.answers_owed += 1
-        self._ask(slot, method, args, self._prepared)
-
-    def _prepared(self, slot: Slot, answer: Future[Any]) -> None:
-        if error := answer.exception():
-            self._start_failed(slot, slot.life, error)
-            return
-        slot.answers_owed -= 1
-        if slot.answers_owed == 0:
-            self._welcome(slot)
-
-    def _welcome(self, slot: Slot) -> None:
-        """Give it work, and ask it what nobody else can answer any more."""
+    def _mark_ready(self, slot: Slot) -> None:
+        """Give a worker tasks, and the broadcasts that no other worker can answer any more."""
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
+        slot.settled.set()
         logger.info("%s is ready.", slot.who)
-        slot.heard_s = self._timers.now_s()
-        self._offer(slot)
-        self._tick(slot)
         if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
+        self._while_ready(slot, self._watch)
+        self._offer(slot)
         for broadcast in self._broadcasts:
             if broadcast.needs_another:
                 self._ask_for(broadcast, slot)
         self._dispatch()
 
-    # Tasks
+    def _while_ready(self, slot: Slot, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Run ``function(slot, *args)`` until the worker is replaced, which its WorkerDied or _Unfit brings about."""
 
-    def _enqueue(self, task: Task) -> None:
-        """Give the task to the least loaded worker that has room, now or later."""
-        if self._dead is not None:
-            task.future.set_exception(self._dead)
-            return
-        heapq.heappush(self._queue, task)
-        self._dispatch()
+        async def live() -> None:
+            try:
+                await function(slot, *args)
+            except (WorkerDied, _Unfit):
+                slot.state = "starting"
+                slot.settled.clear()
+                self._offer(slot)
+                raise
 
-    def _offer(self, slot: Slot) -> None:
-        """The slot's tasks have changed: it is the last in the line of those that have as many."""
-        self._withdraw(slot)
-        if len(slot.tasks) < self._capacity:
-            self._offered.setdefault(len(slot.tasks), {})[slot.index] = slot
+        slot.life.create_task(live())
 
-    def _withdraw(self, slot: Slot) -> None:
-        for count, line in list(self._offered.items()):
-            if line.pop(slot.index, None) is not None and not line:
-                del self._offered[count]
+    async def _watch(self, slot: Slot) -> None:
+        """Ping a ready worker, four times in the longest silence."""
+        heard_s = self._loop.time()
+        while True:
+            began_s = self._loop.time()
+            ping = self._call(slot, "ping")
+            await asyncio.wait([ping], timeout=heard_s + self._silence_s - began_s)
+            if not ping.done():
+                raise _Unfit(f"it has not answered a ping for {self._silence_s:g} s")
+            error = ping.exception()
+            if error is not None:
+                raise error if isinstance(error, WorkerDied) else _Unfit(f"its ping failed: {error!r}")
+            if ping.result() > self._silence_s:
+                raise _Unfit(f"it has had work and made no progress for {ping.result():.1f} s")
+            heard_s = self._loop.time()
+            await asyncio.sleep(began_s + self._silence_s / 4 - heard_s)
 
-    def _dispatch(self) -> None:
-        while self._queue and self._offered:
-            task, slot = heapq.heappop(self._queue), next(iter(self._offered[min(self._offered)].values()))
-            slot.tasks[task.number] = task
-            self._offer(slot)
-            task.since_s = self._timers.now_s()
-            self._ask(slot, "run", task.args, self._done, task)
-            self._time(slot)
-
-    def _done(self, slot: Slot, task: Task, future: Future[Any]) -> None:
-        error = future.exception()
-        if isinstance(error, WorkerDied):
-            self._lose(slot, error)
-            return
-        del slot.tasks[task.number]
-        self._offer(slot)
-        self._dispatch()
-        if error is None:
-            task.future.set_result(future.result())
-        else:
-            task.future.set_exception(error)
-
-    def _time(self, slot: Slot) -> None:
-        """Have a look at the slot's tasks when one may be overdue.
-
-        A task of several parts has the deadline for each: its progress is looked at eight times in it, and the time
-        counts from when that was last seen to change, so a part gets between the deadline and nine eighths of it.
-        """
-        if self._task_deadline_s < math.inf and slot.tasks and not slot.is_timed:
-            slot.is_timed = True
-            wait_s = next(iter(slot.tasks.values())).since_s + self._task_deadline_s - self._timers.now_s()
-            if self._progress is not None:
-                wait_s = min(wait_s, self._task_deadline_s / 8)
-            self._later(wait_s, self._look_for_overdue, slot)
-
-    def _look_for_overdue(self, slot: Slot) -> None:
-        slot.is_timed, now_s = False, self._timers.now_s()
-        for task in slot.tasks.values():
-            if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
-                task.progress, task.since_s = done, now_s
-        overdue = [task for task in slot.tasks.values() if now_s - task.since_s >= self._task_deadline_s]
-        if not overdue:
-            self._time(slot)
-            return
-        what = f"{slot.who} was at one task for more than {self._task_deadline_s:g} s"
-        for task in overdue:
-            del slot.tasks[task.number]
-        self._lose(slot, what)
-        for task in overdue:
-            task.future.set_exception(TaskOverdue(what, task.progress))
-
-    def _lose(self, slot: Slot, why: str | WorkerDied) -> None:
-        """Replace a ready worker and queue its tasks again, where they were."""
-        who = slot.who
-        self._withdraw(slot)
+    def _lose(self, slot: Slot, why: WorkerDied | _Unfit) -> None:
+        """Queue the tasks of a lost worker again, where they were, and take it out of broadcasts."""
         tasks, slot.tasks = list(slot.tasks.values()), {}
         failed = []
         for task in tasks:
@@ -448,83 +550,107 @@ class Fleet:
         again = len(tasks) - len(failed)
         self.restarts += 1
         self.requeued += again
-        logger.warning("%s is replaced: %s. Tasks queued again: %d; given up: %d.", who, why, again, len(failed))
-        self._begin(slot)
+        logger.warning("%s is replaced: %s. Tasks queued again: %d; given up: %d.", slot.who, why, again, len(failed))
         for broadcast in [broadcast for broadcast in self._broadcasts if slot.index in broadcast.waiting]:
             broadcast.waiting.remove(slot.index)
             broadcast.deaths += 1
             self._conclude(broadcast, str(why))
         self._dispatch()
         for task in failed:
-            lost = TaskLost(f"A task was with {task.workers_lost} {self._role} workers that died, at last {who}: {why}")
+            what = f"{task.workers_lost} {self._role} workers that died, at last {slot.who}: {why}"
+            lost = TaskLost(f"A task was with {what}")
             lost.__cause__ = why if isinstance(why, WorkerDied) else None
             task.future.set_exception(lost)
 
-    # Pings
+    # Tasks
 
-    def _tick(self, slot: Slot) -> None:
-        """Ping, four times in the longest silence."""
-        if not slot.is_pinged:
-            slot.is_pinged = True
-            self._ask(slot, "ping", (), self._ponged)
-            due_s = slot.heard_s + self._silence_s
-            self._later(due_s - self._timers.now_s(), self._look_for_silence, slot, slot.heard_s)
-        self._later(self._silence_s / 4, self._tick, slot)
+    def _offer(self, slot: Slot) -> None:
+        """Put the slot last in the line of those that have as many tasks; in none where it takes none."""
+        slot.line.pop(slot, None)
+        if slot.state == "ready" and len(slot.tasks) < self._capacity:
+            slot.line = self._lines[len(slot.tasks)]
+            slot.line[slot] = None
 
-    def _ponged(self, slot: Slot, future: Future[Any]) -> None:
-        error = future.exception()
-        if error is not None:
-            self._lose(slot, error if isinstance(error, WorkerDied) else f"its ping failed: {error!r}")
-        elif future.result() > self._silence_s:
-            self._lose(slot, f"it has had work and made no progress for {future.result():.1f} s")
+    def _dispatch(self) -> None:
+        while self._queue and (line := next(filter(None, self._lines), None)):
+            task, slot = heapq.heappop(self._queue), next(iter(line))
+            slot.tasks[task.number] = task
+            self._offer(slot)
+            self._while_ready(slot, self._run, task)
+
+    async def _run(self, slot: Slot, task: Task) -> None:
+        """Have the slot's worker answer a task."""
+        answer = self._call(slot, "run", *task.args)
+        if self._task_deadline_s is not None:
+            await self._in_time(slot, task, answer, self._task_deadline_s)
+        try:
+            result, error = await answer, None
+        except WorkerDied:
+            raise
+        except Exception as raised:
+            result, error = None, raised
+        del slot.tasks[task.number]
+        self._offer(slot)
+        self._dispatch()
+        if error is None:
+            task.future.set_result(result)
         else:
-            slot.is_pinged, slot.heard_s = False, self._timers.now_s()
+            task.future.set_exception(error)
 
-    def _look_for_silence(self, slot: Slot, heard_s: float) -> None:
-        if slot.heard_s == heard_s:
-            self._lose(slot, f"it has not answered a ping for {self._silence_s:g} s")
+    async def _in_time(self, slot: Slot, task: Task, answer: asyncio.Future[Any], deadline_s: float) -> None:
+        """Return when the answer is there; one that is overdue fails the task and costs the worker."""
+        due_s = self._loop.time() + deadline_s
+        while not answer.done():
+            left_s = due_s - self._loop.time()
+            await asyncio.wait([answer], timeout=left_s if self._progress is None else min(left_s, deadline_s / 8))
+            now_s = self._loop.time()
+            if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
+                task.progress, due_s = done, now_s + deadline_s
+            if not answer.done() and now_s >= due_s:
+                what = f"{slot.who} was at one task for more than {deadline_s:g} s"
+                del slot.tasks[task.number]
+                task.future.set_exception(TaskOverdue(what, task.progress))
+                raise _Unfit(what)
 
     # Broadcasts
 
-    def _open(self, broadcast: Broadcast, sticky: bool) -> None:
+    async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> list[Any]:
         """Ask every ready worker; one that is starting gets a sticky broadcast before its first task."""
         if self._dead is not None:
-            broadcast.future.set_exception(self._dead)
-            return
+            raise self._dead
+        broadcast = Broadcast(method, args, deadline_s, self._loop.create_future(), self._sticky.get(method))
         self._broadcasts.append(broadcast)
-        broadcast.previous = self._sticky.get(broadcast.method)
         for slot in self._slots:
             if slot.state == "ready":
                 self._ask_for(broadcast, slot)
             elif sticky and slot.state == "starting" and slot.worker is not None:
-                self._prepare(slot, broadcast.method, broadcast.args)
+                slot.owed.append(self._call(slot, method, *args))
         if sticky:
-            self._sticky[broadcast.method] = broadcast.args
+            self._sticky[method] = args
+        return await broadcast.future
 
     def _ask_for(self, broadcast: Broadcast, slot: Slot) -> None:
         broadcast.waiting.add(slot.index)
-        self._later(broadcast.deadline_s, self._look_for_late, slot, broadcast)
-        self._ask(slot, broadcast.method, broadcast.args, self._answered, broadcast)
+        self._while_ready(slot, self._answer, broadcast)
 
-    def _answered(self, slot: Slot, broadcast: Broadcast, future: Future[Any]) -> None:
-        error = future.exception()
+    async def _answer(self, slot: Slot, broadcast: Broadcast) -> None:
+        answer = self._call(slot, broadcast.method, *broadcast.args)
+        await asyncio.wait([answer], timeout=broadcast.deadline_s)
+        if not answer.done():
+            broadcast.late.append(slot.who)
+            raise _Unfit(f"it has not answered {broadcast.method} within {broadcast.deadline_s:g} s")
+        error = answer.exception()
         if isinstance(error, WorkerDied):
-            self._lose(slot, str(error))
-            return
+            raise error
         broadcast.waiting.remove(slot.index)
         if error is None:
-            broadcast.answers[slot.index] = future.result()
+            broadcast.answers[slot.index] = answer.result()
         else:
             broadcast.refusals.append(error)
         self._conclude(broadcast, "")
 
-    def _look_for_late(self, slot: Slot, broadcast: Broadcast) -> None:
-        if slot.index in broadcast.waiting:
-            broadcast.late.append(slot.who)
-            self._lose(slot, f"it has not answered {broadcast.method} within {broadcast.deadline_s:g} s")
-
     def _conclude(self, broadcast: Broadcast, why: str) -> None:
-        """Answer when nobody is left to wait for; where all are lost, wait for a replacement, up to a limit."""
+        """Finish a broadcast that waits for no worker; where all were lost, a replacement is asked, up to a limit."""
         count, method = len(self._slots), broadcast.method
         hopeless = broadcast.deaths >= self._max_attempts * count or len(broadcast.late) >= _MAX_LATE * count
         if broadcast.waiting or (broadcast.needs_another and not hopeless):
@@ -544,7 +670,35 @@ class Fleet:
         else:
             died = f"{broadcast.deaths} {self._role} workers died at {method}, at last: {why}"
             broadcast.future.set_exception(WorkerDied(died))
-        broadcast.args, broadcast.previous = (), None  # a timer holds the broadcast for long, and weights are large
+
+    # Sleep
+
+    async def _sleep(self, deadline_s: float) -> None:
+        if not self._awake.is_set():
+            return
+        if count := len(self._queue) + sum(len(slot.tasks) for slot in self._slots):
+            raise RuntimeError(f"{count} tasks of {self._role} are open while it is to sleep.")
+        await self._broadcast("sleep", (), deadline_s, sticky=True)
+        while starting := [slot for slot in self._slots if slot.state == "starting"]:  # the call above is sticky
+            await starting[0].settled.wait()
+            if self._dead is not None:
+                raise self._dead
+        self._awake.clear()
+
+    async def _wake(self, deadline_s: float) -> None:
+        self._end_sleep()
+        await self._broadcast("wake", (), deadline_s, sticky=False)
+
+    def _end_sleep(self) -> None:
+        self._sticky.pop("sleep", None)
+        self._awake.set()
+
+
+async def _settle(future: Future[Result], coroutine: Coroutine[Any, Any, Result]) -> None:
+    try:
+        future.set_result(await coroutine)
+    except BaseException as error:  # raised where the result is read
+        future.set_exception(error)
 
 
 def worker_metrics(fleets: Sequence[Fleet]) -> dict[str, int]:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.text import one_line, sentence
-from sota_grpo.workers.base import WorkerSpec, promised, resolve, starter
-from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.base import WorkerSpec, promised, starter
+from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
 from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.slots import TaskLost, TaskOverdue
 
 _DESCRIBE_S = 120.0  # longest for the construction of one object and the schemas of its tools (imports transformers)
 _SILENCE_S = 60.0  # longest without an answer to a ping, beyond the deadline of a call
@@ -157,40 +155,37 @@ class Instances:
             loads = Counter([*self._worker_of.values()])
             if not self._is_closed and all(loads[worker] >= self._per_worker for worker in self.workers):
                 self._add_worker()
-            self._worker_of[key] = min(self.workers, key=loads.__getitem__)
-        return self._ask("open", key, partial(Opened, key), dict(row), seeds)
+            worker = self._worker_of[key] = min(self.workers, key=loads.__getitem__)
+
+        async def opened() -> Opened:
+            return Opened(key, await self._ask(worker, "open", key, dict(row), seeds))
+
+        return worker.start(opened())
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
         """Call tools, by name and with keyword arguments, one after the other; a deadline each."""
-        done, answers, left = promised(), list[Answer](), deque(calls)
 
-        def ask_next() -> None:
-            if left:
-                name, arguments = left.popleft()
-                self._ask("call", key, lambda answer: Answer(*answer), name, dict(arguments)).add_done_callback(add)
-            else:
-                done.set_result(answers)
+        async def answers(worker: Fleet) -> list[Answer]:
+            return [Answer(*await self._ask(worker, "call", key, name, dict(given))) for name, given in calls]
 
-        def add(answer: Future[Answer]) -> None:
-            if error := answer.exception():
-                done.set_exception(error)
-            else:
-                answers.append(answer.result())
-                ask_next()
-
-        ask_next()
-        return done
+        return self._start(key, answers)
 
     def state(self, key: int) -> Future[dict[str, Any] | None]:
-        """The attributes of an environment that are public and JSON; None of what is no environment of a factory."""
-        return self._ask("state", key, lambda state: state)
+        """The public attributes of an environment that are JSON; None of what is no environment of a factory."""
+        return self._start(key, lambda worker: self._ask(worker, "state", key))
 
     def finish(self, key: int) -> Future[float | None]:
-        """The environment's reward, None where it has none to give; it is then gone."""
-        return self._ask("finish", key, lambda reward: reward)
+        """The environment's reward, None where it has none; it is then gone."""
+
+        async def reward(worker: Fleet) -> float | None:
+            value = await self._ask(worker, "finish", key)
+            self._worker_of.pop(key, None)
+            return value
+
+        return self._start(key, reward)
 
     def drop(self, key: int) -> None:
-        """Forget an environment that nobody needs any more; one that is gone may be dropped."""
+        """Forget an environment; one that is gone may be dropped."""
         worker = self._worker_of.pop(key, None)
         if worker is not None:
             worker.submit("drop", key)
@@ -217,25 +212,22 @@ class Instances:
             max_attempts=1,
         )
 
-    def _ask(self, kind: str, key: int, read: Callable[[Any], Any], *content: Any) -> Future[Any]:
-        done, worker = promised(), self._worker_of.get(key)
-        if worker is None:
-            done.set_exception(InstanceLost("it was finished or dropped, or is lost with its worker"))
-        else:
-            worker.submit(kind, key, *content).add_done_callback(partial(self._answered, done, kind, key, read))
-        return done
+    def _start(self, key: int, ask: Callable[[Fleet], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        worker = self._worker_of.get(key)
+        if worker is not None:
+            return worker.start(ask(worker))
+        lost = promised()
+        lost.set_exception(InstanceLost("it was finished or dropped, or is lost with its worker"))
+        return lost
 
-    def _answered(
-        self, done: Future[Any], kind: str, key: int, read: Callable[[Any], Any], answer: Future[Any]
-    ) -> None:
-        error = answer.exception()
-        if isinstance(error, TaskLost) or (error is not None and not isinstance(error, UserError)):
+    async def _ask(self, worker: Fleet, kind: str, key: int, *content: Any) -> Any:
+        try:
+            return await worker.run(kind, key, *content)
+        except Exception as error:
+            if isinstance(error, UserError) and not isinstance(error, TaskLost):  # of the file, or no worker is left
+                raise
             self.drop(key)
-            done.set_exception(InstanceLost(_loss(error, self._timeout_s)))
-            return
-        if kind == "finish":
-            self._worker_of.pop(key, None)
-        resolve(done, lambda: read(answer.result()))
+            raise InstanceLost(_loss(error, self._timeout_s)) from None
 
 
 def _loss(error: BaseException, timeout_s: float) -> str:

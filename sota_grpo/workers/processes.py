@@ -1,4 +1,4 @@
-"""Workers of this machine: threads of this process; processes, started afresh and spoken to through a socket pair."""
+"""Workers of this machine: threads of this process, and processes that are called through a socket pair."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from multiprocessing.connection import Connection, wait
@@ -32,7 +31,6 @@ from sota_grpo.workers.base import (
     WorkerDied,
     WorkerSpec,
     child_environment,
-    outcome,
     portable,
 )
 
@@ -44,46 +42,43 @@ _BOOT = (
 CLOSING_S = 10.0  # longest wait for threads
 _EXIT_S = 1.0  # from the end of the socket to the end of the process
 _REAP_S = 10.0  # longest wait of kill() for the kernel
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # what others end a process with
-_PID = -1  # the number of an answer that nobody has asked for: the id of the process
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # with which others end a process
+_PID = -1  # in place of a call's number: the value is the process's id
 _STDERR = 2  # descriptor
 _SHOWN_BYTES = 64 << 10  # of what a worker prints within a minute
 _EXPENDABLE = "1000"  # oom_score_adj: the kernel ends such a process first when memory runs out
 
 
 class ThreadWorker:
-    """A worker in this process, constructed and called on a thread of its own (:class:`~.base.Worker`).
+    """A worker on a thread of this process (:class:`~.base.Worker`).
 
-    A thread cannot be killed: :meth:`kill` fails what is open and asks the host to close the worker after the call
-    that it is at. A worker that hangs keeps its thread, which does not keep the process alive.
+    A thread cannot be killed: :meth:`kill` fails open calls and has the worker closed after the running one.
     """
 
     pid: int | None = None
 
     def __init__(self, name: str, spec: WorkerSpec) -> None:
         self.name = name
-        self._calls = OpenCalls(name)
+        self._calls = OpenCalls()
         self._host = Host(name, lambda: spec)
         self.thread = self._host.serve_on_thread()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        def send(number: int) -> None:
-            done = self._host.post(method, lambda: args)
-            done.add_done_callback(lambda done: self._calls.resolve(number, *outcome(self.name, done)))
-
-        return self._calls.open(send)
+        return self._calls.open(
+            lambda number: self._host.post(method, lambda: args, partial(self._calls.resolve, number))
+        )
 
     def kill(self) -> None:
         if self._calls.dead is None:
-            self._calls.fail("was killed")
+            self._calls.fail(WorkerDied(f"{self.name} was killed"))
             self._host.close()
 
 
 class ThreadLauncher(Launcher):
     """Starts :class:`ThreadWorker`: for tests, simulations, and workers that only wait for a server.
 
-    :meth:`close` waits a while for the threads: one that is in C++ when the interpreter ends takes the process down
-    with SIGABRT, after all its work is done.
+    :meth:`close` waits for the threads, ``CLOSING_S`` in all: one that is in C++ when the interpreter ends would abort
+    the process.
 
     >>> launcher = ThreadLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}))
@@ -94,17 +89,16 @@ class ThreadLauncher(Launcher):
 
     def __init__(self) -> None:
         super().__init__()
-        self._threads: list[threading.Thread] = []  # of workers that are gone, too: a thread cannot be killed
+        self._threads: list[threading.Thread] = []  # those of killed workers, too
 
     def start(self, name: str, spec: WorkerSpec, **placement: Any) -> ThreadWorker:
-        """Start a worker; a thread has no environment and no device of its own, so ``placement`` changes nothing."""
+        """Start a worker; ``placement`` changes nothing for a thread."""
         worker = ThreadWorker(name, spec)
         self._workers.add(worker)
         self._threads = [*filter(threading.Thread.is_alive, self._threads), worker.thread]
         return worker
 
     def close(self) -> None:
-        """End the workers, waiting for their threads up to ``CLOSING_S`` in all; idempotent."""
         super().close()
         until = time.monotonic() + CLOSING_S
         for thread in self._threads:
@@ -112,67 +106,56 @@ class ThreadLauncher(Launcher):
                 thread.join(max(0.0, until - time.monotonic()))
 
 
-@dataclass(frozen=True)
-class Message:
-    """A head that always can be read, a pickled body, and the body's large buffers beside it."""
+def pickled(value: Any) -> tuple[bytes, list[Any]]:
+    """A value as bytes and, out of them, its large buffers."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return body, [buffer.raw() for buffer in buffers]
 
-    head: tuple[Any, ...]
-    body: bytes
-    buffers: Sequence[Any]
 
-    @classmethod
-    def of(cls, head: tuple[Any, ...], value: Any) -> Message:
-        buffers: list[pickle.PickleBuffer] = []
-        body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        return cls(head, body, [buffer.raw() for buffer in buffers])
+def send(connection: Connection, head: tuple[Any, ...], body: bytes, buffers: Sequence[Any]) -> None:
+    """Send a pickled value under a head, which the other end can read even where it cannot read the value."""
+    connection.send_bytes(pickle.dumps((head, body, [len(buffer) for buffer in buffers])))
+    for buffer in buffers:
+        connection.send_bytes(buffer)
 
-    def send(self, connection: Connection) -> None:
-        connection.send_bytes(pickle.dumps((self.head, self.body, [len(buffer) for buffer in self.buffers])))
-        for buffer in self.buffers:
-            connection.send_bytes(buffer)
 
-    @classmethod
-    def receive(cls, connection: Connection) -> Message:
-        head, body, sizes = pickle.loads(connection.recv_bytes())
-        buffers = [bytearray(size) for size in sizes]
-        for buffer in buffers:
-            connection.recv_bytes_into(buffer)
-        return cls(head, body, buffers)
-
-    def load(self) -> Any:
-        return pickle.loads(self.body, buffers=self.buffers)
+def receive(connection: Connection) -> tuple[tuple[Any, ...], Callable[[], Any]]:
+    """The next head, and what unpickles its value."""
+    head, body, sizes = pickle.loads(connection.recv_bytes())
+    buffers = [bytearray(size) for size in sizes]
+    for buffer in buffers:
+        connection.recv_bytes_into(buffer)
+    return head, partial(pickle.loads, body, buffers=buffers)
 
 
 class Shared:
     """A value that is pickled once, however often it is sent; at the other end it is the value."""
 
     def __init__(self, value: Any) -> None:
-        self._message = Message.of((), value)
+        self._body, self._buffers = pickled(value)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        buffers = [pickle.PickleBuffer(buffer) for buffer in self._message.buffers]
-        return partial(pickle.loads, self._message.body, buffers=buffers), ()
+        buffers = [pickle.PickleBuffer(buffer) for buffer in self._buffers]
+        return partial(pickle.loads, self._body, buffers=buffers), ()
 
 
 class ProcessEndedItself(WorkerDied):
-    """A worker's process ended by what it did itself: an exit, a fault. Others end one by SIGKILL or SIGTERM."""
+    """A worker's process ended by its own doing (an exit, a fault), not by SIGKILL or SIGTERM."""
 
 
 class ProcessWorker:
     """A worker in a process of its own (:class:`~.base.Worker`).
 
-    Contract. One thread writes the calls, so that a stopped process holds nobody up; one reads the answers. The end of
-    the process, however it comes, fails what is open with its exit code or signal; the process is reaped, and whatever
-    it had started is killed with it. What it prints stands on stderr, control characters escaped, 64 KiB of it in a
-    minute. Arguments are pickled by :meth:`call`, large buffers by reference: leave arrays unchanged until the call is
-    answered.
+    One thread writes the calls, so that a stopped process does not block :meth:`call`; one reads the answers. The end
+    of the process fails open calls with its exit code or signal; the process is reaped, and what it has started is
+    killed. What it prints goes to stderr, control characters escaped, at most 64 KiB in a minute. Arguments are pickled
+    by :meth:`call`, large buffers by reference: leave arrays unchanged until the call is answered.
 
     Args:
-        name: in messages and in ``ps``.
-        spec: what the process runs.
-        environment: of the process, whole.
+        name, spec, pass_fds: as of :meth:`ProcessLauncher.start`.
+        environment: all variables of the process.
         spawner: the one thread that starts processes (see :class:`ProcessLauncher`).
-        pass_fds: descriptors that it inherits.
     """
 
     def __init__(
@@ -184,7 +167,7 @@ class ProcessWorker:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
-        self._calls = OpenCalls(name)
+        self._calls = OpenCalls()
         self._spawner = spawner  # kept: the process dies with the thread that started it
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -203,24 +186,24 @@ class ProcessWorker:
         self._printer = threading.Thread(target=_show, args=(name, self._process.stdout), daemon=True)
         self._printer.start()
         self._connection = Connection(os.dup(self._socket.fileno()))
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._outbox.put(Message.of((name,), spec))
+        self._outbox: queue.SimpleQueue[tuple[tuple[Any, ...], bytes, list[Any]] | None] = queue.SimpleQueue()
+        self._outbox.put(((name,), *pickled(spec)))
         self._writer = threading.Thread(target=self._write, name=f"calls to {name}", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"answers of {name}", daemon=True)
         self._writer.start()
         self._reader.start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        return self._calls.open(lambda number: self._outbox.put(Message.of((number, method), args)))
+        return self._calls.open(lambda number: self._outbox.put(((number, method), *pickled(args))))
 
     def kill(self) -> None:
         self._end_group()
-        self._calls.fail(f"(pid {self.pid}) was killed")
+        self._calls.fail(WorkerDied(f"{self.name} (pid {self.pid}) was killed"))
         if threading.current_thread() is not self._reader:
             self._reader.join(_REAP_S)
 
     def _end_group(self) -> None:
-        """By its subreaper, which finds more than the group; by the kernel where that does not answer."""
+        """Have the subreaper end everything, which finds more than the group; then kill the group."""
         with suppress(ProcessLookupError):  # it has ended and been reaped
             if sys.platform == "linux":
                 os.kill(self._process.pid, signal.SIGTERM)
@@ -232,7 +215,7 @@ class ProcessWorker:
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                message.send(self._connection)
+                send(self._connection, *message)
             except OSError:  # it is gone; the reader says so
                 return
 
@@ -242,22 +225,22 @@ class ProcessWorker:
         try:
             while True:
                 if self._connection not in wait(watched):
-                    # Something that the process left behind may hold its end of the socket open: end it here.
+                    # What the process left behind may hold its end of the socket open.
                     self._socket.shutdown(socket.SHUT_RDWR)
-                self._resolve(Message.receive(self._connection))
+                self._resolve(*receive(self._connection))
         except Exception:  # it has ended, or what it sends is no message
             self._reap()
         finally:
             if death is not None:
                 os.close(death)
 
-    def _resolve(self, message: Message) -> None:
-        number, succeeded = message.head
+    def _resolve(self, head: tuple[int, bool], load: Callable[[], Any]) -> None:
+        number, succeeded = head
         if number == _PID:
-            self.pid = message.load()
+            self.pid = load()
             return
         try:
-            value = message.load()
+            value = load()
         except Exception as error:  # an answer whose class this process lacks is that call's failure, not the worker's
             succeeded, value = False, error
         self._calls.resolve(number, succeeded, value)
@@ -268,9 +251,8 @@ class ProcessWorker:
         self._end_group()
         code = self._process.wait()
         self._printer.join(_EXIT_S)
-        self._calls.fail(
-            f"(pid {self.pid}) {ending(code)}", ProcessEndedItself if -code not in _OUTSIDE else WorkerDied
-        )
+        kind = WorkerDied if -code in _OUTSIDE else ProcessEndedItself
+        self._calls.fail(kind(f"{self.name} (pid {self.pid}) {ending(code)}"))
         self._outbox.put(None)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -282,11 +264,10 @@ class ProcessWorker:
 class ProcessLauncher(Launcher):
     """Starts :class:`ProcessWorker`.
 
-    Processes are started by one thread that lives as long as the launcher: Linux then kills them the moment that this
-    process dies, even by SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second.
-    A process ignores Ctrl-C: whoever started it decides when it ends. What it prints goes to stderr, line by line:
-    stdout is for what the command that started it has to say. On Linux a worker is two processes, the one that
-    works and its subreaper (:func:`sota_grpo.orphans.fork_under_subreaper`).
+    One thread starts all processes and lives as long as the launcher: Linux kills them when this process dies, even by
+    SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second. A process ignores
+    Ctrl-C. On Linux a worker is two processes, itself and its subreaper
+    (:func:`sota_grpo.orphans.fork_under_subreaper`).
 
     >>> launcher = ProcessLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}), threads=1)
@@ -315,14 +296,14 @@ class ProcessLauncher(Launcher):
             spec: what it runs.
             env: variables set before the process imports anything.
             threads: of OpenMP, hence of torch; None leaves it to the environment.
-            pass_fds: descriptors that it inherits under the same numbers.
+            pass_fds: descriptors that the process inherits.
         """
         worker = ProcessWorker(name, spec, {**os.environ, **child_environment(env, threads)}, self._spawner, pass_fds)
         self._workers.add(worker)
         return worker
 
     def share(self, value: Any) -> Any:
-        """A handle for ``call``: the value is pickled here, once, and sent with every call that names the handle."""
+        """A handle for ``call``: the value is pickled once, and sent with every call."""
         return Shared(value)
 
     def close(self) -> None:
@@ -331,9 +312,9 @@ class ProcessLauncher(Launcher):
 
 
 def _show(name: str, printed: IO[bytes]) -> None:
-    """Pass on what a worker prints, and of a flood only its beginning."""
+    """Copy what a worker prints to stderr, and of a flood only its beginning."""
     begin, count = time.monotonic(), 0
-    with printed, suppress(OSError):  # nobody reads stderr any more
+    with printed, suppress(OSError):  # stderr is closed
         while line := printed.readline(4096):
             if time.monotonic() - begin > 60:
                 begin, count = time.monotonic(), 0
@@ -347,7 +328,7 @@ def _show(name: str, printed: IO[bytes]) -> None:
 
 
 def serve_child(fd: int, parent_pid: int) -> None:
-    """The life of a worker's process: its object on the main thread, where it may use signals; calls on another."""
+    """Run a worker's process: the worker on the main thread, where it may use signals."""
     collect_seldom()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(sys.stdout, TextIOWrapper):  # what is printed is not lost when the process is killed
@@ -355,31 +336,26 @@ def serve_child(fd: int, parent_pid: int) -> None:
     end_group_with(parent_pid)
     with suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE)
-    connection = Connection(fd)
-    Message.of((_PID, True), os.getpid()).send(connection)
-    message = Message.receive(connection)
-    host = Host(message.head[0], message.load)
-    threading.Thread(target=_relay, args=(connection, host), daemon=True).start()
-    host.serve()
+    connection, lock = Connection(fd), threading.Lock()
 
-
-def _relay(connection: Connection, host: Host) -> None:
-    """Hand calls to the host, in their order, until the other end is gone."""
-    lock = threading.Lock()
-
-    def answer(number: int, future: Future[Any]) -> None:
-        succeeded, value = outcome(host.name, future)
+    def answer(number: int, succeeded: bool, value: Any) -> None:
         try:
-            message = Message.of((number, succeeded), value)
+            message = pickled(value)
         except Exception as error:  # a result that cannot be pickled is that call's failure
-            message = Message.of((number, False), portable(host.name, error))
+            succeeded, message = False, pickled(portable(host.name, error))
         with lock, suppress(OSError):  # the other end is gone: this process is about to end
-            message.send(connection)
+            send(connection, (number, succeeded), *message)
 
-    try:
-        while True:
-            message = Message.receive(connection)
-            number, method = message.head
-            host.post(method, message.load).add_done_callback(partial(answer, number))
-    except (EOFError, OSError):
-        os._exit(0)
+    def relay() -> None:
+        try:
+            while True:
+                (number, method), load = receive(connection)
+                host.post(method, load, partial(answer, number))
+        except (EOFError, OSError):
+            os._exit(0)
+
+    send(connection, (_PID, True), *pickled(os.getpid()))
+    (name,), load_spec = receive(connection)
+    host = Host(name, load_spec)
+    threading.Thread(target=relay, daemon=True).start()
+    host.serve()

@@ -29,8 +29,17 @@ import numpy as np
 from sota_grpo.errors import UserError, collect_seldom
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.orphans import die_with_parent, guard
-from sota_grpo.workers.base import Host, Launcher, OpenCalls, WorkerSpec, child_environment, descendants, outcome
-from sota_grpo.workers.processes import Message
+from sota_grpo.workers.base import (
+    IDLE_METHOD,
+    Host,
+    Launcher,
+    OpenCalls,
+    WorkerDied,
+    WorkerSpec,
+    child_environment,
+    descendants,
+)
+from sota_grpo.workers.processes import pickled
 
 logger = logging.getLogger(__name__)
 Location = tuple[int, str]  # pid, and the machine on which it means something
@@ -38,8 +47,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LISTENER_S = 10.0  # longest wait for a cluster's address to accept
 _OBEY_S = 1.0  # longest wait of kill() for Ray
 _GONE_S = 10.0  # longest wait of kill() for the kernel
-# Ray's own switches: every service of a cluster that this process starts listens on 127.0.0.1 only, and obeys nobody
-# without the token, so that no other user of this machine runs code in it.
+# Services of a cluster that this process starts listen on 127.0.0.1 only and require the token: no other user of this
+# machine runs code in it.
 _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -62,11 +71,11 @@ class _Hole(int):
 
 
 def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
-    """Pickled arguments, their large buffers, and references; the actor unpacks them on the worker's thread."""
+    """Pickled arguments, their large buffers, and references."""
     references = [arg.reference for arg in args if isinstance(arg, Shared)]
     holes = map(_Hole, itertools.count())
-    message = Message.of((), tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
-    return message.body, [np.frombuffer(buffer, dtype=np.uint8) for buffer in message.buffers], references
+    body, buffers = pickled(tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
+    return body, [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers], references
 
 
 def _unpack(body: bytes, buffers: list[np.ndarray], references: list[Any]) -> tuple[Any, ...]:
@@ -77,10 +86,10 @@ def _unpack(body: bytes, buffers: list[np.ndarray], references: list[Any]) -> tu
 
 
 class HostActor:
-    """What Ray runs: a host, and calls put in order. All methods run on one event loop."""
+    """The actor: a host, and calls put in order, on one event loop."""
 
     def __init__(self, name: str, spec: bytes, path: list[str]) -> None:
-        die_with_parent()  # Ray's node manager; a stopped actor could not notice that it is gone
+        die_with_parent()  # a stopped actor does not notice that Ray's node manager is gone
         sys.path += [entry for entry in path if entry not in sys.path]
         collect_seldom()
         self._host = Host(name, lambda: pickle.loads(spec))
@@ -88,28 +97,23 @@ class HostActor:
         self._next_call = 0
         self._arrived: dict[int, Callable[[], None]] = {}
 
-    async def location(self) -> Location:
-        return os.getpid(), machine_id()
-
     async def call(self, number: int, method: str, *packed: Any) -> tuple[Location, bool, Any]:
-        loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        answers: list[Future[Any]] = []
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[tuple[bool, Any]] = loop.create_future()
 
-        def post() -> None:
-            answers.append(self._host.post(method, lambda: _unpack(*packed)))
-            answers[0].add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
+        def answer(*outcome: Any) -> None:
+            loop.call_soon_threadsafe(answered.set_result, outcome)
 
-        self._arrived[number] = post
-        while (next_post := self._arrived.pop(self._next_call, None)) is not None:
+        self._arrived[number] = partial(self._host.post, method, partial(_unpack, *packed), answer)
+        while (post := self._arrived.pop(self._next_call, None)) is not None:
             self._next_call += 1
-            next_post()
-        await answered.wait()
-        return await self.location(), *outcome(self._host.name, answers[0])
+            post()
+        return (os.getpid(), machine_id()), *await answered
 
 
 @cache
 def machine_id() -> str:
-    """Equal for two processes that mean the same by a pid."""
+    """An identifier that processes share when a pid means the same to them."""
     if sys.platform != "linux":
         return ""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -118,21 +122,20 @@ def machine_id() -> str:
 class RayWorker:
     """A worker in a Ray actor (:class:`~.base.Worker`).
 
-    Contract. Ray starts the calls of an asynchronous actor in any order; so they are numbered here and put in order
-    there. Arguments are pickled by :meth:`call`; large ones that several workers need are given as handles of
-    :meth:`RayLauncher.share`, each an argument by itself. Arrays arrive read-only and uncopied. Ray never restarts the
-    actor: whoever owns the worker decides.
+    Ray starts the calls of an asynchronous actor in any order; so they are numbered, and the actor puts them in order.
+    Arguments are pickled by :meth:`call`; a handle of :meth:`RayLauncher.share` must be an argument by itself. Arrays
+    arrive read-only and uncopied. Ray never restarts the actor.
     """
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self.pid: int | None = None  # until the actor has said it
         self._actor = actor
-        self._calls = OpenCalls(name)
+        self._calls = OpenCalls()
         self._lock = threading.Lock()
         self._sent = 0
         self._process: int | None = None  # a descriptor of the actor's process, where that runs on this machine
-        actor.location.remote().future().add_done_callback(self._placed)
+        self.call(IDLE_METHOD)  # its answer, as every answer, has the location
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         def send(number: int) -> None:
@@ -142,7 +145,7 @@ class RayWorker:
                     answer = self._actor.call.remote(self._sent, method, *packed)
                     self._sent += 1
             except Exception as error:  # Ray itself is gone or refuses
-                self._calls.fail(f"cannot be reached: {_one_line(error)}")
+                self._calls.fail(WorkerDied(f"{self.name} cannot be reached: {_one_line(error)}"))
             else:
                 answer.future().add_done_callback(partial(self._answered, number))
 
@@ -151,13 +154,12 @@ class RayWorker:
     def kill(self) -> None:
         """End the actor's process and free its bundle.
 
-        Ray ends it: at once, or on another machine after some seconds when it does not obey. On this one it is then
-        sent SIGKILL, which stopped processes obey too, and is gone on return. (Ray first, because it reports every
-        process that ends without its doing on the console.)
+        Ray ends it first, because it reports every other end of a process on the console. On this machine SIGKILL
+        follows, which ends stopped processes, too.
         """
         import ray
 
-        self._calls.fail(f"(pid {self.pid}) was killed")
+        self._calls.fail(WorkerDied(f"{self.name} (pid {self.pid}) was killed"))
         with self._lock:
             process, self._process = self._process, None
         with suppress(Exception):  # the actor, or Ray itself, may be gone already
@@ -169,12 +171,8 @@ class RayWorker:
                 wait([process], _GONE_S)
             os.close(process)
 
-    def _placed(self, answer: Future[Location]) -> None:
-        if answer.exception() is None:  # otherwise every other call says why
-            self._locate(answer.result())
-
     def _locate(self, location: Location) -> None:
-        """Learn the actor's process; every answer says where it came from, so none arrives before this is known."""
+        """Note the actor's process, which every answer names."""
         with self._lock:
             if self.pid is not None or self._calls.dead is not None:
                 return
@@ -194,7 +192,7 @@ class RayWorker:
         elif isinstance(error, RayTaskError):  # a result that cannot be pickled
             self._calls.resolve(number, False, error.cause or error)
         else:
-            self._calls.fail(f"(pid {self.pid}) is gone: {_one_line(error)}")
+            self._calls.fail(WorkerDied(f"{self.name} (pid {self.pid}) is gone: {_one_line(error)}"))
 
 
 def cluster_gpus(address: str) -> int:
@@ -215,15 +213,15 @@ def cores_per_gpu() -> int:
 
 
 def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: float) -> list[tuple[str, Any, float]]:
-    """Call a function of this package once on every node of a running cluster, all at a time.
+    """Call a function of this package once on every node of a running cluster, concurrently.
 
     Returns:
-        Of each node its address, what the function returned or raised (TimeoutError: nothing within ``deadline_s``),
-        and when that arrived here (seconds).
+        For each node its address, what the function returned or raised (TimeoutError: no answer within
+        ``deadline_s``), and when that arrived here (seconds).
 
     Raises:
         ImportError: Ray is not installed.
-        ConnectionError: nobody answers at ``address``.
+        ConnectionError: no cluster answers at ``address``.
     """
     ray = _imported_ray(local=False)
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -243,7 +241,7 @@ def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: fl
             ended, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, until - time.monotonic()))
             arrived = time.time()
             if not ended:
-                late = TimeoutError(f"it said nothing within {deadline_s:g} s")
+                late = TimeoutError(f"no answer within {deadline_s:g} s")
                 answers += [(calls[call], late, arrived) for call in waiting]
                 break
             (done,) = ended
@@ -262,20 +260,20 @@ class RayLauncher(Launcher):
     """Starts :class:`RayWorker` in the bundles of one placement group.
 
     Without an address, a cluster of this machine is started: its services listen on loopback only, and die with this
-    process, even by SIGKILL. It must then be made on the main thread: Linux kills Ray's processes when the thread ends
-    that started them. A process that is connected to Ray already keeps its connection, and its cluster. On a cluster
-    that runs already, this package must be importable on every node; :meth:`close` leaves that cluster running.
+    process, even by SIGKILL. The launcher must then be made on the main thread: Linux kills Ray's processes when the
+    thread that started them ends. A process that is connected to Ray already keeps its connection. A running cluster
+    must be able to import this package on every node; :meth:`close` leaves it running.
 
     Args:
-        bundles: what each worker has, such as ``{"CPU": 1, "GPU": 1}``. A cluster that is started here declares as many
-            logical CPUs as they ask for, however few the machine has.
+        bundles: resources of each worker, such as ``{"CPU": 1, "GPU": 1}``. A cluster that is started here declares as
+            many logical CPUs, however few the machine has.
         address: of a running cluster (``"auto"``, ``"host:6379"``); None starts one.
         strategy: how Ray spreads the bundles over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
         deadline_s: longest wait for all bundles.
         object_store_bytes: of a cluster that is started here; None leaves it to Ray (30 % of the memory).
 
     Raises:
-        TimeoutError: the cluster did not give the bundles; the message says what was asked and what there is.
+        TimeoutError: the cluster did not give the bundles; the message has the request and the resources.
     """
 
     def __init__(
@@ -296,7 +294,7 @@ class RayLauncher(Launcher):
             before = set(descendants())
             _connect(ray, address, math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), object_store_bytes)
             if address is None:
-                # A killed driver takes Ray's node manager with it, whose agents then go on for a minute.
+                # The agents of Ray's node manager outlive a killed driver by a minute.
                 self._guardian = guard(new.pid for new in set(descendants()) - before)
         self._group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
         if not self._group.wait(deadline_s):
@@ -322,8 +320,8 @@ class RayLauncher(Launcher):
         Args:
             name: in messages.
             spec: what it runs.
-            bundle: which of the launcher's.
-            num_gpus: of the bundle's; the actor sees these only.
+            bundle: index.
+            num_gpus: GPUs of the bundle that the actor sees.
             env: variables set before its process starts.
             threads: of OpenMP, hence of torch; None leaves it to Ray.
         """
@@ -339,7 +337,7 @@ class RayLauncher(Launcher):
         return worker
 
     def share(self, value: Any) -> Any:
-        """A handle for ``call``: the value lies in Ray's object store, and crosses to each node once."""
+        """A handle for ``call``: the value is in Ray's object store, and is sent to each node once."""
         import ray
 
         return Shared(ray.put(value))
@@ -352,7 +350,7 @@ class RayLauncher(Launcher):
             return
         self._closed = True
         super().close()
-        with suppress(Exception):  # the cluster may be gone; there is nothing to give back then
+        with suppress(Exception):  # the cluster may be gone
             ray.util.remove_placement_group(self._group)
         if self._owns_ray:
             ray.shutdown()
@@ -362,7 +360,7 @@ class RayLauncher(Launcher):
 
 
 class AddressWorker:
-    """Says where ranks can meet on the machine that it runs on, and which GPUs it was given."""
+    """Gives a rendezvous address of its machine, and its GPUs."""
 
     def devices(self) -> str:
         """``CUDA_VISIBLE_DEVICES`` of this process, as Ray set it."""
@@ -387,28 +385,25 @@ def _actor_class(role: str) -> Any:
 
 
 def _imported_ray(local: bool) -> Any:
-    """Ray, which reads at its import whether it keeps to loopback."""
+    """Import Ray, which reads then whether to listen on loopback only."""
     if local:
         os.environ.update(_LOCAL_ENVIRONMENT)
         if not os.environ.get(_TOKEN) and not os.environ.get(_TOKEN_FILE):
             os.environ[_TOKEN] = secrets.token_hex(32)  # in no file: Ray's own is readable to all
     elif _token_held() and _MODE not in os.environ:
-        os.environ[_MODE] = "token"  # as a head does that has one; a cluster without a token does not mind
+        os.environ[_MODE] = "token"  # a cluster without a token accepts it
     import ray
     from ray._private import ray_constants
     from ray._raylet import Config  # type: ignore[attr-defined]
 
-    if not ray.is_initialized():  # for the case that something else had imported Ray before
+    if not ray.is_initialized():  # something else may have imported Ray before
         ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER and not local
         Config.initialize("")
     return ray
 
 
 def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: int | None) -> None:
-    """Call ``ray.init``, which would otherwise take over the process's SIGTERM.
-
-    Ray's processes are in this one's process group: a terminal that closes sends SIGHUP to them too, which they ignore.
-    """
+    """Call ``ray.init`` but keep SIGTERM; Ray's processes, in this process group, ignore a terminal's SIGHUP."""
     options: dict[str, Any] = {"address": address or "local"}
     _require_cluster(address)
     if address is None:
@@ -429,9 +424,9 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
             signal.signal(signal.SIGTERM, on_sigterm)
             signal.signal(signal.SIGHUP, on_hangup)
     if address is None and free is not None and (store := ray.cluster_resources().get("object_store_memory", 0)) > free:
-        logger.warning(  # Ray itself says it on a logger that is silenced here
-            "%s has %.2f GiB free and Ray's object store takes %.1f GiB, so it lies on the disk and everything that "
-            "workers exchange goes through there: start the container with --shm-size=%dg (or --ipc=host).",
+        logger.warning(  # Ray's own logger is silenced here
+            "%s has %.2f GiB free and Ray's object store takes %.1f GiB, so it is on the disk and everything that "
+            "workers exchange passes through it: start the container with --shm-size=%dg (or --ipc=host).",
             _SHARED_MEMORY,
             free / 2**30,
             store / 2**30,
@@ -440,11 +435,11 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
 
 
 def _require_cluster(address: str | None) -> None:
-    """Ray itself tries for minutes to reach an address where nothing listens, or whose token it lacks.
+    """Fail at once where Ray would try for minutes.
 
     Raises:
         ConnectionError: nothing listens at ``address``.
-        UserError: the cluster there asks for another token.
+        UserError: the cluster requires another token.
     """
     from ray._private.services import canonicalize_bootstrap_address
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -464,15 +459,15 @@ def _require_cluster(address: str | None) -> None:
         held = _token_held()
         has = f"the one of this machine ({held}) is another" if held else "this machine has none"
         raise UserError(
-            f"The Ray cluster at {address} asks for its token, and {has}: copy ~/.ray/auth_token of its head here, or "
+            f"The Ray cluster at {address} requires its token, and {has}: copy ~/.ray/auth_token of its head here, or "
             f"export {_TOKEN} and {_MODE}=token."
         ) from error
-    except Exception as error:  # ray.init tries longer, and says what it is
+    except Exception as error:  # ray.init tries longer, and reports it
         logger.debug("The first look at %s failed.", address, exc_info=error)
 
 
 def _token_held() -> str:
-    """Where a token of this machine is, that Ray would send; empty where there is none."""
+    """The variable or file with this machine's token, which Ray would send; empty where there is none."""
     if os.environ.get(_TOKEN):
         return _TOKEN
     file = Path(os.environ.get(_TOKEN_FILE) or "~/.ray/auth_token").expanduser()
@@ -485,7 +480,7 @@ def _counts(resources: Mapping[str, float]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """Ray's cause without its list of common causes.
+    """Ray's message without its list of common causes.
 
     >>> _one_line(RuntimeError("The actor died.\\n  pid: 1\\nThe actor is dead because it left. Some common causes: a"))
     'The actor is dead because it left.'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -17,7 +18,7 @@ from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
-from sota_grpo.workers.base import WorkerThread, promised, resolve
+from sota_grpo.workers.base import promised
 from sota_grpo.workers.fleet import Fleet
 
 _READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
@@ -26,16 +27,16 @@ _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ReferenceWorker:
-    """Answers rows with the log-probabilities of a frozen model, on a thread of its own.
+    """Answers rows with the log-probabilities of a frozen model.
 
     Args:
-        model: taken over and frozen.
+        model: is frozen.
         temperature: the policy's sampling temperature.
         precision: autocast, ``fp32``, ``bf16`` or ``fp16``; that of the policy makes the KL of equal weights 0.
         token_budget: packed tokens of one forward pass; padded ones for a model that cannot be packed.
-        pad_token_id: padding of the tokens; any id of the vocabulary will do.
+        pad_token_id: any id of the vocabulary.
         shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
-        gives_back: keeps no memory of the device in reserve between answers, for engines that sleep there meanwhile.
+        gives_back: releases cached CUDA memory after each call, for colocated engines.
 
     Raises:
         ValueError: an unknown precision.
@@ -59,27 +60,26 @@ class ReferenceWorker:
         self._autocast = _AUTOCAST[precision]
         self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt, fused=fused)
         self._token_budget, self._pad_token_id, self._gives_back = token_budget, pad_token_id, gives_back
-        self._thread = WorkerThread("reference")
-
-    def run(self, rows: RowTable) -> Future[list[np.ndarray]]:
-        """Log-probabilities of every row, f32 ``[T_i]``, 0 off its assistant mask."""
-        return self._thread.submit(self._answer, rows)
+        self._since: float | None = None  # when the running call, or its last forward pass, was seen to progress
 
     def ping(self) -> float:
-        """Seconds for which the forward pass at hand has been running."""
-        return self._thread.silent_s()
+        """Seconds for which the running forward pass has taken."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
-    def close(self) -> None:
-        self._thread.close()
-
-    def _answer(self, rows: RowTable) -> list[np.ndarray]:
-        log_probs = reference_log_probs(
-            self._forward,
-            rows,
-            pad_token_id=self._pad_token_id,
-            token_budget=self._token_budget,
-            shared_prompt=self._reference.shared_prompt,
-        )
+    def run(self, rows: RowTable) -> list[np.ndarray]:
+        """Log-probabilities of every row, f32 ``[T_i]``, 0 off its assistant mask."""
+        self._since = time.monotonic()
+        try:
+            log_probs = reference_log_probs(
+                self._forward,
+                rows,
+                pad_token_id=self._pad_token_id,
+                token_budget=self._token_budget,
+                shared_prompt=self._reference.shared_prompt,
+            )
+        finally:
+            self._since = None
         if self._gives_back:
             torch.cuda.empty_cache()
         return [values.numpy() for values in log_probs]
@@ -87,7 +87,7 @@ class ReferenceWorker:
     def _forward(self, padded: TensorDictBase) -> torch.Tensor:
         with torch.autocast(self._device_type, dtype=self._autocast, enabled=self._autocast is not None):
             log_probs = self._reference(padded)
-        self._thread.progress()
+        self._since = time.monotonic()
         return log_probs
 
 
@@ -125,23 +125,19 @@ def reference_worker(
 class ReferenceService:
     """Client of a fleet of :class:`sota_grpo.workers.reference.ReferenceWorker`.
 
-    Contract. Consumes: whole groups (:meth:`submit`), which it completes in the background, or padded rows (a call,
-    as any :class:`sota_grpo.policy.reference.ReferencePolicy`), which it splits over the workers and waits for.
-    Produces: the same log-probabilities as a reference in this process, to the rounding of another padding. Waits for:
-    the fleet, whose deadlines bound every wait. A worker that dies or falls silent is replaced and its rows are
-    answered by another; :class:`~sota_grpo.workers.base.WorkerDied` only when that happened ``max_attempts`` times to
-    the same rows or no worker can start.
+    It completes whole groups in the background (:meth:`submit`), or splits padded rows over the workers and waits (a
+    call, as any :class:`sota_grpo.policy.reference.ReferencePolicy`). Log-probabilities equal those of a reference in
+    this process, to the rounding of another padding. A worker that dies or falls silent is replaced and its rows are
+    answered by another.
 
     Args:
         fleet: of reference workers; closed with the service.
-        num_workers: into how many parts a call is split.
+        num_workers: parts of a call.
         in_reward_coeff: see :class:`sota_grpo.rl.transforms.ReferenceKL`; with one, groups come with their reward.
 
-    Attributes:
-        fleet: of the workers; it counts their replacements.
     """
 
-    shared_prompt = True  # a worker cuts what it is given by what its own model can
+    shared_prompt = True  # a worker splits its rows as its model permits
 
     def __init__(self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None) -> None:
         self.fleet, self._num_workers, self._in_reward_coeff = fleet, num_workers, in_reward_coeff
@@ -152,18 +148,16 @@ class ReferenceService:
         Rows that have their reference log-probs already pass unchanged. The future fails with ValueError when the
         model gives a log-prob that is not finite.
         """
-        done = promised()
-        if rows.has(keys.REF_LOG_PROBS):
-            done.set_result(rows)
-            return done
-        answer = self.fleet.submit(rows.only(_READ))
 
-        def write() -> RowTable:
-            log_probs = [torch.tensor(values) for values in answer.result()]
+        async def complete() -> RowTable:
+            log_probs = [torch.tensor(values) for values in await self.fleet.run(rows.only(_READ))]
             write_reference(rows, log_probs, in_reward_coeff=self._in_reward_coeff)
             return rows
 
-        answer.add_done_callback(lambda _: resolve(done, write))
+        if not rows.has(keys.REF_LOG_PROBS):
+            return self.fleet.start(complete())
+        done = promised()
+        done.set_result(rows)
         return done
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:

@@ -1,190 +1,69 @@
-"""Rollout workers: an engine as a worker that one thread owns, and many of them behind the protocol of one engine."""
+"""Rollout workers: an engine as a worker, and many of them behind the protocol of one engine."""
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, NoReturn
 
 import torch
 
 import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three tensors from here on)
 from sota_grpo.engines import EngineOptions, make_engine
-from sota_grpo.engines.stepping import SteppingEngine, Streams, response_rooms
+from sota_grpo.engines.stepping import SteppingEngine, Streams, Task, response_rooms, result
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
-from sota_grpo.workers.base import OpenCalls, WorkerDied, promised
+from sota_grpo.workers.base import Result, WorkerDied, promised
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.sleeping import SleepingFleet
 
 _log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """Drives an engine step by step on a thread of its own, which also builds it: the engine loop.
+    """An engine as a worker: its host does all calls that have come, in their order, between two steps.
 
-    Contract. Consumes: requests and weights. Produces: futures of groups and of versions. Waits for: the next call,
-    and only while nothing is in flight. Between two steps the loop does all calls that have come, in their order: so
-    weights land in the middle of running groups, and after one step at most. Requests that came together begin
-    together. What a call raises as ``ValueError`` is its caller's; any other exception of the engine breaks the
-    worker: every open future and every later call fails with :class:`WorkerDied` and the cause, and the engine is
-    closed. Callbacks of the futures run on the loop's thread and must be quick.
+    So weights are loaded in the middle of running groups, after one step at most, and requests that came together begin
+    together. What a call raises as ``ValueError`` is its caller's; any other exception of the engine breaks the worker:
+    every open future and every later call fails with :class:`WorkerDied` and the cause, and the engine is closed.
 
     Args:
-        make_engine: builds the engine.
-        tokenizer: decodes the responses (``Sample.text``); None leaves that to whoever asked for them.
-
-    Raises:
-        Exception: whatever ``make_engine()`` raised.
+        engine: owned by this.
+        tokenizer: decodes the responses (``Sample.text``); None leaves that to the caller.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
-    >>> worker = RolloutWorker(lambda: ScriptedEngine(lambda request, sample, version: [5, 6]))
-    >>> output = worker.run(GroupRequest(3, (1, 2), num_samples=1, seed=0), Sampling(max_tokens=8)).result()
-    >>> output.group_id, output.samples[0].token_ids.tolist()
+    >>> worker = RolloutWorker(ScriptedEngine(lambda request, sample, version: [5, 6]))
+    >>> group = worker.run(GroupRequest(3, (1, 2), num_samples=1, seed=0), Sampling(max_tokens=8))
+    >>> while worker.advance():
+    ...     pass
+    >>> group.result().group_id, group.result().samples[0].token_ids.tolist()
     (3, [5, 6, 0])
     >>> worker.close()
     """
 
-    def __init__(self, make_engine: Callable[[], SteppingEngine], tokenizer: Any = None):
-        self._tokenizer = tokenizer
-        self._inbox: queue.SimpleQueue[tuple[int, Callable[[SteppingEngine], Any]] | None] = queue.SimpleQueue()
-        self._calls = OpenCalls("This rollout worker")
+    def __init__(self, engine: SteppingEngine, tokenizer: Any = None):
+        self._engine, self._tokenizer = engine, tokenizer
         self._base: WeightPack | None = None
-        self._since: float | None = None  # when the step or call at hand began; None while there is nothing to do
-        started: Future[None] = promised()
-        self._thread = threading.Thread(target=self._live, args=(make_engine, started), name="engine-loop", daemon=True)
-        self._thread.start()
-        started.result()
+        self._end: Future[NoReturn] = promised()  # why no call is answered any more
 
     def run(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Sample one group; ``ValueError`` where its prompt leaves no room for a response."""
-        return self._submit(lambda engine: engine.submit(request, sampling))
+        return Task(self._sample(request, sampling))
 
-    def set_base(self, pack: WeightPack) -> Future[None]:
-        """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
-
-        def keep(engine: SteppingEngine) -> None:
-            self._base = pack
-
-        return self._submit(keep)
-
-    def update_weights(self, pack: WeightPack | AdapterPack, version: int) -> Future[int]:
-        """Push weights under the running groups; the version that the engine serves from the next token on.
-
-        Args:
-            pack: all weights, or an adapter on the weights of :meth:`set_base`.
-            version: what they are called.
-        """
-
-        def push(engine: SteppingEngine) -> int:
-            if isinstance(pack, AdapterPack):
-                if self._base is None:
-                    raise ValueError("An adapter came before the weights that it is an adapter of; call set_base.")
-                engine.update_weights(pack.merged(self._base, engine.device), version)
-            else:
-                engine.update_weights(pack.tensors(), version)
-            return engine.version
-
-        return self._submit(push)
-
-    def weight_dtype(self) -> Future[torch.dtype | None]:
-        """In which pushed weights may come (:class:`~sota_grpo.engines.Engine`)."""
-        return self._submit(lambda engine: engine.weight_dtype)
-
-    def weight_sums(self) -> Future[Mapping[str, Checksum] | None]:
-        """:meth:`~sota_grpo.engines.Engine.weight_sums`."""
-        return self._submit(lambda engine: engine.weight_sums())
-
-    def sleep(self) -> Future[None]:
-        """:meth:`~sota_grpo.engines.Engine.sleep`, with nothing in flight."""
-        return self._submit(lambda engine: engine.sleep())
-
-    def wake(self) -> Future[None]:
-        """:meth:`~sota_grpo.engines.Engine.wake`."""
-        return self._submit(lambda engine: engine.wake())
-
-    def ping(self) -> float:
-        """Seconds for which the step or call at hand has been running; 0 when there is nothing to do.
-
-        Raises:
-            WorkerDied: the worker is broken or closed.
-        """
-        if self._calls.dead is not None:
-            raise self._calls.dead
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End the loop and close the engine; what is open fails. An engine that hangs is left behind."""
-        self._inbox.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                self._calls.fail(f"is closed; its engine hung for {timeout_s:g} s.")
-
-    def _submit(self, action: Callable[[SteppingEngine], Any]) -> Future[Any]:
-        """A call that gets what ``action(engine)`` returns, or what a returned future gets."""
-        return self._calls.open(lambda number: self._inbox.put((number, action)))
-
-    def _live(self, make_engine: Callable[[], SteppingEngine], started: Future[None]) -> None:
+    async def _sample(self, request: GroupRequest, sampling: Sampling) -> GroupOutput:
+        submitted = self._do(lambda: self._engine.submit(request, sampling))
         try:
-            engine = make_engine()
-        except BaseException as error:  # the constructor raises it in the thread of the caller
-            started.set_exception(error)
-            return
-        started.set_result(None)
-        try:
-            self._loop(engine)
-            self._calls.fail("is closed.")
-        except BaseException as error:  # nothing above would see it; the callers do, through their futures
-            refusal = WorkerDied(f"The {engine.name} engine failed and cannot go on ({type(error).__name__}: {error}).")
-            refusal.add_note("".join(traceback.format_exception(error)).rstrip())
-            refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
-            self._calls.fail(refusal)
-        try:
-            engine.close()
-        except Exception:  # an engine that has failed may fail again, and its caller knows the first cause
-            _log.exception("The %s engine could not be closed.", engine.name)
-
-    def _loop(self, engine: SteppingEngine) -> None:
-        busy = False
-        while True:
-            while not busy or not self._inbox.empty():
-                self._since = time.monotonic() if busy else None
-                if (call := self._inbox.get()) is None:
-                    return
-                busy, self._since = True, time.monotonic()
-                self._do(engine, *call)
-            self._since = time.monotonic()
-            busy = engine.advance()
-
-    def _do(self, engine: SteppingEngine, number: int, action: Callable[[SteppingEngine], Any]) -> None:
-        try:
-            result = action(engine)
-        except ValueError as error:  # of any other the loop ends, and fails every call
-            self._calls.resolve(number, False, error)
-            return
-        if isinstance(result, Future):
-            result.add_done_callback(partial(self._pass_on, number))
-        else:
-            self._calls.resolve(number, True, result)
-
-    def _pass_on(self, number: int, done: Future[GroupOutput]) -> None:
-        error = done.exception()
-        if error is None or isinstance(error, ValueError):
-            self._calls.resolve(number, error is None, error or self._decoded(done.result()))
-
-    def _decoded(self, group: GroupOutput) -> GroupOutput:
+            group = await result(submitted)
+        except ValueError:
+            raise
+        except Exception:  # the engine lost it, as it failed or was closed
+            return await result(self._end)
         if self._tokenizer is None:
             return group
         try:
@@ -192,6 +71,83 @@ class RolloutWorker:
         except Exception:  # the driver decodes what has no text, and there the error ends the run
             return group
         return replace(group, samples=tuple(replace(sample, text=text) for sample, text in zip(group.samples, texts)))
+
+    def advance(self) -> bool:
+        """Make one step of the engine; False where nothing is in flight."""
+        try:
+            return not self._end.done() and self._engine.advance()
+        except BaseException as error:  # the host would end; the callers see it through their futures
+            self._break(error)
+            return False
+
+    def set_base(self, pack: WeightPack) -> None:
+        """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
+        self._base = pack
+
+    def update_weights(self, pack: WeightPack | AdapterPack, version: int) -> int:
+        """Push weights under the running groups; returns the version that the engine serves from the next token on.
+
+        Args:
+            pack: all weights, or an adapter on the weights of :meth:`set_base`.
+            version: of the weights.
+        """
+
+        def push() -> int:
+            if isinstance(pack, AdapterPack):
+                if self._base is None:
+                    raise ValueError("An adapter came before the weights that it is an adapter of; call set_base.")
+                self._engine.update_weights(pack.merged(self._base, self._engine.device), version)
+            else:
+                self._engine.update_weights(pack.tensors(), version)
+            return self._engine.version
+
+        return self._do(push)
+
+    def weight_dtype(self) -> torch.dtype | None:
+        """The dtype in which pushed weights may come (:class:`~sota_grpo.engines.Engine`)."""
+        return self._engine.weight_dtype
+
+    def weight_sums(self) -> Mapping[str, Checksum] | None:
+        """:meth:`~sota_grpo.engines.Engine.weight_sums`."""
+        return self._do(self._engine.weight_sums)
+
+    def sleep(self) -> None:
+        """:meth:`~sota_grpo.engines.Engine.sleep`, with nothing in flight."""
+        self._do(self._engine.sleep)
+
+    def wake(self) -> None:
+        """:meth:`~sota_grpo.engines.Engine.wake`."""
+        self._do(self._engine.wake)
+
+    def close(self) -> None:
+        """Close the engine; open futures fail. Idempotent."""
+        if not self._end.done():
+            self._finish(WorkerDied("This rollout worker is closed."))
+
+    def _do(self, action: Callable[[], Result]) -> Result:
+        if self._end.done():
+            self._end.result()
+        try:
+            return action()
+        except ValueError:
+            raise
+        except BaseException as error:
+            self._break(error)
+            return self._end.result()
+
+    def _break(self, error: BaseException) -> None:
+        cause = f"{type(error).__name__}: {error}"
+        refusal = WorkerDied(f"The {self._engine.name} engine failed and cannot go on ({cause}).")
+        refusal.add_note("".join(traceback.format_exception(error)).rstrip())
+        refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
+        self._finish(refusal)
+
+    def _finish(self, why: WorkerDied) -> None:
+        self._end.set_exception(why)
+        try:
+            self._engine.close()
+        except Exception:  # an engine that has failed may fail again, and its caller knows the first cause
+            _log.exception("The %s engine could not be closed.", self._engine.name)
 
 
 def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> RolloutWorker:
@@ -204,29 +160,25 @@ def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> Ro
     Raises:
         UserError: the engine or the model is not there.
     """
-
-    def build() -> SteppingEngine:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        return make_engine(options)
-
-    return RolloutWorker(build, load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code))
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    tokenizer = load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
+    return RolloutWorker(make_engine(options), tokenizer)
 
 
 class FleetEngine(Streams):
-    """What the gate, the evaluation, weight sync and the collector see of the rollout workers.
+    """The rollout workers as one engine.
 
-    Contract. Consumes: requests, one group at a time. Produces: groups, from whichever worker had room. Waits for:
-    workers, as long as each shows progress. Unblocked by: the next finished group. When a worker dies or is silent, the
-    fleet replaces it, gives the new one the newest weights, and asks again for the groups it had; a push returns when
-    every worker that is alive serves the version. A stream that is dropped is sampled to its end all the same. Only the
-    workers of a :class:`~sota_grpo.workers.sleeping.SleepingFleet` share devices with the learner, and sleep.
+    Contract. Consumes: requests, one group at a time. Produces: groups, from any worker that had room. Waits for:
+    workers, as long as each shows progress. When a worker dies or is silent, the fleet replaces it, gives the new one
+    the newest weights, and samples its groups again; a push returns when every live worker serves the version. A group
+    whose stream is dropped is still sampled to its end.
 
     Args:
-        fleet: rollout workers (:class:`~sota_grpo.workers.rollout.RolloutWorker`).
-        name: of the engines behind it.
+        fleet: of :class:`RolloutWorker`.
+        name: of the engines.
         max_model_len: context in tokens.
-        share: makes a large value available to every worker (:meth:`~sota_grpo.workers.base.Launcher.share`).
+        share: :meth:`~sota_grpo.workers.base.Launcher.share`.
         deadline_s: longest wait of a push for one worker.
         base: the weights under an adapter, packed once, where the learner publishes its adapter only.
     """
@@ -250,22 +202,18 @@ class FleetEngine(Streams):
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """The group, some day; its samples are drawn by the weights that are newest as they are drawn."""
+        """A future of the group, sampled by the newest weights at each token."""
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack, version: int) -> None:
-        """Push to every worker, in flight; returns when each one's next token comes from the new weights.
-
-        Args:
-            weights: the tensors, or an adapter.
-            version: what they are called.
+        """Push to every worker, under running groups; returns when each one's next token comes from the new weights.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
         """
         if isinstance(weights, AdapterPack):
-            if self.base is not None:  # a worker that starts later gets it before its first adapter, too
+            if self.base is not None:  # sticky: a worker that starts later gets it before its first adapter
                 base, self.base = self._share(self.base()), None
                 self._broadcast("set_base", base)
         elif not isinstance(weights, WeightPack):
@@ -277,12 +225,12 @@ class FleetEngine(Streams):
 
     @cached_property
     def weight_dtype(self) -> torch.dtype | None:
-        """The one that all the engines' matrices have, so that pushed ones may come in it; None where there is none."""
+        """The dtype of all the engines' matrices, for pushed weights; None where they have several."""
         dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s))
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def weight_sums(self) -> dict[str, Checksum] | None:
-        """Those of all workers; of a weight in which they differ, one that no tensor has."""
+        """The checksums of all workers; of a weight in which they differ, one that no tensor has."""
         answers = self.fleet.broadcast("weight_sums", deadline_s=self._deadline_s)
         if not answers or None in answers:
             return None
@@ -294,14 +242,12 @@ class FleetEngine(Streams):
         return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)
 
     def sleep(self) -> None:
-        """Return when every engine sleeps; nothing where they have their own devices."""
-        if isinstance(self.fleet, SleepingFleet):
-            self.fleet.sleep(self._deadline_s)
+        """Return when every engine sleeps; no-op where they have their own devices."""
+        self.fleet.sleep(self._deadline_s)
 
     def wake(self) -> None:
         """Undo :meth:`sleep`."""
-        if isinstance(self.fleet, SleepingFleet):
-            self.fleet.wake(self._deadline_s)
+        self.fleet.wake(self._deadline_s)
 
     def close(self) -> None:
         """End the workers; idempotent."""

@@ -23,7 +23,6 @@ from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.training.gate import graded_rows, pushed_weights_landed
-from sota_grpo.workers.rollout import RolloutWorker
 from tests.builders import generator
 from tests.engine_rigs import (
     EOS,
@@ -38,6 +37,7 @@ from tests.engine_rigs import (
     token_lists,
 )
 from tests.l3_parts import make_subject
+from tests.worker_rigs import HostedRollout
 
 pytestmark = [
     pytest.mark.vllm,
@@ -348,7 +348,7 @@ def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: p
 def test_a_rollout_worker_pushes_under_a_running_group(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """Stepped by another thread than the one that built it."""
     monkeypatch.setattr(rig.engine, "close", lambda: None)  # the other tests go on with it
-    worker, new = RolloutWorker(lambda: rig.engine), rig.engine.version + 1
+    worker, new = HostedRollout(lambda: rig.engine), rig.engine.version + 1
     try:
         (long,) = ragged_requests(1, 2)
         running = worker.run(long, Sampling(max_tokens=150, ignore_eos=True))

@@ -115,7 +115,7 @@ def is_gone(pid: int | None) -> bool:
 def test_calls_start_in_order_and_wait_for_the_construction(place: Place) -> None:
     worker = place.start("slow_echo", seconds=2.0)
     ready = worker.call("ping")
-    assert worker.call(IDLE_METHOD).result(WAIT_S) == 0.0
+    assert worker.call(IDLE_METHOD).result(WAIT_S) >= 0.0
     assert not ready.done()  # so that a start can be watched
     noted = [worker.call("note", number) for number in range(50)]
     assert worker.call("notes").result(WAIT_S) == list(range(50))

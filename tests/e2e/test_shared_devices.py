@@ -31,7 +31,7 @@ def is_asleep(at: int, sleeps: list[tuple[int, int]], wakes: list[tuple[int, int
     return since is not None and not any(since <= began <= at for began, _ in wakes)
 
 
-@pytest.mark.slow  # of the fleet alone: tests/unit/test_sleeping_fleet.py
+@pytest.mark.slow  # of the fleet alone: tests/unit/test_fleet.py
 def test_engines_sleep_whenever_a_rank_or_the_reference_computes(tmp_path: Path, grpo) -> None:
     """Each of their tokens is of the weights of its step: a push that is missed or early would show in the mismatch."""
     log, options = tmp_path / "turns.log", (*SMALL, *SHARED, "engine=transformers", "policy.kl_coef=0.001")

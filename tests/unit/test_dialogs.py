@@ -23,7 +23,7 @@ from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, Talk
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import promised, resolve
-from sota_grpo.workers.rollout import RolloutWorker
+from tests.worker_rigs import HostedRollout
 
 SEED = random.randrange(1 << 30)
 EOS, CONTEXT, MAX_STEPS = 0, 32, 4
@@ -93,7 +93,7 @@ class Submitting(Streams):
     name, version, max_model_len, weight_dtype = "worker", 0, CONTEXT, None
 
     def __init__(self) -> None:
-        self.worker = RolloutWorker(scripted)
+        self.worker = HostedRollout(scripted)
         self.submit = self.worker.run
 
     def update_weights(self, weights: object, version: int) -> None: ...

@@ -39,9 +39,10 @@ from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
+from sota_grpo.workers.rollout import FleetEngine
 from tests.l3_parts import collector_of
 from tests.unit.tiny_models import VOCAB, make_model
+from tests.worker_rigs import HostedRollout
 
 SEED = random.randrange(1 << 30)
 CLIP, KL_COEFF, MOST_TOKENS = 0.2, 0.1, 24
@@ -263,7 +264,7 @@ def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:
     sampling = Sampling(max_tokens=48)
     options = {"num_groups": 4, "transforms": [GroupAdvantage()], "seed": SEED}
     synchronous = collector_of(envs[0], here, sampling, **options)
-    worker = RolloutWorker(lambda: scripted_thinker(envs[1]))
+    worker = HostedRollout(lambda: scripted_thinker(envs[1]))
     fleet: Any = SimpleNamespace(submit=worker.run, close=worker.close)
     front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
     there = WithExamples(front, envs[1], max_steps=2)

@@ -12,7 +12,7 @@ import torch
 
 import sota_grpo.workers.rollout  # noqa: F401  (every rollout worker sends groups in this form)
 from sota_grpo.rl.records import GroupOutput, Sample
-from sota_grpo.workers.processes import Message
+from sota_grpo.workers.processes import pickled
 
 
 def some_group(*lengths: int, dialogs: bool = False) -> GroupOutput:
@@ -33,7 +33,8 @@ def some_group(*lengths: int, dialogs: bool = False) -> GroupOutput:
 
 
 def through_a_pipe(group: GroupOutput) -> GroupOutput:
-    return Message.of((), group).load()
+    body, buffers = pickled(group)
+    return pickle.loads(body, buffers=buffers)
 
 
 @pytest.mark.parametrize("dialogs", [False, True])

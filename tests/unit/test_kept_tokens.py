@@ -23,6 +23,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import FrozenReference
+from sota_grpo.rewards.grading import done
 from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, unpad_rows
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, KeptTokens, Sample, Sampling
@@ -225,18 +226,10 @@ def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> N
     own = CausalPolicy(tiny_model())(batch)[keys.LOG_PROBS]
     torch.testing.assert_close(FrozenReference(tiny_model())(batch), own)
     worker = ReferenceWorker(tiny_model(), temperature=1.0, token_budget=CONTEXT, pad_token_id=PAD)
-    try:
-        answers = worker.run(RowTable.of(rows).only(_READ)).result()
-        for row, values in zip(own, answers):
-            torch.testing.assert_close(torch.tensor(values), row[: len(values)], rtol=1e-4, atol=1e-5)
-
-        class Fleet:
-            submit = staticmethod(worker.run)
-
-        service = ReferenceService(Fleet(), num_workers=2)
-        torch.testing.assert_close(service(batch), own, rtol=1e-4, atol=1e-5)
-    finally:
-        worker.close()
+    for row, values in zip(own, worker.run(RowTable.of(rows).only(_READ))):
+        torch.testing.assert_close(torch.tensor(values), row[: len(values)], rtol=1e-4, atol=1e-5)
+    fleet = SimpleNamespace(submit=lambda rows: done(worker.run(rows)))
+    torch.testing.assert_close(ReferenceService(fleet, num_workers=2)(batch), own, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", [None, partial(add_lora, r=4, alpha=8, dropout=0.3)], ids=["whole", "lora"])

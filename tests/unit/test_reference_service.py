@@ -66,8 +66,7 @@ def test_a_worker_keeps_nothing_in_reserve_where_engines_sleep(
     model = make_model("llama", vocab_size=64)
     worker = ReferenceWorker(model, temperature=1.0, token_budget=BUDGET, gives_back=gives_back)
     (rows,) = groups_of_rows(1)
-    worker.run(rows).result(60)
-    worker.close()
+    worker.run(rows)
     assert emptied == [True] * gives_back
 
 
@@ -122,8 +121,7 @@ def test_a_worker_computes_in_the_precision_of_the_policy(saved, precision) -> N
     with torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
         expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()
     cut = [row[:length] for row, length in zip(rows.auto_batch_size_(2).unbind(0), (8, 5, 3))]
-    found = worker.run(RowTable.of(cut)).result(60)
-    worker.close()
+    found = worker.run(RowTable.of(cut))
     for values, row, length in zip(found, expected, (8, 5, 3), strict=True):
         assert values.tolist() == row[:length].tolist()
     assert not torch.equal(expected, CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,12 +19,11 @@ import torch
 from sota_grpo.engines import Engine, EngineOptions
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
-from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
-from sota_grpo.workers import rollout
+from sota_grpo.workers import base
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker, rollout_worker
 from tests.engine_rigs import (
@@ -38,6 +38,7 @@ from tests.engine_rigs import (
     token_lists,
 )
 from tests.process_rigs import wait_for
+from tests.worker_rigs import HostedRollout
 
 REQUEST = GroupRequest(group_id=0, prompt_ids=(5, 6), num_samples=2, seed=3)
 NO_WEIGHTS = WeightPack.of([])
@@ -45,16 +46,16 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Callable[[], Engine]], RolloutWorker]]:
-    workers: list[RolloutWorker] = []
+def start() -> Iterator[Callable[..., HostedRollout]]:
+    workers: list[HostedRollout] = []
 
-    def start(make_engine: Callable[[], Engine]) -> RolloutWorker:
-        workers.append(RolloutWorker(make_engine))
+    def start(make_engine: Callable[[], Engine], tokenizer: Any = None) -> HostedRollout:
+        workers.append(HostedRollout(make_engine, tokenizer))
         return workers[-1]
 
     yield start
     for worker in workers:
-        worker.close(timeout_s=5.0)
+        worker.close()
 
 
 def hf_engine(model: torch.nn.Module) -> TransformersEngine:
@@ -178,37 +179,18 @@ def test_pushes_take_effect_in_their_order_and_a_group_begins_with_the_newest(st
     assert versions == [0, 3, 3, 3]
 
 
-def test_ping_is_0_when_idle_and_one_step_at_work_and_grows_when_a_step_hangs(start, monkeypatch):
-    now_s, seen = [100.0], []
-    monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-
-    class Ticking(HeldEngine):
-        """A step takes a second of the worker's clock, a group five steps."""
-
-        def advance(self) -> bool:
-            if not self.num_in_flight:
-                return False
-            now_s[0] += 1.0
-            seen.append(worker.ping())
-            return super().advance()
-
-        def _step(self) -> Iterable[tuple[int, GroupOutput]]:
-            return [] if self.num_steps % 5 else super()._step()
-
-    engine = Ticking()
+def test_ping_is_0_when_idle_and_grows_when_a_step_hangs(start, monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now_s[0], process_time=time.process_time))
+    engine = HeldEngine()
     worker = start(lambda: engine)
-    assert worker.ping() == 0.0
-    engine.go.set()
-    worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
-    assert seen == [1.0] * 5
-    wait_for(lambda: worker.ping() == 0.0)
-    engine.go.clear()
-    engine.stepping.clear()
+    assert worker.ping().result(WAIT_S) == 0.0
     worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
-    now_s[0] += 50.0
-    assert worker.ping() == 51.0
+    now_s[0] += 51.0
+    assert worker.ping().result(WAIT_S) == 51.0
     engine.go.set()
+    wait_for(lambda: worker.ping().result(WAIT_S) == 0.0)
 
 
 def test_a_failing_step_fails_everything_with_its_cause(start):
@@ -226,10 +208,9 @@ def test_a_failing_step_fails_everything_with_its_cause(start):
         with pytest.raises(WorkerDied, match="no room for 7 GiB"):
             later.result(WAIT_S)
     with pytest.raises(WorkerDied, match="no room for 7 GiB") as caught:
-        worker.ping()
+        worker.sleep().result(WAIT_S)
     assert caught.value.__cause__ is engine.failure
     assert "in advance" in pickle.loads(pickle.dumps(caught.value)).__notes__[0]
-    worker.close()
     assert engine.closed
 
 
@@ -264,83 +245,60 @@ def test_a_refused_request_fails_alone(start):
     assert all(len(future.result(WAIT_S).samples) == 2 for future in (first, good, fine))
 
 
-def test_close_fails_what_is_open_and_ends_the_thread(start):
+def test_close_fails_what_is_open_and_closes_the_engine(start):
     engine = HeldEngine(duration_s=60.0)
     engine.go.set()
-    worker = start(lambda: engine)
+    worker = RolloutWorker(engine)
     run = worker.run(REQUEST, Sampling(max_tokens=2))
+    assert worker.advance()
     worker.close()
     worker.close()
     with pytest.raises(WorkerDied, match="closed"):
         run.result(0.0)
     assert engine.closed
-    assert not worker._thread.is_alive()
-
-
-def test_close_does_not_wait_for_ever_for_an_engine_that_hangs(start):
-    engine = HeldEngine()
-    worker = start(lambda: engine)
-    run = worker.run(REQUEST, Sampling(max_tokens=2))
-    assert engine.stepping.wait(WAIT_S)
-    worker.close(timeout_s=0.05)
-    with pytest.raises(WorkerDied, match=r"hung for 0\.05 s"):
-        run.result(0.0)
-    engine.go.set()
-
-
-def test_the_engine_is_built_on_the_pump_and_its_failure_raised_by_the_constructor(start):
-    places: list[str] = []
-    start(lambda: places.append(threading.current_thread().name) or ScriptedEngine())
-    assert places == ["engine-loop"]
-
-    def failing() -> Engine:
-        raise UserError("no such model")
-
-    with pytest.raises(UserError, match="no such model"):
-        RolloutWorker(failing)
+    assert not worker.advance()
 
 
 def two_tokens(request: GroupRequest, index: int, version: int) -> list[int]:
     return [10 + index, 20 + version]
 
 
-def test_responses_arrive_with_the_text_that_their_readers_would_decode() -> None:
+def test_responses_arrive_with_the_text_that_their_readers_would_decode(start) -> None:
     tokenizer = load_tokenizer("tiny")
     said = [*tokenizer("4 is é")["input_ids"], tokenizer.eos_token_id]
-    worker = RolloutWorker(lambda: ScriptedEngine(lambda request, index, version: said), tokenizer)
+    worker = start(lambda: ScriptedEngine(lambda request, index, version: said), tokenizer)
     group = worker.run(REQUEST, Sampling(max_tokens=len(said))).result(WAIT_S)
-    worker.close()
     for sample in (*group.samples, *pickle.loads(pickle.dumps(group)).samples):
         assert sample.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True) == "4 is é"
 
 
-def test_a_response_that_cannot_be_decoded_arrives_without_text() -> None:
+def test_a_response_that_cannot_be_decoded_arrives_without_text(start) -> None:
     """Its reader decodes it, and there the error is seen; a call without an answer would be waited for."""
     broken = Mock()
     broken.decode.side_effect = OverflowError
-    worker = RolloutWorker(lambda: ScriptedEngine(two_tokens), broken)
+    worker = start(lambda: ScriptedEngine(two_tokens), broken)
     group = worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
-    worker.close()
     assert [sample.text for sample in group.samples] == [None] * len(group.samples)
+
+
+def answered(worker: RolloutWorker, requests: list[GroupRequest], length: int) -> dict[int, GroupOutput]:
+    futures = [worker.run(request, Sampling(max_tokens=length)) for request in requests]
+    while worker.advance():
+        pass
+    worker.close()
+    return outputs_of(futures)
 
 
 def test_the_factory_takes_plain_values(tmp_path: Path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
     shared = EngineOptions(str(tmp_path), eos_token_ids=(EOS,), pad_token_id=PAD, device="cpu")
-    options = replace(shared, engine="scripted", script=two_tokens, duration_s=0.05)
-    worker = rollout_worker(pickle.loads(pickle.dumps(options)))
-    began = time.monotonic()
-    output = worker.run(REQUEST, Sampling(max_tokens=8)).result(WAIT_S)
-    assert time.monotonic() - began >= 0.05
+    options = replace(shared, engine="scripted", script=two_tokens)
+    output = answered(rollout_worker(pickle.loads(pickle.dumps(options))), [REQUEST], 8)[0]
     assert [sample.token_ids.tolist() for sample in output.samples] == [[10, 20, EOS], [11, 20, EOS]]
-    worker.close()
-
     worker = rollout_worker(replace(shared, engine="transformers", max_rows=6, attn_implementation="sdpa"))
     requests = ragged_requests(3, 2)
-    found = outputs_of([worker.run(request, Sampling(max_tokens=10)) for request in requests])
-    assert largest_gap(model, requests, found, 1.0) < 1e-5
-    worker.close()
+    assert largest_gap(model, requests, answered(worker, requests, 10), 1.0) < 1e-5
 
 
 @pytest.mark.parametrize("others", [torch.bfloat16, torch.float32, None])

@@ -16,7 +16,7 @@ from sota_grpo.rewards.judge.client import JudgeClient
 from sota_grpo.rewards.judge.questions import Material, Verdict, judged_text
 from sota_grpo.rl.records import Example, Score, task_of_example, total_reward
 from sota_grpo.rl.task import Task
-from sota_grpo.workers.base import gathered, promised, resolve
+from sota_grpo.workers.base import gathered
 
 TERM = "judge"  # the reward term, under the name of its task in a mixture
 
@@ -61,13 +61,11 @@ class JudgedGrader:
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """A future of one score per pair."""
-        verdicts = gathered([self._verdict(text, example) for text, example in pairs])
-        own_and_judges: list[Future[Any]] = [self.grader.scores(pairs), verdicts]
-        scores = promised()
-        gathered(own_and_judges).add_done_callback(
-            lambda both: resolve(scores, lambda: [*map(self._joined, pairs, *both.result())])
+        verdicts = [self._verdict(text, example) for text, example in pairs]
+        return gathered(
+            [self.grader.scores(pairs), *verdicts],
+            lambda results: [*map(self._joined, pairs, results[0], results[1:])],
         )
-        return scores
 
     def _verdict(self, text: str, example: Example) -> Future[Any]:
         """The judge's verdict on a response; None where the response's task is not judged."""
