@@ -13,8 +13,7 @@ from sota_grpo.config.secrets import JUDGE_KEY, key_of
 from sota_grpo.errors import UserError
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
-from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
-from sota_grpo.rewards.judge.grader import TERM, JudgedGrader, Rules
+from sota_grpo.rewards.judge.client import TERM, JudgeClient, JudgedGrader, Rules, VerdictCache
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, without_examples

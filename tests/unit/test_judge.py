@@ -20,8 +20,7 @@ import pytest
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.judge import client as client_module
-from sota_grpo.rewards.judge.client import LONGEST_LINE, JudgeClient, JudgeGone, RetryPolicy, VerdictCache
-from sota_grpo.rewards.judge.grader import JudgedGrader, Rules
+from sota_grpo.rewards.judge.client import LONGEST_LINE, JudgeClient, JudgedGrader, JudgeGone, RetryPolicy, Rules, VerdictCache
 from sota_grpo.rewards.judge.questions import Endpoint, Verdict
 from sota_grpo.rl.records import TASK, Example, SampledText, Score
 from tests.process_rigs import wait_for
@@ -281,7 +280,7 @@ def test_a_judge_that_is_killed_and_restarted_loses_nothing_and_is_paid_once(fak
 def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
     fake: FakeJudge, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client_module, "_TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(client_module, "_WARN_AFTER_S", 0.1)
     path, first, later = tmp_path / "judge.jsonl", texts_of(3), texts_of(3)
     grader = opened(RetryPolicy(5.0, 2, 0.5, 0.02), cache=path)
     asked(grader, first)
@@ -389,7 +388,7 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
 
 def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
     fake.key = "sk-1"
-    with pytest.raises(UserError, match="does not take the key; set SOTA_GRPO_JUDGE_KEY"):
+    with pytest.raises(UserError, match="refuses the key; set SOTA_GRPO_JUDGE_KEY"):
         JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None)).connect()
     client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), VerdictCache(None), api_key="sk-1")
     client.connect()
@@ -414,7 +413,7 @@ def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -
     client.connect()
     assert client.endpoint.as_text
     fake.others["/classify"] = lambda body: Say({"error": "no classifier"}, 400)
-    with pytest.raises(UserError, match=r"does not answer /classify: it answers 400.*no classifier"):
+    with pytest.raises(UserError, match=r"has no /classify: JudgeError: it answers 400.*no classifier"):
         JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None)).connect()
 
 
@@ -433,7 +432,7 @@ def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(
     path.write_bytes(whole + b"\n".join(odd))
     cache = VerdictCache(path)
     assert len(cache) == 2
-    assert "are no verdicts of a judge" in caplog.text
+    assert "lines are no verdicts" in caplog.text
     cache.put(keys[5], Verdict(1.0))
     again = VerdictCache(path)
     for one in (cache, again):
