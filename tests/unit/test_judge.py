@@ -20,13 +20,14 @@ import pytest
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.judge import client as client_module
-from sota_grpo.rewards.judge.client import LONGEST_LINE, JudgeClient, JudgedGrader, JudgeGone, RetryPolicy, Rules, VerdictCache
+from sota_grpo.rewards.judge.client import LONGEST_LINE, JudgeClient, JudgedGrader, JudgeGone, Rules, VerdictCache
 from sota_grpo.rewards.judge.questions import Endpoint, Verdict
 from sota_grpo.rl.records import TASK, Example, SampledText, Score
 from tests.process_rigs import wait_for
 from tests.unit.fake_judge import FakeJudge, Say, chat, fair, nonce_of, score_of, shown
 
-QUICK = RetryPolicy(timeout_s=20.0, retries=2, gone_s=30.0, first_pause_s=0.01)
+QUICK = {"timeout_s": 20.0, "retries": 2, "gone_s": 30.0, "first_pause_s": 0.01}
+IMPATIENT = {"timeout_s": 5.0, "retries": 1, "gone_s": 0.5, "first_pause_s": 0.02}
 EXAMPLE = Example("2 + 2?", "4")
 OWN = {"right": 2.0}
 
@@ -61,13 +62,12 @@ def opened(fake: FakeJudge) -> Iterator[Open]:
     graders = []
 
     def open_one(
-        retry: RetryPolicy = QUICK,
         cache: Path | None = None,
         rules: Mapping[Any, Rules] | None = None,
         own: Mapping[str, float] = OWN,
         **options: Any,
     ) -> JudgedGrader:
-        judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), retry=retry, **options)
+        judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), **(QUICK | options))
         rules = rules or {None: Rules(rubric="Is it right?")}
         graders.append(JudgedGrader(LocalGrader(own_score, own), judge, Sums(own), rules))
         return graders[-1]
@@ -145,7 +145,8 @@ from sota_grpo.rewards.judge.questions import Endpoint, Material
 
 endpoint = Endpoint("chat", "judge-1", rubric="r")
 judge = JudgeClient(sys.argv[1], endpoint, VerdictCache(Path(sys.argv[2])), concurrency=3)
-asked = [judge.ask(endpoint.ask(Material([{"role": "user", "content": "q"}], f"text {n}"))) for n in range(30)]
+materials = [Material([{"role": "user", "content": "q"}], f"text {n}") for n in range(30)]
+asked = [judge.submit(judge.verdict, endpoint.ask(one)) for one in materials]
 print(*(one.result().value for one in asked))
 judge.close()
 """
@@ -255,7 +256,7 @@ def test_a_question_that_breaks_the_judge_costs_itself(fake: FakeJudge, opened: 
     assert values(scores[1:]) == fair_values(texts[1:])
     pings = [body for _, body in fake.bodies if body["max_tokens"] == 1]
     assert len(pings) <= 1
-    assert len([body for _, body in fake.bodies if "poison" in str(body)]) == QUICK.retries + 1
+    assert len([body for _, body in fake.bodies if "poison" in str(body)]) == QUICK["retries"] + 1
 
 
 def test_a_judge_that_is_killed_and_restarted_loses_nothing_and_is_paid_once(fake: FakeJudge, opened: Open) -> None:
@@ -282,7 +283,7 @@ def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
 ) -> None:
     monkeypatch.setattr(client_module, "_WARN_AFTER_S", 0.1)
     path, first, later = tmp_path / "judge.jsonl", texts_of(3), texts_of(3)
-    grader = opened(RetryPolicy(5.0, 2, 0.5, 0.02), cache=path)
+    grader = opened(**IMPATIENT, cache=path)
     asked(grader, first)
     fake.kill()
     with pytest.raises(
@@ -317,7 +318,7 @@ def test_a_judge_that_only_fails_ends_the_run_with_its_words(
     if say is None:
         fake.gate.clear()
     with pytest.raises(JudgeGone, match=why):
-        asked(opened(RetryPolicy(5.0 if say else 0.2, 1, 0.5, 0.02)), texts_of(4))
+        asked(opened(**IMPATIENT | {"timeout_s": 5.0 if say else 0.2}), texts_of(4))
 
 
 def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge, opened: Open) -> None:
@@ -334,7 +335,7 @@ def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge,
 
     fake.answer = gone
     with pytest.raises(JudgeGone):
-        asked(opened(RetryPolicy(5.0, 1, 0.5, 0.02)), texts_of(2))
+        asked(opened(**IMPATIENT), texts_of(2))
 
 
 def test_a_judge_without_a_single_verdict_is_given_up(fake: FakeJudge, opened: Open) -> None:

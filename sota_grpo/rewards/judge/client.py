@@ -81,23 +81,6 @@ class _Failed(Exception):
         self.may_blame, self.after_s = may_blame, after_s
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
-    """Deadlines and repetitions of requests.
-
-    Args:
-        timeout_s: longest time for one answer.
-        retries: repetitions after failures that the question itself may have caused.
-        gone_s: the run ends after so long without any answer.
-        first_pause_s: mean pause before the first repetition; it doubles with each, up to 30 s.
-    """
-
-    timeout_s: float = 300.0
-    retries: int = 5
-    gone_s: float = 600.0
-    first_pause_s: float = 1.0
-
-
 class VerdictCache:
     """Verdicts by the key of their question, in an append-only file of JSON lines; for one thread at a time.
 
@@ -132,18 +115,16 @@ class VerdictCache:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
             raise UserError(f"The judge's verdicts cannot be kept in {path}: it is no regular file.")
-        offset, num_odd, ends_whole = 0, 0, True
+        offset, num_odd, line = 0, 0, b"\n"
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
-            while line := file.readline(LONGEST_LINE):
-                verdict = _verdict_of(line) if ends_whole and line.endswith(b"\n") else None
+            for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+                verdict = _verdict_of(line) if line.endswith(b"\n") else None
                 if verdict is not None:
                     self._positions[bytes.fromhex(verdict[0])] = (len(line), offset)
-                else:
-                    num_odd += 1
+                num_odd += verdict is None
                 offset += len(line)
-                ends_whole = line.endswith(b"\n")
-        if not ends_whole:
+        if not line.endswith(b"\n"):
             os.write(self._fd, b"\n")
         if num_odd:
             logger.warning("%s: %d lines are no verdicts of a judge, and are ignored.", path, num_odd)
@@ -197,8 +178,7 @@ class JudgeClient:
     """Asks one judge, at most ``concurrency`` questions at a time; one that is open or answered is not asked again.
 
     Each question is a coroutine on the client's own event loop; a verdict is in the cache before its reader has it. A
-    request is repeated, after a pause that doubles and is drawn at random (or that the judge names, ``Retry-After``),
-    while
+    request is repeated, after a random pause or the one that the judge names (``Retry-After``), while
 
     - the judge does not answer, or answers "not now" (429, 503, ..), for ``gone_s``;
     - an answer fails (500, a time-out, no JSON), ``retries`` times.
@@ -212,6 +192,8 @@ class JudgeClient:
         url: of the judge, with or without a last ``/v1``.
         cache: closed with the client.
         api_key: sent as a bearer token; None: none.
+        timeout_s: longest time for one answer.
+        first_pause_s: mean pause before the first repetition; it doubles with each, up to 30 s.
     """
 
     def __init__(
@@ -222,9 +204,13 @@ class JudgeClient:
         *,
         api_key: str | None = None,
         concurrency: int = CONCURRENCY,
-        retry: RetryPolicy = RetryPolicy(),
+        timeout_s: float = 300.0,
+        retries: int = 5,
+        gone_s: float = 600.0,
+        first_pause_s: float = 1.0,
     ) -> None:
-        self.endpoint, self._cache, self._retry = endpoint, cache, retry
+        self.endpoint, self._cache, self._timeout_s, self._retries = endpoint, cache, timeout_s, retries
+        self._gone_s, self._first_pause_s = gone_s, first_pause_s
         self._http = HttpClient(
             url.rstrip("/").removesuffix("/v1"),
             api_key=api_key,
@@ -234,8 +220,7 @@ class JudgeClient:
         )
         self.url = self._http.url
         names = ("requests", "cached", "retries", "latency_s", "prompt_tokens", "completion_tokens")
-        self._counts = dict.fromkeys(names, 0.0)
-        self._reported = dict(self._counts)
+        self._counts, self._reported = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         self._slots, self._closed = asyncio.Semaphore(concurrency), asyncio.Event()
         self._open = dict[str, asyncio.Task[Verdict]]()
         self._gone: JudgeGone | None = None
@@ -253,12 +238,13 @@ class JudgeClient:
             raise RuntimeError("The judge was asked, and is closed.")
         return asyncio.run_coroutine_threadsafe(function(*args), self._loop)
 
-    def ask(self, question: Question) -> Future[Verdict]:
-        """A future of the verdict; it fails where the judge is gone, the cache cannot be written, or this is closed."""
-        return self.submit(self.verdict, question)
-
     async def verdict(self, question: Question) -> Verdict:
-        """:meth:`ask`, for coroutines on this event loop."""
+        """Return the verdict, for coroutines on this event loop.
+
+        Raises:
+            RunFailed: the judge is gone, or the cache cannot be written.
+            RuntimeError: the client is closed.
+        """
         key = question.key
         task = self._open.get(key)
         known = self._cache.get(key) if task is None else None
@@ -270,12 +256,13 @@ class JudgeClient:
             task = self._open[key] = self._loop.create_task(self._settle_and_keep(question))
         return await asyncio.shield(task)
 
-    def take_counts(self) -> dict[str, float]:
-        """Return the counts since the last call; ``latency_s`` is the total of all ``requests``."""
-        total = dict(self._counts)
-        counts = {name: total[name] - self._reported[name] for name in total}
-        self._reported = total
-        return counts
+    def metrics(self) -> dict[str, float]:
+        """Return the ``judge/`` metrics since the last call; the latency is a mean."""
+        before, self._reported = self._reported, dict(self._counts)
+        counts = {name: count - before[name] for name, count in self._reported.items()}
+        latency_s, requests = counts.pop("latency_s"), counts["requests"]
+        mean = {"judge/latency_s": latency_s / requests} if requests else {}
+        return {f"judge/{name}": count for name, count in counts.items()} | mean
 
     def connect(self) -> None:
         """Check that the judge answers; complete the endpoint with its model, and whether that takes chats.
@@ -284,7 +271,7 @@ class JudgeClient:
             UserError: no server, a refused key, or no such endpoint; the message has the fix.
         """
         try:
-            status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._retry.timeout_s)
+            status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._timeout_s)
         except ServerError as error:
             raise UserError(
                 f"No judge answers at {self.url} ({str(error).rstrip('.')}); start it first, or correct "
@@ -372,8 +359,8 @@ class JudgeClient:
                 last_at = now
                 self._require_patience(str(error))
                 if error.after_s:
-                    self._not_before = max(self._not_before, now + min(error.after_s, self._retry.gone_s))
-                pause_s = min(_LONGEST_PAUSE_S, self._retry.first_pause_s * 2 ** min(attempt, 16))
+                    self._not_before = max(self._not_before, now + min(error.after_s, self._gone_s))
+                pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(attempt, 16))
                 await self._pause(pause_s * random.uniform(0.5, 1.5))  # what failed together does not return together
                 continue
             self._num_without = 0 if verdict.error is None else self._num_without + 1
@@ -387,14 +374,14 @@ class JudgeClient:
         raise AssertionError("unreachable")
 
     async def _is_to_blame(self, num_failed: int, first_at: float, last_at: float) -> bool:
-        """Return whether a question that failed so often is itself the reason: others are answered between its failures.
+        """Return whether a question is the reason of its failures: others are answered between them.
 
         Args:
             first_at: time of its first failure; an answer since then may have been sent before the judge went.
             last_at: time of the failure before this one, or NaN.
         """
-        is_spent = num_failed > self._retry.retries
-        if not is_spent and time.monotonic() - first_at <= self._retry.gone_s:
+        is_spent = num_failed > self._retries
+        if not is_spent and time.monotonic() - first_at <= self._gone_s:
             return False
         if self._answered_at > last_at:
             return True
@@ -408,7 +395,7 @@ class JudgeClient:
         now = time.monotonic()
         self._silent_since = now if self._silent_since is None else self._silent_since
         silent_s = now - self._silent_since
-        left_s = self._retry.gone_s - silent_s
+        left_s = self._gone_s - silent_s
         if left_s <= 0:
             self._gone = JudgeGone(
                 f"The judge at {self.url} has not answered for {duration(silent_s)} ({reason}), and nothing is trained "
@@ -435,7 +422,7 @@ class JudgeClient:
         """Send one request, from a daemon thread: an open request keeps no process alive."""
         began, response = time.monotonic(), promised()
         body = json.dumps(question.body).encode()
-        post = partial(self._http.request, "POST", question.path, body, timeout_s=self._retry.timeout_s)
+        post = partial(self._http.request, "POST", question.path, body, timeout_s=self._timeout_s)
         threading.Thread(target=resolve, args=(response, post), name="judge-request", daemon=True).start()
         try:
             status, headers, content = await asyncio.wrap_future(response)
@@ -498,9 +485,8 @@ class Rules:
 class JudgedGrader:
     """The scores of another grader, with the judge's verdict as a further term.
 
-    Both work concurrently, the judge from the driver's process: all groups share its connections and its cache, and an
-    outage costs no reward worker its deadline. A response without a verdict has failed, as one whose grader fails. Where
-    the judge is gone, the futures fail, which ends the run.
+    Both work concurrently, the judge from the driver's process: an outage costs no reward worker its deadline. A
+    response without a verdict has failed, as one whose grader fails. Where the judge is gone, the futures fail.
 
     Args:
         grader: of the task's own terms; closed with this.
@@ -531,9 +517,7 @@ class JudgedGrader:
                 return None
             turns = (getattr(text, "record", None) or {}).get("messages")  # of a dialog with tools
             reference = (example.answer or None) if rules.shows_reference else None
-            material = Material(
-                self._task.messages(example), str(text) if turns is None else dialog(turns), reference
-            )
+            material = Material(self._task.messages(example), str(text) if turns is None else dialog(turns), reference)
             return await self.judge.verdict(replace(self.judge.endpoint, rubric=rules.rubric).ask(material))
 
         return await asyncio.gather(*(verdict(*pair) for pair in pairs))
@@ -562,11 +546,7 @@ class JudgedGrader:
 
     def metrics(self) -> dict[str, float]:
         """Return the ``judge/`` metrics since the last call."""
-        counts = self.judge.take_counts()
-        latency_s, requests = counts.pop("latency_s"), counts["requests"]
-        return {f"judge/{name}": count for name, count in counts.items()} | (
-            {"judge/latency_s": latency_s / requests} if requests else {}
-        )
+        return self.judge.metrics()
 
     def close(self) -> None:
         """Close the grader, then the judge; idempotent."""
