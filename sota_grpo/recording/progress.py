@@ -9,14 +9,18 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO, cast
 
-from sota_grpo.text import Output
+from sota_grpo.rl.records import VERDICTS
+from sota_grpo.text import Output, duration
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.table import Table
 
 # Longest silences of a stage: with the second between two looks, and what an import blocks all threads for, its first
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 EVERY_S = (6.0, 12.0, 30.0, 60.0)
 _LOOK_S = 1.0
 _TEXT_WIDTH = 100
+_WINDOW = 20  # steps of the moving average: it smooths evaluations and follows the lengths
+_PATIENCE = 3  # steps in a row; one alone happens to good runs, and a run may be shorter
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +94,131 @@ def in_notebook(stream: TextIO) -> bool:
 def is_terminal(stream: TextIO) -> bool:
     """Whether a line on ``stream`` can be redrawn. Asked of the stream itself: colours may be forced on a file."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+class Progress:
+    """One line that says how far the run is and how it does.
+
+    On a terminal and in a notebook the line is redrawn in place. Elsewhere (a file, CI) whole lines are printed,
+    without any control character: the first, the last, and one every ``every_s`` seconds.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: steps done before this process (resume).
+        stream: None is standard output.
+        every_s: least seconds between two plain lines.
+        by_reward: a success is no more than a reward above a limit, unless a reward function says what it is; so the
+            reward alone is shown where none does.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        every_s: float = 5.0,
+        by_reward: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._by_reward = by_reward
+        self.total = total_steps
+        self._stream = cast(TextIO, Output(stream))
+        self._every_s = every_s
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_WINDOW + 1)
+        self._printed_at = -float("inf")
+        self._live: Live | None = None
+        if is_terminal(self._stream):
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+        self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
+
+    def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
+        """Show and return the line after ``done`` steps of the run; what was not measured is left out."""
+        now = self._clock()
+        self._marks.append((done, now))
+        verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
+        hidden = {"success"} if self._by_reward and not any(verdicts) else set()
+        parts = [f"step {done}/{self.total}"]
+        for name, style in (
+            ("reward", "reward {:.2f}"),
+            ("success", "success {:.0%}"),
+            ("kl", "kl {:.2g}"),
+            ("tokens_per_s", "{:,.0f} tok/s"),
+        ):
+            value = None if name in hidden else metrics.get(name)
+            if value is not None:
+                parts.append(style.format(value).replace("%", " %"))
+        if failed := metrics.get("reward_errors"):
+            parts.append(f"{failed:.0f} not graded")
+        (first, began), (last, now) = self._marks[0], self._marks[-1]
+        if last > first:
+            parts.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
+        line = "  ".join(parts)
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._in_notebook:  # without widgets, which need a package beside it and are empty in a saved notebook
+            import IPython.display
+
+            content = {"text/plain": line}
+            if self._cell is None:
+                self._cell = IPython.display.display(content, raw=True, display_id=True)
+            else:
+                self._cell.update(content, raw=True)
+        elif done >= self.total or now - self._printed_at >= self._every_s:
+            self._printed_at = now
+            self._stream.write(line + "\n")
+        return line
+
+    def close(self) -> None:
+        """Give the terminal back; the last line stays. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ZeroAdvantageWatch:
+    """Watches the rewards of a run of ``total`` steps; each warning is given once."""
+
+    def __init__(self, total: int) -> None:
+        self._patience = min(_PATIENCE, total)
+        self.num_steps = 0  # steps in a row, up to the last, without a group whose rewards differ
+        self._told_equal = self._told_failed = False
+
+    def look(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Look at the metrics of a step: ``advantage`` (mean of its size), ``reward``, ``reward_errors``, responses.
+
+        A teacher (``distill/reverse_kl``) has something to say of groups whose rewards are equal, too.
+        """
+        responses = (metrics.get("dialog_turns") or 0) / (step + 1)
+        failed = metrics.get("reward_errors") or 0
+        learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics
+        self.num_steps = 0 if learns else self.num_steps + 1
+        if failed and failed >= responses and not self._told_failed:
+            self._told_failed = True
+            logger.warning(
+                "The grader failed at all %d responses of step %d, and their reward is 0: `sota-grpo check` with the "
+                "same options shows its error.",
+                *(failed, step + 1),
+            )
+        elif self.num_steps >= self._patience and not self._told_equal:
+            self._told_equal = True
+            logger.warning(
+                "In %d %s in a row every group's rewards were equal (mean %.2f), so nothing was learned from them: "
+                "read the responses (sota-grpo report RUN), then change the reward, the problems or the temperature.",
+                *(self.num_steps, "step" if self.num_steps == 1 else "steps", metrics.get("reward") or 0.0),
+            )
 
 
 def closing_table(

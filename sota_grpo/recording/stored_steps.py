@@ -12,9 +12,10 @@ import io
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from sota_grpo.rl.table import Key, RowTable
 from sota_grpo.untrusted import NO_TENSORS, open_file
 
 MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
+SHARE, FREE_S = 0.03, 30.0  # of the run's time that storing may take; seconds that are not counted
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
 # what the learner writes, and what stands in the full tokens
@@ -144,6 +146,88 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
             excess -= other.stat().st_size
             other.unlink()
     return path
+
+
+class StoredSteps:
+    """The learner as the loop sees it; every step that follows saved weights is kept whole in ``steps/``.
+
+    Before such a step the learner is asked for the log-probs and entropies of its tokens, which cost one forward pass.
+    The first step of a start is one of them: it follows the initial weights, or those of a checkpoint. Where all this
+    has come to more than ``SHARE`` of the time since the start (and to more than ``FREE_S``), steps are left out until
+    it is less.
+
+    Args:
+        learner: a :class:`sota_grpo.training.learner.Learner`, or its facade over several processes.
+        run_dir: where ``steps/`` is.
+        tokenizer: decodes the tokens.
+        device: ``cpu`` or ``cuda``, the learner's.
+        enabled: False stores nothing.
+    """
+
+    def __init__(self, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
+        self.learner, self.run_dir, self.tokenizer = learner, run_dir, tokenizer
+        self.device, self.enabled = device, enabled
+        self.due = enabled
+        self._began, self._spent_s = time.monotonic(), 0.0
+        self._before: tuple[torch.Tensor, Origin, float] | None = None
+        self._alone = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+
+    @property
+    def version(self) -> int:
+        return self.learner.version
+
+    def update(self, rows: RowTable) -> dict[str, float | None]:
+        """The learner's own, after a look at the rows of a step that will be stored."""
+        self._before = None
+        if self.due:
+            began = time.perf_counter()
+            measured = self.learner.measured(rows)
+            origin = Origin(
+                device=self.device,
+                precision=self.learner.settings.precision,
+                num_ranks=len(getattr(self.learner, "workers", ())),
+                num_threads=torch.get_num_threads(),
+                rng=torch.get_rng_state(),
+            )
+            self._before = measured, origin, time.perf_counter() - began
+        self.due = False
+        return self.learner.update(rows)
+
+    def after_checkpoint(self) -> None:
+        """The next step follows saved weights."""
+        allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
+        self.due = self.enabled and self._spent_s <= allowed_s
+
+    def write(
+        self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
+    ) -> float:
+        """Store the step whose update came last, if it is to be stored; the seconds that this took, look included.
+
+        Args:
+            fields: :func:`rollout_rows` of the batch.
+        """
+        if self._before is None:
+            return 0.0
+        began = time.perf_counter()
+        measured, origin, seconds = self._before
+        self._before = None
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._alone(ids[0]) if len(ids) == 1 else self.tokenizer.decode(ids)
+
+        stored = StoredStep(
+            step=step,
+            metrics=metrics,
+            rows=batch,
+            fields=fields,
+            pieces=[text_pieces(ids.tolist(), decode) for ids in batch.parts(keys.RESPONSE_TOKENS)],
+            measured=list(measured.split(batch.lengths(keys.FULL_TOKENS), dim=-1)),
+            origin=origin,
+        )
+        save_step(self.run_dir, stored)
+        seconds += time.perf_counter() - began
+        self._spent_s += seconds
+        return seconds
 
 
 def read_step(path: str | os.PathLike[str]) -> StoredStep:

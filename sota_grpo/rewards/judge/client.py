@@ -440,8 +440,9 @@ class JudgeClient:
         try:
             answer = json.loads(content)
             usage = answer.get("usage") if isinstance(answer, dict) else None
-            for name in ("prompt_tokens", "completion_tokens") if isinstance(usage, dict) else ():
-                self._counts[name] += max(0, usage[name]) if isinstance(usage.get(name), int) else 0
+            for name in ("prompt_tokens", "completion_tokens"):
+                count = usage.get(name) if isinstance(usage, dict) else 0
+                self._counts[name] += max(0, count) if isinstance(count, int) else 0
             self._counts["requests"] += 1
             self._counts["latency_s"] += time.monotonic() - began
             verdict = question.read(answer)
