@@ -51,7 +51,7 @@ ROLLOUT_FIELDS = (
     "truncated",
     "policy_version",
 )
-#: Of responses that have them: the task in a run of several, and what is known of a dialog of several turns.
+#: Of responses that have them: the task in a run of several, the turns of a dialog.
 SOME_FIELDS = ("task", "dialog")
 _ORDER = (*ROLLOUT_FIELDS[:-1], *SOME_FIELDS, ROLLOUT_FIELDS[-1])  # the report finds step, group and version by place
 Row = Mapping[str, Any]
@@ -99,9 +99,9 @@ class RunLog:
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; evaluations write their own line of a step.
+        """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; an evaluation is a line of its own.
 
-        None is a quantity that was looked for and could not be measured; one that does not exist is a missing key.
+        None is a quantity that could not be measured; one that does not exist is a missing key.
         """
         row: dict[str, float | int | None] = {}
         for name, value in metrics.items():
@@ -204,10 +204,9 @@ class RunLog:
 
 
 def best_and_worst(rows: Sequence[Row]) -> list[Row]:
-    """The row of the largest and the row of the smallest reward of each group, in this order.
+    """Return the row of the largest and the row of the smallest reward of each group, in this order.
 
-    Groups keep their order of appearance; of equal rewards the smallest ``sample_id`` counts; a group of equal rewards
-    gives one row. For example the rewards ``[0, 1, 1]`` of one group give its samples 1 and 0, ``[0.5, 0.5]`` sample 0.
+    Of equal rewards the smallest ``sample_id`` counts; a group of equal rewards gives one row.
 
     >>> rows = [{"group_id": 7, "sample_id": i, "reward": r} for i, r in enumerate([0.0, 1.0, 1.0])]
     >>> [row["sample_id"] for row in best_and_worst(rows)]
@@ -225,23 +224,20 @@ def best_and_worst(rows: Sequence[Row]) -> list[Row]:
 
 
 def _plain(value: Any) -> float | int:
-    """The JSON number of a foreign scalar type (numpy's)."""
+    """Return the JSON number of a foreign scalar type (numpy's)."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    raise TypeError(f"A {type(value).__name__} has no place in a JSON line: pass plain values.")
+    raise TypeError(f"A {type(value).__name__} cannot be written as JSON: pass plain values.")
 
 
 class _TrainingLog(logging.FileHandler):
-    """Our own handler, recognisable, so that a second run in one process replaces it and nobody else's."""
+    """The handler of a run, which a second run in one process replaces."""
 
 
 def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
-    """Write the records of the ``sota_grpo`` loggers, INFO and above, to ``training.log``.
-
-    Other handlers stay as they are and get what they got, INFO and above. Called again, it replaces only its own.
-    """
+    """Write the records of the ``sota_grpo`` loggers, INFO and above, to ``training.log``; other handlers stay."""
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(ReadableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -256,7 +252,7 @@ def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
 
 
 def _writable(path: Path) -> Path:
-    """``path``, once its directory exists and it can be opened for appending."""
+    """Return ``path``, once its directory exists and it can be opened for appending."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()

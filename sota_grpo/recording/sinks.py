@@ -1,7 +1,6 @@
-"""Where metrics go besides the run directory: Weights & Biases (``logging.wandb``), and those of ``logging.sinks``.
+"""Copies of metrics and samples: Weights & Biases (``logging.wandb``), TensorBoard and others (``logging.sinks``).
 
-A sink is a copy, so its failure costs one warning and never the run. ``metrics.jsonl`` and ``rollouts.jsonl`` are the
-record; what a sink lost can be read there.
+The failure of a sink costs one warning and never the run; ``metrics.jsonl`` and ``rollouts.jsonl`` stay the record.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ _FLUSH_S = 10  # TensorBoard reloads every 30 s
 
 
 class CopySink:
-    """Base of the sinks: whatever is raised in a copy ends the copy with one warning.
+    """Base of the sinks: an exception ends the copy with one warning.
 
-    A subclass writes ``from_config``, ``_write``, ``_write_samples``, ``_finish`` and, where it can take back what it
-    was sent, ``_rewind``; the last four may raise what they like.
+    A subclass defines ``from_config``, ``_write``, ``_write_samples``, ``_finish`` and, where it can drop steps,
+    ``_rewind``; the last four may raise anything.
 
     >>> class Full(CopySink):
     ...     def _write(self, step, values): raise OSError("disk full")
@@ -50,24 +49,24 @@ class CopySink:
     False
     """
 
-    label = "The copy"  # name of the place, for messages
-    package: str | None = None  # that it needs; its extra is called so too
-    samples_every = 10  # steps between two tables of samples, each of which is a file of its own
+    label = "The copy"  # for messages
+    package: str | None = None  # required package, and the name of its extra
+    samples_every = 10  # steps between two tables of samples, each a file
 
     def __init__(self) -> None:
-        self.active = True  # whether anything is still sent
+        self.active = True
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> Self:
-        """The sink of a run; its package is there."""
+        """Return the sink of a run; its package is installed."""
         raise NotImplementedError
 
     def rewind(self, first_step: int) -> None:
-        """The run writes ``first_step`` and later steps (again); what was sent of them is out of date."""
+        """Drop ``first_step`` and later steps, which the run writes again."""
         self._attempt(lambda: self._rewind(first_step))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Send the measured values of one step; None was not measured and is left out."""
+        """Send the values of one step that are not None."""
         values = {name: value for name, value in metrics.items() if value is not None}
         self._attempt(lambda: self._write(step, values))
 
@@ -77,7 +76,7 @@ class CopySink:
             self._attempt(lambda: self._write_samples(step, rows))
 
     def close(self, exit_code: int = 0) -> None:
-        """Write out what is left; ``exit_code`` says whether the run succeeded (0)."""
+        """Finish the copy; ``exit_code`` is 0 where the run succeeded."""
         self._attempt(lambda: self._finish(exit_code))
         self.active = False
 
@@ -86,7 +85,7 @@ class CopySink:
             return
         try:
             action()
-        except Exception as error:  # services and disks raise anything, and a copy is worth no run
+        except Exception as error:  # services and disks raise anything
             self.active = False
             logger.warning("%s stopped (%s); metrics.jsonl stays the whole record.", self.label, sentence(error))
 
@@ -100,7 +99,7 @@ class CopySink:
 
 
 def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether W&B can log in without asking: a key or token file in the environment, or a netrc entry for its host."""
+    """Return whether W&B can log in without a prompt: by a key or token file in the environment, or by netrc."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     paths = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
@@ -116,17 +115,16 @@ def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class WandbSink(CopySink):
-    """Copies metrics and a table of samples to one W&B run, which a resumed run directory continues.
+    """Copies metrics, a table of samples and the config to one W&B run, which a resumed run directory continues.
 
-    Never prompts. ``online`` without a key, or without an answer from the server, becomes ``offline``; what is recorded
-    offline is uploaded later with ``wandb sync``. Steps are W&B's x-axis through their own field, because a resumed run
-    writes some steps again, which W&B's own counter would refuse.
+    ``online`` without a key, or without an answer from the server, becomes ``offline``, to be uploaded with ``wandb
+    sync``. The x-axis is the field ``step``, because W&B's own counter refuses the steps that a resumed run repeats.
 
     Args:
-        mode: ``online`` or ``offline``. The attribute ``mode`` afterwards is the mode it began in.
+        mode: ``online`` or ``offline``; the attribute is the mode in effect.
         run_dir: the run directory; it keeps the run's id and W&B's files.
-        name: name of the run; None takes the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
-        config: plain nested values, shown beside the run without keys and tokens.
+        name: of the run; None takes the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
+        config: plain nested values without keys and tokens.
     """
 
     label, package = "W&B", "wandb"
@@ -209,11 +207,10 @@ class WandbSink(CopySink):
 class TensorBoardSink(CopySink):
     """Copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
 
-    A resumed run begins a new event file that says from which step on it counts; TensorBoard then hides what older
-    files have of those steps. Values are stored as 32-bit floats, which is what TensorBoard shows.
+    A resumed run begins a new event file with its first step, from which on TensorBoard hides the older files.
 
     Args:
-        config: plain nested values; its leaves become hyperparameters, without keys and tokens.
+        config: plain nested values without keys and tokens; its leaves become hyperparameters.
     """
 
     label, package = "TensorBoard", "tensorboard"
@@ -231,7 +228,7 @@ class TensorBoardSink(CopySink):
 
     def _rewind(self, first_step: int) -> None:
         self._close()
-        self._first_step = first_step  # the next file is the one that tells TensorBoard
+        self._first_step = first_step  # of the next file
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -242,7 +239,7 @@ class TensorBoardSink(CopySink):
         self._writer.add_text("samples", text, step)
 
     def _finish(self, exit_code: int) -> None:
-        if exit_code == 0:  # a session without an end is one that goes on or died
+        if exit_code == 0:  # a session without an end is running or died
             self._writer.file_writer.add_summary(self._hyperparameters()[2])
         self._close()
 
@@ -253,19 +250,19 @@ class TensorBoardSink(CopySink):
 
     @property
     def _writer(self) -> Any:
-        """The writer of this process' event file, which is made when there is something to write."""
+        """The writer of this process' event file, created on first use."""
         if self._open is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._open = SummaryWriter(str(self._dir), purge_step=self._first_step, flush_secs=_FLUSH_S)
             experiment, start, _ = self._hyperparameters()
-            # not add_hparams, which makes a run of its own, named by the clock, beside this one
+            # add_hparams would create another run
             self._open.file_writer.add_summary(experiment)
             self._open.file_writer.add_summary(start)
         return self._open
 
     def _hyperparameters(self) -> tuple[Any, Any, Any]:
-        """What the HParams tab reads: the experiment, the start of this session, its end."""
+        """Return the summaries of the HParams tab: experiment, start and end of this session."""
         from torch.utils.tensorboard.summary import hparams
 
         values = {name: value for name, value in flat(self._config).items() if value is not None}
@@ -274,7 +271,7 @@ class TensorBoardSink(CopySink):
 
 
 def as_markdown(row: Mapping[str, Any]) -> str:
-    """A row of ``rollouts.jsonl`` as TensorBoard shows it: a heading, then prompt and response as they are, as code.
+    """Return a row of ``rollouts.jsonl`` as Markdown, prompt and response as code.
 
     >>> row = {"group_id": 7, "sample_id": 1, "reward": 1.0, "advantage": 0.5, "truncated": True, "response_tokens": 2}
     >>> print(as_markdown(row | {"prompt": "1 + 1?", "response": "*2*"}))
@@ -307,10 +304,10 @@ SINKS: Registry[type[CopySink]] = Registry(
 
 
 def require_sinks(config: Config) -> None:
-    """What was asked for by name must be there; offline, W&B may be missing.
+    """Check that the configured sinks are installed; W&B may be missing where it is ``offline``.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: one is not installed.
     """
     for name in config.logging.sinks:
         if name not in SINKS or name == "wandb":
@@ -324,7 +321,7 @@ def require_sinks(config: Config) -> None:
 
 
 def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
-    """The sinks that the config asks for; without those that are not installed, of which a warning says so."""
+    """Return the configured sinks; one that is not installed is left out with a warning."""
     sinks: list[CopySink] = []
     for _, sink, missing in _asked(config):
         if missing is None:
@@ -335,7 +332,7 @@ def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
 
 
 def _asked(config: Config) -> Iterator[tuple[str, type[CopySink], str | None]]:
-    """Name and class of each sink that is on, with a sentence where its package is not installed."""
+    """Yield the name and class of each configured sink, and a sentence where its package is not installed."""
     mode = config.logging.wandb
     asked = [("wandb", f"logging.wandb={mode}", "set logging.wandb=disabled")] if mode != "disabled" else []
     asked += [(name, f"logging.sinks=[{name}]", "leave it out") for name in dict.fromkeys(config.logging.sinks)]

@@ -20,12 +20,9 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
-    """What the rows of a batch say by themselves; ``version`` is that of the policy that trained on them.
-
-    Means are over responses; ``policy_age`` counts published versions between sampling and training.
-    """
+    """Return the metrics of a batch; ``version`` is that of the policy that trains on it. Means are over responses."""
     lengths = batch.sums(keys.ASSISTANT_MASK).float()
-    said = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn goes on from one to the next
+    said = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
     turns = (said[1:] & ~said[:-1]).sum() / len(batch)
     prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
     reward, success, truncated = (_column(batch, key) for key in (keys.REWARD, keys.SUCCESS, keys.TRUNCATED))
@@ -69,13 +66,13 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
 
 
 def _extras(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
-    """``Example.extra`` of each row; siblings have one text, which is read once."""
+    """Return ``Example.extra`` of each row; siblings share one text, which is parsed once."""
     read = lru_cache(maxsize=1)(json.loads)
     return [read(row[keys.EXTRA]) if keys.EXTRA in row else {} for row in rows]
 
 
 def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over the entries that have it."""
+    """Return the mean of each name over the entries that have it."""
     values: dict[str, list[float]] = {}
     for entry in entries:
         for name, value in entry.items():
@@ -84,7 +81,6 @@ def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _terms(row: Row) -> dict[str, float]:
-    """Those that apply."""
     return {key[-1]: float(value) for key, value in row.items() if key[:-1] == keys.REWARD_TERMS}
 
 
@@ -99,11 +95,7 @@ def _column(batch: RowTable, key: Any) -> torch.Tensor:
 def rollout_rows(
     batch: RowTable, tokenizer: Any, messages: Callable[[Example], Messages] | None = None
 ) -> list[dict[str, Any]]:
-    """The rows as plain values for ``rollouts.jsonl``; siblings have one prompt, which is decoded once.
-
-    Args:
-        messages: the chat of an example (``Task.messages``); None leaves it out of dialogs.
-    """
+    """Return the rows as plain values for ``rollouts.jsonl``; ``messages`` (``Task.messages``) adds dialogs' chats."""
     prompts: dict[int, str] = {}
     plain: list[dict[str, Any]] = []
     rows = batch.rows()
@@ -120,7 +112,7 @@ def rollout_rows(
                 "query": row[keys.QUERY],
                 "answer": row[keys.ANSWER],
                 "prompt": prompts[group_id],
-                # as it was graded; where user or tool turns stand in it, all of it with the marks of its turns
+                # as it was graded; with user or tool turns, decoded with the marks of all turns
                 "response": row[keys.RESPONSE_TEXT] if at_one_go else tokenizer.decode(response),
                 "response_tokens": int(row[keys.ASSISTANT_MASK].sum()),
                 "success": bool(row[keys.SUCCESS]),
@@ -142,13 +134,12 @@ def rollout_rows(
 
 
 def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
-    """The turns after the prompt; None of a response that the policy wrote at one go, without tools.
+    """Return the turns after the prompt; None of a response in one turn, without tools.
 
-    ``turns`` are in the order of the tokens, each with ``role``, ``trained`` (whether the policy wrote it; the others
-    are masked out of the loss), ``tokens`` (how many) and ``text`` (decoded, special tokens included). A turn of the
-    policy with calls has ``calls``: ``name``, ``arguments``, ``reply`` (None: there was none) and ``error`` (whether
-    the call failed). Of a dialog with tools, ``ended`` says how it ended (:class:`sota_grpo.envs.agents.ToolTalk`) and
-    ``error`` why its environment was lost.
+    ``turns`` are in the order of the tokens, each with ``role``, ``trained`` (the policy wrote it; other turns are
+    masked out of the loss), ``tokens`` (their number) and ``text`` (special tokens included), and perhaps ``calls`` of
+    tools: ``name``, ``arguments``, ``reply`` or None, and ``error`` (the call failed). With tools, ``ended`` is
+    the reason of its end and ``error`` that of a lost environment.
 
     Three tokens of the policy, two of a tool, one of the policy::
 
@@ -161,13 +152,13 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
     if record is None and bool(said.all()):
         return None
     turns, start = [], 0
-    told, replied = iter(_told(record or {})), ["user"]  # what stands before the policy's first turn is of a user
+    calls_and_replies, replied = iter(_calls(record or {})), ["user"]  # a turn before the policy's first is a user's
     for trained, each in groupby(said.tolist()):
         count = len(list(each))
         text = tokenizer.decode(ids[start : start + count])
         turn = {"role": "assistant", "trained": trained, "tokens": count, "text": text}
         if trained:
-            calls, replied = next(told, ([], []))
+            calls, replied = next(calls_and_replies, ([], []))
             turn |= {"calls": calls} if calls else {}
         else:
             turn["role"] = " and ".join(dict.fromkeys(replied)) or "unknown"
@@ -177,8 +168,8 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
     return {"turns": turns, **ended}
 
 
-def _told(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
-    """For each turn of the policy: its calls, and the roles of those who answered."""
+def _calls(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
+    """Yield, for each turn of the policy, its calls and the roles of the replies."""
     for replies in record.get("replies", ()):
         yield [], [reply["role"] for reply in replies]
     messages, failed = record.get("messages", ()), set(record.get("failed", ()))

@@ -244,15 +244,11 @@ class Run:
         self.directory.finish()
         self._report(last=True)
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
-        phases = {name: s for name, s in self.run_log.phase_seconds.items() if name != "time/step_s"}
+        spent = {name: seconds for name, seconds in self.run_log.phase_seconds.items() if name != "time/step_s"}
         text = closing_table(
             evaluations.get(0, {}),
             evaluations.get(steps, {}),
-            {
-                name[len("time/") : -len("_s")]: s
-                for name, s in self.run_log.phase_seconds.items()
-                if name != "time/step_s"
-            },
+            {name[len("time/") : -len("_s")]: seconds for name, seconds in spent.items()},
             avg_at_k=self.config.eval.avg_at_k,
             wall_s=time.perf_counter() - self.began,
         )
