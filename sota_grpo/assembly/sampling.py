@@ -30,9 +30,8 @@ from sota_grpo.policy.load import from_pretrained
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
-from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
-from sota_grpo.rewards.judge.grader import TERM, JudgedGrader
-from sota_grpo.rewards.judge.grader import Rules as JudgeRules
+from sota_grpo.rewards.judge.client import TERM, JudgeClient, JudgedGrader, VerdictCache
+from sota_grpo.rewards.judge.client import Rules as JudgeRules
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example, Sampling
 from sota_grpo.rl.task import Task, scorer_of, without_examples

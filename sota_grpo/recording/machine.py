@@ -1,4 +1,4 @@
-"""Where a run runs: the code, the packages and the machine of each start, and how busy that machine is at each step."""
+"""The code, the packages and the machine of each start of a run, and the load of the machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ import psutil
 _PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
 _SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
 _GIT_S = 5.0  # a working tree on a slow disk is left out
-_GPUS = Path("/proc/driver/nvidia/gpus")  # torch would initialise CUDA to tell their names
+_GPUS = Path("/proc/driver/nvidia/gpus")  # torch would initialise CUDA to read the names
 
 
 @lru_cache(maxsize=1)
 def this_start() -> dict[str, Any]:
-    """Command, commits, versions and machine of this process, as plain values without secrets.
+    """Return the command, commits, versions and machine of this process, as plain values without secrets.
 
-    ``commit`` is that of this package's source tree, ``working_tree`` that of the current folder; each ends in
-    ``-dirty`` where tracked files differ from it, and is missing where there is none.
+    ``commit`` is that of this package's source tree, ``working_tree`` that of the current folder, with ``-dirty`` where
+    tracked files differ.
 
     >>> sorted(this_start().keys() - {"commit", "working_tree", "gpus"})
     ['command', 'cpus', 'host', 'started', 'versions']
@@ -59,7 +59,7 @@ def this_start() -> dict[str, Any]:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with stars for the values of options whose names end as those of secrets do.
+    """Replace by stars the values of options whose names end like those of secrets.
 
     >>> without_secrets(["train.py", "engine.api_key=abc", "--hub-token", "def", "inference_model.max_tokens=9"])
     ['train.py', 'engine.api_key=***', '--hub-token', '***', 'inference_model.max_tokens=9']
@@ -76,13 +76,13 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def starts_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The starts that ``run.json`` names, oldest first; another program may have written it."""
+    """Return the starts in ``run.json``, oldest first; another program may have written it."""
     starts = (record or {}).get("starts")
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
 
 def in_words(start: Mapping[str, Any]) -> str:
-    """One line of :func:`this_start`, which another program may have written.
+    """Return :func:`this_start` as one line; another program may have written it.
 
     >>> in_words({"command": "grpo.py", "commit": "abc", "versions": {"torch": "2.13.0"}, "host": "a", "cpus": 2})
     'grpo.py · commit abc · torch 2.13.0 · a · 2 cores'
@@ -100,7 +100,7 @@ def in_words(start: Mapping[str, Any]) -> str:
 
 
 def system_metrics() -> dict[str, float]:
-    """The ``system/`` metrics now (busy cores: since the last call); what this machine has not is left out."""
+    """Return the ``system/`` metrics that this machine has (busy cores: since the last call)."""
     import torch
 
     values = {
@@ -117,7 +117,7 @@ def system_metrics() -> dict[str, float]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints of the tree that ``folder`` is in; None without git or a tree, or where it takes too long."""
+    """Return the output of git in ``folder``; None without git or a tree, or where it takes too long."""
     command = ["git", "-C", str(folder), "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, stdin=subprocess.DEVNULL)

@@ -1,7 +1,7 @@
-"""The glossary of metrics: a metric is a name, a reduction, a sentence and a unit; nothing else may be written.
+"""The metrics of a run: each is a name, a reduction, a sentence and a unit; nothing else may be written.
 
-Whatever depends on the clock or the machine lives under ``time/`` or ``system/`` or ends in ``_per_s``, so that two
-runs can be compared exactly on all the rest.
+Names of values that depend on the clock or the machine begin with ``time/`` or ``system/`` or end in ``_per_s``, so
+that two runs can be compared exactly on all others.
 """
 
 from __future__ import annotations
@@ -27,22 +27,14 @@ class Metric:
     unit: str = ""  # empty for a pure number; a share is a number in [0, 1]
 
 
-_TERM = "reward/<term>"
-_INFO = "grader/<name>"
-_OF_TOOLS = {f"grader/{name}": name for name in ("tool_calls", "tool_errors", "ended_by_turns")}
-_EVAL_TERM = "eval/reward/<term>"
-_TASK, _TASK_ERROR = "eval/task/<name>", "eval/task_stderr/<name>"
-#: Of each task of a mixture, whose name stands before those of its terms, numbers and accuracies, too; and of each
-#: task of reasoning-gym, in a mixture behind the name of the entry that it is of.
+#: Metrics of each task: of a mixture, of reasoning-gym, or of reasoning-gym within an entry of a mixture.
 OF_TASK = ("reward", "success", "truncated", "response_tokens", "responses")
-_PATTERNS = {
-    _TERM: re.compile(r"reward/([A-Za-z_][\w-]*/)?[A-Za-z_][\w.-]*", re.ASCII),
-    _EVAL_TERM: re.compile(r"eval/reward/([A-Za-z_][\w-]*/)?[A-Za-z_][\w.-]*", re.ASCII),
-    **{name: re.compile(rf"grader/([A-Za-z_][\w-]*/)?{last}", re.ASCII) for name, last in _OF_TOOLS.items()},
-    _INFO: re.compile(r"grader/([A-Za-z_][\w-]*/)?[\w.-]+", re.ASCII),
-    _TASK: re.compile(r"eval/task/([A-Za-z_][\w-]*/)?[\w-]+", re.ASCII),
-    _TASK_ERROR: re.compile(r"eval/task_stderr/([A-Za-z_][\w-]*/)?[\w-]+", re.ASCII),
-    **{f"task/<task>/{name}": re.compile(rf"task/([A-Za-z_][\w-]*/){{1,2}}{name}", re.ASCII) for name in OF_TASK},
+_TASK = r"[A-Za-z_][\w-]*"
+#: What the placeholders in names stand for; in a mixture the name of the task precedes that of a term or number.
+_PLACEHOLDERS = {
+    "<term>": rf"({_TASK}/)?[A-Za-z_][\w.-]*",
+    "<name>": rf"({_TASK}/)?[\w.-]+",
+    "<task>": rf"{_TASK}(/{_TASK})?",
 }
 
 _DECLARED = (
@@ -55,9 +47,13 @@ _DECLARED = (
     Metric("dialog_turns", "last", "Responses trained on since the run began.", "responses"),
     Metric("reward", "mean", "Mean reward of the batch's responses."),
     Metric("reward/std", "mean", "Standard deviation (ddof=0) of the batch's rewards."),
-    Metric(_TERM, "mean", "Mean of one reward term before its weight."),
+    Metric("reward/<term>", "mean", "Mean of one reward term before its weight."),
     Metric("success", "mean", "Share of responses with the right answer.", "share"),
-    Metric(_INFO, "mean", "Mean of a number that the grader gave beside the terms, over the responses that have it."),
+    Metric(
+        "grader/<name>",
+        "mean",
+        "Mean of a number that the grader gave beside the terms, over the responses that have it.",
+    ),
     Metric("grader/tool_calls", "mean", "Calls of tools in a dialog.", "calls"),
     Metric("grader/tool_errors", "mean", "Calls of tools in a dialog that failed, or could not be made.", "calls"),
     Metric("grader/ended_by_turns", "mean", "Share of dialogs whose last turn still called (env.max_steps).", "share"),
@@ -137,11 +133,14 @@ _DECLARED = (
     Metric("eval/avg_at_k_stderr", "last", "Standard error of eval/avg_at_k over problems.", "share"),
     Metric("eval/reward", "last", "Mean reward of the greedy responses to held-out problems."),
     Metric("eval/reward_stderr", "last", "Standard error of eval/reward over problems."),
-    Metric(_EVAL_TERM, "last", "Mean of one reward term of those responses, before its weight."),
+    Metric("eval/reward/<term>", "last", "Mean of one reward term of those responses, before its weight."),
     Metric(
-        _TASK, "last", "An accuracy of the task's benchmark, greedy (ifeval: prompts); of a mixture, a task's.", "share"
+        "eval/task/<name>",
+        "last",
+        "An accuracy of the task's benchmark, greedy (ifeval: prompts); of a mixture, a task's.",
+        "share",
     ),
-    Metric(_TASK_ERROR, "last", "Standard error of that accuracy over problems.", "share"),
+    Metric("eval/task_stderr/<name>", "last", "Standard error of that accuracy over problems.", "share"),
     Metric("eval/grader_errors", "sum", "Evaluated responses whose grader failed or timed out.", "responses"),
     Metric("eval/num_samples", "last", "Held-out problems measured.", "problems"),
     Metric("time/step_s", "sum", "Wall-clock time of the whole step.", "s"),
@@ -163,6 +162,11 @@ _DECLARED = (
 )
 
 METRICS: dict[str, Metric] = {item.name: item for item in _DECLARED}
+_PATTERNS = {
+    name: re.compile(re.sub("<.*>", lambda found: _PLACEHOLDERS[found[0]], name), re.ASCII)
+    for name in METRICS
+    if "<" in name
+}
 
 _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -173,8 +177,10 @@ _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
 
 
 def declared(name: str) -> Metric:
-    """The metric of that name; any ``reward/<term>`` that is not declared itself is a reward term, any
-    ``grader/<name>`` a number that the grader gave, ``eval/task/<name>`` an accuracy of the task's benchmark.
+    """Return the metric of that name, or of its family, ``reward/<term>`` for example.
+
+    Raises:
+        ValueError: there is none; the message has a similar name.
 
     >>> declared("kl").reduction, declared("reward/format").name
     ('mean', 'reward/<term>')
@@ -183,29 +189,30 @@ def declared(name: str) -> Metric:
         return METRICS[name]
     for family, pattern in _PATTERNS.items():
         if pattern.fullmatch(name):
-            return METRICS[family]
+            without_task = f"{name.partition('/')[0]}/{name.rpartition('/')[2]}"
+            return METRICS.get(without_task if family == "grader/<name>" else family, METRICS[family])
     near = difflib.get_close_matches(name, METRICS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"The metric {name!r} is not declared in recording/metrics.py.{hint}")
 
 
 def term_metric(term: str) -> str:
-    """The metric's name for a reward term: ``reward/<term>``.
+    """Return the metric's name for a reward term.
 
     Raises:
-        ValueError: the term would overwrite a metric of its own meaning, or has characters no name may have.
+        ValueError: another metric has that name, or it has characters that no name may have.
 
     >>> term_metric("format")
     'reward/format'
     """
     name = f"reward/{term}"
-    if name in METRICS or not _PATTERNS[_TERM].fullmatch(name):
+    if name in METRICS or not _PATTERNS["reward/<term>"].fullmatch(name):
         raise ValueError(f"The reward term {term!r} cannot be logged as {name!r}: rename it (letters, digits, . _ -).")
     return name
 
 
 def info_metric(name: str, task: str | None = None) -> str:
-    """The metric's name for a number that a grader gave beside its terms, in a ``task`` of a mixture or in none.
+    """Return the metric's name for a number of a grader, in a ``task`` of a mixture or in none.
 
     >>> info_metric("acc"), info_metric("pass rate", "maths")
     ('grader/acc', 'grader/maths/pass_rate')
@@ -214,7 +221,7 @@ def info_metric(name: str, task: str | None = None) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value that a grader gave can be averaged; a truth value counts as 0 or 1.
+    """Return whether a grader's value can be averaged; a truth value counts as 0 or 1.
 
     >>> is_number(True), is_number(0.5), is_number("0.5"), is_number(float("nan"))
     (True, True, False, False)
@@ -223,9 +230,7 @@ def is_number(value: object) -> bool:
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Combine the metrics of one step's optimizer steps, each by its declared reduction.
-
-    A name is reduced over the updates that measured it; it stays None where none of those that carry it did.
+    """Combine the metrics of a step's optimizer steps by their reductions; None where no update measured one.
 
     >>> reduce_updates([{"kl": 1.0, "policy_age/max": 2}, {"kl": 3.0, "policy_age/max": 1, "lr": 0.1}])
     {'kl': 2.0, 'policy_age/max': 2, 'lr': 0.1}

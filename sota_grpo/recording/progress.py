@@ -1,7 +1,6 @@
-"""What a person sees of a run before its first step and after its last: what is being started, a closing table.
+"""The output of a run on a console: stages of its start, a progress line, warnings, a closing table.
 
-The lines of a start are records of the ``sota_grpo`` loggers: they go wherever the other sentences of a run go, whole
-lines without control characters. ``training.log`` has the time at which each stage began, the short ones too.
+Stages are records of the ``sota_grpo`` loggers; ``training.log`` has the time at which each of them began.
 """
 
 from __future__ import annotations
@@ -9,37 +8,41 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO, cast
 
-from sota_grpo.text import Output
+from sota_grpo.rl.records import VERDICTS
+from sota_grpo.text import Output, duration
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.table import Table
 
-# Longest silences of a stage: with the second between two looks, and what an import blocks all threads for, its first
-# line comes within 10 s; the last one is repeated.
-EVERY_S = (6.0, 12.0, 30.0, 60.0)
+EVERY_S = (6.0, 12.0, 30.0, 60.0)  # longest silences of a stage; the last is repeated
 _LOOK_S = 1.0
 _TEXT_WIDTH = 100
+_WINDOW = 20  # steps of the moving average: it smooths evaluations and follows the lengths
+_PATIENCE = 3  # steps in a row; one alone happens to good runs, and a run may be shorter
 
 logger = logging.getLogger(__name__)
 
 
 def starting(stage: str) -> None:
-    """Note that ``stage`` begins, and that the one before it is over."""
+    """Log that ``stage`` of the start begins, and that the one before it is over."""
     logger.info("%s ...", stage, extra={"stage": stage, "file_only": True})
 
 
 def started() -> None:
-    """Note that nothing is being started any more."""
+    """Log that the start is over."""
     logger.info("The first step is done.", extra={"stage": None, "file_only": True})
 
 
 class Heartbeat(logging.Handler):
-    """While it is open, and something is being started: no silence on the console longer than ``every_s``."""
+    """A context in which a starting run is silent on the console for no longer than ``every_s``."""
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)
@@ -51,7 +54,7 @@ class Heartbeat(logging.Handler):
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take note of what is said, by whomever."""
+        """Note the stage and the time of a record."""
         now = self._clock()
         if hasattr(record, "stage"):
             self._stage, self._began, self._beats = record.stage, now, 0
@@ -59,7 +62,7 @@ class Heartbeat(logging.Handler):
             self._spoke = now
 
     def beat(self) -> None:
-        """Say what is being started and since when, if it is time to say something."""
+        """Log the stage and its duration, if the console was silent for long enough."""
         now, stage = self._clock(), self._stage
         if stage is not None and now - self._spoke >= self._every_s[min(self._beats, len(self._every_s) - 1)]:
             self._beats += 1
@@ -81,13 +84,131 @@ class Heartbeat(logging.Handler):
 
 
 def in_notebook(stream: TextIO) -> bool:
-    """Whether ``stream`` leads to the cell of a notebook, where it is no terminal and still can be redrawn."""
+    """Return whether ``stream`` is the output of a notebook's cell, which can be redrawn though it is no terminal."""
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a line on ``stream`` can be redrawn. Asked of the stream itself: colours may be forced on a file."""
+    """Return whether a line on ``stream`` can be redrawn; colours may be forced on a file."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+class Progress:
+    """The progress line of a run: redrawn on a terminal and in a notebook, elsewhere printed every ``every_s`` seconds.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: steps done before this process (resume).
+        stream: None is standard output.
+        every_s: least seconds between two printed lines.
+        by_reward: a success is a reward above a limit, and is shown only where a reward function returned one.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        every_s: float = 5.0,
+        by_reward: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._by_reward = by_reward
+        self.total = total_steps
+        self._stream = cast(TextIO, Output(stream))
+        self._every_s = every_s
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_WINDOW + 1)
+        self._printed_at = -float("inf")
+        self._live: Live | None = None
+        if is_terminal(self._stream):
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+        self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
+
+    def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
+        """Show and return the line after ``done`` steps; what was not measured is left out."""
+        now = self._clock()
+        self._marks.append((done, now))
+        verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
+        hidden = {"success"} if self._by_reward and not any(verdicts) else set()
+        parts = [f"step {done}/{self.total}"]
+        for name, style in (
+            ("reward", "reward {:.2f}"),
+            ("success", "success {:.0%}"),
+            ("kl", "kl {:.2g}"),
+            ("tokens_per_s", "{:,.0f} tok/s"),
+        ):
+            value = None if name in hidden else metrics.get(name)
+            if value is not None:
+                parts.append(style.format(value).replace("%", " %"))
+        if failed := metrics.get("reward_errors"):
+            parts.append(f"{failed:.0f} not graded")
+        (first, began), (last, now) = self._marks[0], self._marks[-1]
+        if last > first:
+            parts.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
+        line = "  ".join(parts)
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._in_notebook:  # without widgets, which need a package beside it and are empty in a saved notebook
+            import IPython.display
+
+            content = {"text/plain": line}
+            if self._cell is None:
+                self._cell = IPython.display.display(content, raw=True, display_id=True)
+            else:
+                self._cell.update(content, raw=True)
+        elif done >= self.total or now - self._printed_at >= self._every_s:
+            self._printed_at = now
+            self._stream.write(line + "\n")
+        return line
+
+    def close(self) -> None:
+        """Restore the terminal; the last line stays. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ZeroAdvantageWatch:
+    """Warns, once each, of steps without advantages and of a grader that fails at every response."""
+
+    def __init__(self, total: int) -> None:
+        self._patience = min(_PATIENCE, total)
+        self.num_steps = 0  # steps in a row, up to the last, without a group whose rewards differ
+        self._warned_equal = self._warned_failed = False
+
+    def look(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Check the metrics of a step; a teacher (``distill/reverse_kl``) also trains on groups of equal rewards."""
+        responses = (metrics.get("dialog_turns") or 0) / (step + 1)
+        failed = metrics.get("reward_errors") or 0
+        learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics
+        self.num_steps = 0 if learns else self.num_steps + 1
+        if failed and failed >= responses and not self._warned_failed:
+            self._warned_failed = True
+            logger.warning(
+                "The grader failed at all %d responses of step %d, and their reward is 0: `sota-grpo check` with the "
+                "same options shows its error.",
+                *(failed, step + 1),
+            )
+        elif self.num_steps >= self._patience and not self._warned_equal:
+            self._warned_equal = True
+            logger.warning(
+                "In %d %s in a row every group's rewards were equal (mean %.2f), so nothing was learned from them: "
+                "read the responses (sota-grpo report RUN), then change the reward, the problems or the temperature.",
+                *(self.num_steps, "step" if self.num_steps == 1 else "steps", metrics.get("reward") or 0.0),
+            )
 
 
 def closing_table(
@@ -98,14 +219,13 @@ def closing_table(
     avg_at_k: int,
     wall_s: float,
 ) -> str:
-    """Print what the run gained and where its time went; return the same as plain text, for ``training.log``.
+    """Print and return a table of held-out gains and of the time by phase.
 
     Args:
         before, after: the ``eval/*`` metrics before and after training; empty when nothing was evaluated.
-        phase_seconds: seconds by phase (``generate``, ``learn``, ...), summed over the run.
+        phase_seconds: seconds by phase (``generate``, ``learn``, ...); phases that overlap may exceed 100 %.
         avg_at_k: the k of ``eval/avg_at_k``.
-        wall_s: duration of the run, of which the shares are; the time of no phase is shown as ``other``. Phases that
-            overlap may add up to more than 100 %.
+        wall_s: duration of the run; time of no phase is shown as ``other``.
     """
     from rich.console import Console, Group
 
@@ -120,7 +240,9 @@ def closing_table(
         if old is not None or new is not None:
             gain = "-" if old is None or new is None else f"{100 * (new - old):+.1f} points"
             gains.add_row(label, *(percent(row.get(mean), row.get(stderr)) for row in (before, after)), gain)
-    for name in _reward_names(before, after):
+    terms = dict.fromkeys(name for name in {**before, **after} if name.startswith("eval/reward/"))
+    is_accuracy = all(row.get("eval/reward") == row.get("eval/accuracy") for row in (before, after))
+    for name in () if is_accuracy else ("eval/reward", *(terms if len(terms) > 1 else ())):
         cells = []
         for row in (before, after):
             value, error = row.get(name), row.get("eval/reward_stderr") if name == "eval/reward" else None
@@ -143,16 +265,8 @@ def closing_table(
     return text
 
 
-def _reward_names(*measured: Mapping[str, float | None]) -> list[str]:
-    """The held-out reward and its terms, unless the reward is the accuracy and says no more."""
-    if all(row.get("eval/reward") == row.get("eval/accuracy") for row in measured):
-        return []
-    terms = dict.fromkeys(name for row in measured for name in row if name.startswith("eval/reward/"))
-    return ["eval/reward", *(terms if len(terms) > 1 else [])]
-
-
 def percent(share: float | None, error: float | None = None) -> str:
-    """A share and its standard error in percent.
+    """Return a share and its standard error in percent.
 
     >>> percent(0.613, 0.03), percent(0.5), percent(None)
     ('61.3 +/- 3.0 %', '50.0 %', '-')
@@ -163,7 +277,7 @@ def percent(share: float | None, error: float | None = None) -> str:
 
 
 def figures(*columns: str) -> Table:
-    """An empty table of plain characters: the first column has names, on the left, the others figures, on the right."""
+    """Return an empty ASCII table with a column of names on the left and columns of figures."""
     from rich import box
     from rich.table import Table
 

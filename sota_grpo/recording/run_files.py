@@ -1,7 +1,4 @@
-"""The files of a run directory by name, and what they say about its run; nothing here needs torch.
-
-A run may be writing them while they are read, and somebody may have damaged them.
-"""
+"""Names and readers of the files of a run directory, which may be damaged, or being written. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,20 +19,20 @@ from sota_grpo.files import write_json
 from sota_grpo.text import readable, sentence
 from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml, require_plain
 
-RUN_FILE = "run.json"  # written when training begins: signature, steps asked for, whether they are done
+RUN_FILE = "run.json"  # written when training begins: signature, number of steps, whether they are done
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
-EVALUATED = "eval/accuracy"  # stands in the rows that are evaluations
-OVERRIDES_FILE = ".hydra/overrides.yaml"  # as Hydra writes it, there before anything else
+EVALUATED = "eval/accuracy"  # in rows that are evaluations
+OVERRIDES_FILE = ".hydra/overrides.yaml"  # written by Hydra, before any other file
 CHECKPOINTS = "checkpoints"
 EXPORTED = "hf"  # the trained model
-INPUTS = "inputs"  # what was passed in Python as an object
+INPUTS = "inputs"  # Python inputs
 STEPS_FOLDER, DEBUG_FOLDER, REPLAYS = "steps", "debug_logs", "replays"
-#: Folders whose files a run reads or writes itself. Any other folder of a run directory belongs to a library or a user.
+#: Folders whose files a run reads or writes itself; other folders belong to a library or a user.
 OWN_FOLDERS = (CHECKPOINTS, EXPORTED, INPUTS, STEPS_FOLDER, DEBUG_FOLDER, REPLAYS, ".hydra")
 GATE_FILE = "gate.json"
-FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it trains again
+FAILURE_FILE = "failure.json"  # why a run ended too early; deleted when it trains again
 LOCK_FILE = ".lock"
 _LINE_BYTES = 256 << 20  # of one line, more than any run writes
 _REPLAY_BYTES = 64 << 10  # of a replay: two tables of 23 algorithms are 20 kB
@@ -43,7 +40,7 @@ _MOST_REPLAYS = 16  # that are read, the newest
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run is or was in this folder, however far it came; one that may not be looked into may be one."""
+    """Return whether a run is or was in this folder; a folder without permission may be one."""
     try:
         return has_begun(path) or (path / OVERRIDES_FILE).is_file()
     except PermissionError:
@@ -51,7 +48,7 @@ def is_run(path: Path) -> bool:
 
 
 def has_begun(path: Path) -> bool:
-    """Whether a run in this folder has begun to train; a folder that may not be looked into is taken for one."""
+    """Return whether a run in this folder has begun to train, or the folder refuses permission."""
     try:
         os.listdir(path)
         return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE))
@@ -60,7 +57,7 @@ def has_begun(path: Path) -> bool:
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
-    """Sorting key by which job 10 of a sweep comes after job 2.
+    """Return a sorting key that puts job 10 of a sweep after job 2.
 
     >>> sorted([Path("sweep/10"), Path("sweep/2")], key=natural)[0].name
     '2'
@@ -70,12 +67,12 @@ def natural(path: Path) -> list[tuple[int, str]]:
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
-    """What ``run.json`` says: None where there is none, nothing where it is not ours."""
+    """Return the content of ``run.json``: None where there is none, empty where it is not readable."""
     return read_json(run_dir / RUN_FILE)
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a process is at work in ``run_dir``. The question itself holds nothing for longer than it takes."""
+    """Return whether a process holds the lock of ``run_dir``."""
     try:
         with open_file(run_dir / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -87,12 +84,12 @@ def is_held(run_dir: Path) -> bool:
 
 
 def note_failure(run_dir: Path, error: Exception) -> None:
-    """Leave in ``run_dir`` why its run ended, for reports and the summary of a sweep."""
+    """Write the reason why a run ended, for reports and the summary of a sweep."""
     write_json(run_dir / FAILURE_FILE, {"reason": reason(error)})
 
 
 def reason(error: Exception) -> str:
-    """One line: the sentence of an error that we word ourselves, else its type and its first line.
+    """Return the sentence of a ``UserError`` in one line, of another error its type and first line.
 
     >>> reason(UserError("Mend it.")), reason(ValueError("odd\\nand more"))
     ('Mend it.', 'ValueError: odd')
@@ -101,10 +98,7 @@ def reason(error: Exception) -> str:
 
 
 def state_of(run_dir: Path) -> tuple[str, str]:
-    """``finished``, ``running``, ``failed`` or ``stopped``, and why, where there is something to say.
-
-    A run that asks about itself is running until it has noted that it is finished.
-    """
+    """Return ``finished``, ``running``, ``failed`` or ``stopped``, and a note on it, which may be empty."""
     record, failure = read_record(run_dir), read_json(run_dir / FAILURE_FILE)
     if (record or {}).get("finished"):
         return "finished", ""
@@ -117,24 +111,24 @@ def state_of(run_dir: Path) -> tuple[str, str]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` or ``rollouts.jsonl``, of a run that may be writing the last one just now."""
+    """Return the complete lines of ``metrics.jsonl`` or ``rollouts.jsonl``."""
     return [json_line(line, path, number) for number, _, line in whole_lines(path)]
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl`` that are evaluations, in order."""
+    """Return the rows of ``metrics.jsonl`` that are evaluations, in order."""
     return [row for row in read_rows(run_dir / METRICS_FILE) if EVALUATED in row]
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number from 1, offset in bytes, and text of each line that ends; nothing where there is no file."""
+    """Yield the number from 1, the offset in bytes and the text of each complete line; none without a file."""
     offset = 0
     try:
         with open_file(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), 1):
                 if len(line) == _LINE_BYTES:
                     raise OSError(errno.EFBIG, f"line {number} has more than {_LINE_BYTES >> 20} MiB")
-                if not line.endswith(b"\n"):  # its end may be there a moment later, and is no line
+                if not line.endswith(b"\n"):  # the rest may be there a moment later, and is no line
                     return
                 yield number, offset, line
                 offset += len(line)
@@ -145,7 +139,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """The object in a line; numbers that JSON does not have are None. It is an error when it has no step."""
+    """Parse a line, which must have a step; numbers that JSON does not have become None."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
         row["step"] = int(row["step"])
@@ -157,7 +151,7 @@ def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The nested options in ``config.yaml``, as they stand there; empty where there is no such file."""
+    """Return the nested options in ``config.yaml``; empty without a file."""
     path = run_dir / CONFIG_FILE
     try:
         return _parsed_config(path, path.stat().st_mtime_ns)
@@ -167,7 +161,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise unreadable(path, error) from error
 
 
-@lru_cache(maxsize=64)  # a run that is training asks again at every checkpoint
+@lru_cache(maxsize=64)  # a training run reads it again at every checkpoint
 def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
@@ -186,12 +180,12 @@ def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """For a file or folder that is there and refuses."""
+    """Return the error of a file or folder that exists and cannot be read."""
     return UserError(f"{path} cannot be read ({error.strerror or type(error).__name__}).")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; empty where it cannot be read or holds something else, None where there is no file."""
+    """Return the object in a file; empty where it cannot be read or is no object, None without a file."""
     try:
         with open_file(path, most_bytes=SMALL_BYTES) as file:
             record = json.loads(file.read())
@@ -203,7 +197,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
-    """Write a replay's ``title``, ``tables`` of text and ``notes`` in place of those of the same step and question."""
+    """Write a replay (``title``, ``tables`` of text, ``notes``); it replaces that of the same step and question."""
     folder = run_dir / REPLAYS
     path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
     require_plain(folder, run_dir)
@@ -218,7 +212,7 @@ def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mappi
 
 
 def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The newest replays of a run by name, and of each file that is none a sentence."""
+    """Return the newest replays of a run by name, and a sentence for each file that is no replay."""
     replays, sentences = [], []
     try:
         # no link is followed here: its file is opened below, or refused
@@ -239,7 +233,7 @@ def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _is_replay(record: Any) -> bool:
-    """Whether it is text and tables of text, every table with a head and rows as long as it."""
+    """Return whether a record is text and tables of text, all rows of a table as long as its head."""
 
     def texts(value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)

@@ -1,4 +1,4 @@
-"""The files that a run appends to: ``metrics.jsonl``, ``rollouts.jsonl``, ``training.log`` and ``debug_logs/``.
+"""The record of a run: ``metrics.jsonl``, ``rollouts.jsonl``, ``debug_logs/``, ``training.log``, copies in sinks.
 
 Each line is written whole and flushed, so a killed run loses at most the line being written; a resumed run first
 rewinds to the step it restarts from. A step must be written before its checkpoint: then whatever a checkpoint knows is
@@ -13,16 +13,24 @@ import math
 import numbers
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
+from sota_grpo.recording.machine import system_metrics
 from sota_grpo.recording.metrics import declared
+from sota_grpo.recording.progress import Progress, ZeroAdvantageWatch
 from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, json_line, whole_lines
 from sota_grpo.recording.sinks import CopySink
+from sota_grpo.recording.step_rows import batch_metrics, rollout_rows
+from sota_grpo.recording.stored_steps import StoredSteps, drop_steps
+from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.task import Task
 from sota_grpo.text import ReadableFormatter, one_line, readable
 from sota_grpo.text import json_line as as_json
 
@@ -43,7 +51,7 @@ ROLLOUT_FIELDS = (
     "truncated",
     "policy_version",
 )
-#: Of responses that have them: the task in a run of several, and what is known of a dialog of several turns.
+#: Of responses that have them: the task in a run of several, the turns of a dialog.
 SOME_FIELDS = ("task", "dialog")
 _ORDER = (*ROLLOUT_FIELDS[:-1], *SOME_FIELDS, ROLLOUT_FIELDS[-1])  # the report finds step, group and version by place
 Row = Mapping[str, Any]
@@ -53,24 +61,47 @@ _ROUNDING = 5e-5  # of rewards, which are kept in float32, and of the four digit
 
 
 class RunLog:
-    """Appends one strict JSON line per step, and the best and worst sample of each group, to a run directory.
+    """Writes what a run records, step by step; the ``sinks`` get a copy, and are closed with the log.
 
-    The directory is created where it is missing, and a line torn by a kill removed. The ``sinks`` get a copy of
-    everything written, and are closed with the log.
+    The directory is created where it is missing, and a line torn by a kill removed. Each start with ``num_examine``
+    writes a debug log of its own, ``debug_logs/grpo_debug_<UTC time of the first write>.txt``.
+
+    Args:
+        run_dir: the run directory.
+        sinks: further destinations of metrics and samples.
+        num_examine: completions of each step that the debug log shows.
+        term_weights: of the rewards in it; a term without one (a penalty) weighs 1.
+
+    Attributes:
+        phase_seconds: by phase (``time/..._s``), summed over this start.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, sinks: Sequence[CopySink] = ()):
-        self._paths = {name: Path(run_dir) / name for name in (METRICS_FILE, ROLLOUTS_FILE)}
-        self._sinks = tuple(sinks)
-        for path in self._paths.values():
-            end = max((offset + len(line) for _, offset, line in whole_lines(_writable(path))), default=0)
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        sinks: Sequence[CopySink] = (),
+        num_examine: int = 0,
+        term_weights: Mapping[str, float] | None = None,
+    ):
+        self._run_dir, self._sinks = Path(run_dir), tuple(sinks)
+        self._num_examine, self._term_weights = num_examine, dict(term_weights or {})
+        self._debug_log: Path | None = None  # until the first write
+        self.phase_seconds: dict[str, float] = {}
+        for name in (METRICS_FILE, ROLLOUTS_FILE):
+            path = _writable(self._run_dir / name)
+            end = max((offset + len(line) for _, offset, line in whole_lines(path)), default=0)
             if end < path.stat().st_size:
                 os.truncate(path, end)
 
-    def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; evaluations write their own line of a step.
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Add ``seconds`` to ``phase`` (``time/..._s``) of the closing table."""
+        self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
-        None is a quantity that was looked for and could not be measured; one that does not exist is a missing key.
+    def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; an evaluation is a line of its own.
+
+        None is a quantity that could not be measured; one that does not exist is a missing key.
         """
         row: dict[str, float | int | None] = {}
         for name, value in metrics.items():
@@ -86,12 +117,12 @@ class RunLog:
             sink.log(step, row)
 
     def write_rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        """Append the best and the worst response of each group to ``rollouts.jsonl``.
+        """Append the best and the worst response of each group to ``rollouts.jsonl``, and some to the debug log.
 
         Args:
             step: training step.
-            rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS``, and perhaps with some of
-                ``SOME_FIELDS``, which the sinks are not given: they show a table.
+            rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS``, and perhaps some of
+                ``SOME_FIELDS``, which a sink's table has no columns for.
         """
         for row in rows:
             odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
@@ -109,14 +140,30 @@ class RunLog:
         self._append(ROLLOUTS_FILE, lines)
         for sink in self._sinks:
             sink.log_samples(step, samples)
+        if not self._num_examine or not rows:
+            return
+        text = "".join(
+            described(step, row, why, self._term_weights) for why, row in pick(rows, self._num_examine, step)
+        )
+        folder = self._run_dir / DEBUG_FOLDER
+        self._debug_log = self._debug_log or folder / f"grpo_debug_{datetime.now(UTC):%Y%m%d_%H%M%S}.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with self._debug_log.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise RunFailed(
+                f"{error.filename or self._debug_log} cannot be written ({error.strerror}); free space there, or set "
+                "logging.num_examine=0; train.resume=auto then continues from the last checkpoint."
+            ) from error
 
     def rewind(self, first_step: int) -> int:
-        """Drop every line whose step is ``first_step`` or later and return their number; each file changes atomically.
+        """Drop the lines and stored steps from ``first_step`` on; return the number of lines.
 
-        Called before a resumed run writes its first step. Evaluations are lines of a step and go with it.
+        Called before a resumed run writes its first step. Each file changes atomically.
         """
         dropped = 0
-        for path in self._paths.values():
+        for path in (self._run_dir / METRICS_FILE, self._run_dir / ROLLOUTS_FILE):
             with path.open("rb") as lines:
                 is_kept = [json_line(line, path, number)["step"] < first_step for number, line in enumerate(lines, 1)]
             if not all(is_kept):
@@ -129,6 +176,7 @@ class RunLog:
             dropped += is_kept.count(False)
         for sink in self._sinks:
             sink.rewind(first_step)
+        drop_steps(self._run_dir, first_step)
         return dropped
 
     def close(self, exit_code: int = 0) -> None:
@@ -143,22 +191,22 @@ class RunLog:
         self.close(0 if kind is None else 1)
 
     def _append(self, name: str, rows: Iterable[Row]) -> None:
+        path = self._run_dir / name
         try:
             lines = [as_json(row, allow_nan=False, default=_plain) + "\n" for row in rows]
-            with self._paths[name].open("ab") as file:
+            with path.open("ab") as file:
                 file.write("".join(lines).encode())
         except OSError as error:
             raise RunFailed(
-                f"{self._paths[name]} cannot be written ({error.strerror}); free space there, then train.resume=auto "
+                f"{path} cannot be written ({error.strerror}); free space there, then train.resume=auto "
                 "continues from the last checkpoint."
             ) from error
 
 
 def best_and_worst(rows: Sequence[Row]) -> list[Row]:
-    """The row of the largest and the row of the smallest reward of each group, in this order.
+    """Return the row of the largest and the row of the smallest reward of each group, in this order.
 
-    Groups keep their order of appearance; of equal rewards the smallest ``sample_id`` counts; a group of equal rewards
-    gives one row. For example the rewards ``[0, 1, 1]`` of one group give its samples 1 and 0, ``[0.5, 0.5]`` sample 0.
+    Of equal rewards the smallest ``sample_id`` counts; a group of equal rewards gives one row.
 
     >>> rows = [{"group_id": 7, "sample_id": i, "reward": r} for i, r in enumerate([0.0, 1.0, 1.0])]
     >>> [row["sample_id"] for row in best_and_worst(rows)]
@@ -176,23 +224,20 @@ def best_and_worst(rows: Sequence[Row]) -> list[Row]:
 
 
 def _plain(value: Any) -> float | int:
-    """The JSON number of a foreign scalar type (numpy's)."""
+    """Return the JSON number of a foreign scalar type (numpy's)."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    raise TypeError(f"A {type(value).__name__} has no place in a JSON line: pass plain values.")
+    raise TypeError(f"A {type(value).__name__} cannot be written as JSON: pass plain values.")
 
 
 class _TrainingLog(logging.FileHandler):
-    """Our own handler, recognisable, so that a second run in one process replaces it and nobody else's."""
+    """The handler of a run, which a second run in one process replaces."""
 
 
 def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
-    """Write the records of the ``sota_grpo`` loggers, INFO and above, to ``training.log``.
-
-    Other handlers stay as they are and get what they got, INFO and above. Called again, it replaces only its own.
-    """
+    """Write the records of the ``sota_grpo`` loggers, INFO and above, to ``training.log``; other handlers stay."""
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(ReadableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -207,7 +252,7 @@ def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
 
 
 def _writable(path: Path) -> Path:
-    """``path``, once its directory exists and it can be opened for appending."""
+    """Return ``path``, once its directory exists and it can be opened for appending."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
@@ -219,50 +264,62 @@ def _writable(path: Path) -> Path:
     return path
 
 
-class ExamineLog:
-    """Appends completions to ``<run_dir>/debug_logs/grpo_debug_<UTC time of the first write>.txt``.
+class StepLog:
+    """The ``log`` of the loop: writes the record of each step, and shows the progress line.
 
-    Every start of a run writes a file of its own; the steps that a resumed run does again stand in both. A step is
-    flushed whole. Model text cannot drive the terminal that shows it, nor pass for a line of the log: every character
-    without a picture is escaped, every line of it begins with a bar, and none is wrapped. Without ``num_examine``
-    nothing is written; a term without a weight of the task (a penalty) weighs 1.
+    Args:
+        run_log: of the run.
+        progress: of the run.
+        stored: may keep the step whole.
+        tokenizer: decodes prompts and responses.
+        task: of the responses, for the chats of dialogs.
+        publish_seconds: returns the time of the last weight sync.
     """
 
     def __init__(
         self,
-        run_dir: str | os.PathLike[str],
-        num_examine: int,
-        term_weights: Mapping[str, float],
-        *,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        run_log: RunLog,
+        progress: Progress,
+        stored: StoredSteps,
+        tokenizer: Any,
+        task: Task,
+        publish_seconds: Callable[[], float],
     ) -> None:
-        self.folder, self.num_examine = Path(run_dir) / DEBUG_FOLDER, num_examine
-        self.path: Path | None = None  # until the first write
-        self._term_weights, self._clock = dict(term_weights), clock
+        self._run_log, self._progress, self._stored = run_log, progress, stored
+        self._tokenizer, self._task, self._publish_seconds = tokenizer, task, publish_seconds
+        self._watch = ZeroAdvantageWatch(progress.total)
+        self.begin()
 
-    def write(self, step: int, rows: Sequence[Row]) -> None:
-        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of step ``step``."""
-        if not self.num_examine or not rows:
-            return
-        picked = pick(rows, self.num_examine, step)
-        text = "".join(described(step, row, why, self._term_weights) for why, row in picked)
-        self.path = self.path or self.folder / f"grpo_debug_{self._clock():%Y%m%d_%H%M%S}.txt"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise RunFailed(
-                f"{error.filename or self.path} cannot be written ({error.strerror}); free space there, or set "
-                "logging.num_examine=0; train.resume=auto then continues from the last checkpoint."
-            ) from error
+    def begin(self) -> None:
+        """Start the clock of a step."""
+        self._began = time.perf_counter()
+
+    def write(self, step: int, batch: RowTable, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
+        """Write the metrics and responses of a step, and perhaps the whole step to ``steps/``."""
+        seconds = time.perf_counter() - self._began
+        metrics: dict[str, Any] = {"kl": None, "time/ref_s": 0.0}  # without a reference
+        metrics |= batch_metrics(batch, version=step) | dict(source) | dict(update)
+        metrics |= {"version": step + 1, "time/publish_s": self._publish_seconds(), "time/step_s": seconds}
+        metrics["tokens_per_s"] = metrics["response_tokens/mean"] * len(batch) / seconds
+        metrics["groups/trained"] = len(batch.get(keys.GROUP_ID).unique())
+        metrics["dialog_turns"] = (step + 1) * len(batch)
+        metrics |= system_metrics()
+        for name, value in metrics.items():
+            if name.startswith("time/"):
+                self._run_log.add_seconds(name, value)
+        self._run_log.write_step(step, metrics)
+        rows = rollout_rows(batch, self._tokenizer, self._task.messages)
+        self._run_log.write_rollouts(step, rows)
+        if stored_s := self._stored.write(step, metrics, batch, rows):
+            self._run_log.add_seconds("time/store_s", stored_s)
+        self._progress.update(step + 1, metrics)
+        self._watch.look(step, metrics)
 
 
 def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
-    """``count`` rows and why each was picked: the best, the worst, then others at random, as far as there are any.
+    """Return up to ``count`` rows, each with the reason: the best, the worst, then others at random.
 
-    Chance decides among equals too, so that it is not always the first group that is shown. It depends on ``step``
-    alone: a step that is done again shows the same.
+    Chance also decides among equals. It depends on ``step`` alone: a repeated step shows the same.
 
     >>> rows = [{"sample_id": i, "reward": reward} for i, reward in enumerate([0.5, 1.0, 0.0, 0.5])]
     >>> [(why, row["sample_id"]) for why, row in pick(rows, 2, step=0)]
@@ -279,7 +336,15 @@ def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
 
 
 def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) -> str:
-    """One completion with all that is known of it, for people."""
+    """Return one completion with its rewards, as text for people.
+
+    Model text cannot drive a terminal or pass for a line of the log: control characters are escaped, and each of its
+    lines begins with a bar.
+    """
+
+    def quoted(text: str) -> str:
+        return "\n".join(f"  | {line}" for line in readable(text).split("\n"))
+
     cut = ", cut for length" if row["truncated"] else ""
     success = "yes" if row["success"] else "no"
     facts = [f"advantage {row['advantage']:.4f}", f"success {success}", f"policy version {row['policy_version']}"]
@@ -300,14 +365,10 @@ def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) 
     lines.append(f"{'total':<20}  {'':>22}{row['reward']:8.4f}")
     paragraphs = [
         f"{_RULE}\nstep {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",
-        f"question\n{_quoted(row['query'])}",
-        f"gold answer\n{_quoted(row['answer'])}",
-        f"completion, {row['response_tokens']} tokens{cut}\n{_quoted(row['response'])}",
+        f"question\n{quoted(row['query'])}",
+        f"gold answer\n{quoted(row['answer'])}",
+        f"completion, {row['response_tokens']} tokens{cut}\n{quoted(row['response'])}",
         "\n".join(["reward", *lines]),
         "\n".join(facts),
     ]
     return "\n\n".join(paragraphs) + "\n\n\n"
-
-
-def _quoted(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in readable(text).split("\n"))

@@ -1,9 +1,8 @@
-"""``steps/``: whole steps of a run, to be looked at in a report and computed again by ``sota-grpo replay``.
+"""``steps/``: whole steps of a run, for reports and ``sota-grpo replay``.
 
-``steps/step_000020.pt`` is step 20 (``step`` in ``metrics.jsonl``): every row that the learner was given, what its
-weights said of every token before the step, and the metrics that came of it. Step 0 is kept and every step that follows
-a checkpoint (``checkpoint_000020.pt`` holds the weights before step 20). A resumed run drops the steps that it does
-again. Reading needs neither the model nor its tokenizer.
+``steps/step_000020.pt`` is step 20: the learner's rows, log-probs and entropies of every token before the step, and the
+metrics. Step 0 is kept and every step that follows a checkpoint (``checkpoint_000020.pt`` holds the weights before step
+20). Reading needs neither the model nor its tokenizer.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import io
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,20 @@ from sota_grpo.rl.table import Key, RowTable
 from sota_grpo.untrusted import NO_TENSORS, open_file
 
 MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
+SHARE, FREE_S = 0.03, 30.0  # of the run's time that storing may take; seconds that are not counted
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
-# what the learner writes, and what stands in the full tokens
+# written by the learner, and contained in the full tokens
 _OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
 _LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
 _ROW_TEXTS: tuple[Key, ...] = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.RESPONSE_TEXT, keys.REWARD_INFO)
 _HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
-_MOST_HELD = 64  # tokens that are decoded together before their text is given up as one
+_MOST_HELD = 64  # tokens that may form one character
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a step was computed by."""
+    """The device, precision and random state that a step was computed with."""
 
     device: str  # cpu or cuda
     precision: str  # autocast of the learner: fp32, bf16 or fp16
@@ -56,11 +57,11 @@ class StoredStep:
 
     step: int  # counted from 0
     metrics: Mapping[str, float | None]  # its row of metrics.jsonl
-    rows: RowTable  # what the learner was given
+    rows: RowTable  # of the learner
     fields: list[dict[str, Any]]  # sota_grpo.recording.run_log.ROLLOUT_FIELDS
     pieces: list[list[str]]  # the text of each token after the prompt; see text_pieces
     #: ``[2, T_i]``, the learner's log-probs and entropies before the step, in nats, without dropout, 0 off the
-    #: assistant mask; None where they were not looked at.
+    #: assistant mask; None where they were not computed.
     measured: list[Tensor] | None
     origin: Origin
 
@@ -68,9 +69,8 @@ class StoredStep:
     def samples(self) -> list[dict[str, Any]]:
         """Per row its fields, and lists with one entry per token after the prompt.
 
-        ``pieces`` (str; joined, they are the decoded response, special tokens included), ``assistant`` (bool),
-        ``log_probs`` (of the behaviour policy), ``policy_log_probs``, ``ref_log_probs``, ``entropy``: nats, 0 off the
-        assistant mask; None, not a list, where there is no such quantity.
+        ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``log_probs`` (of the behaviour policy),
+        ``policy_log_probs``, ``ref_log_probs``, ``entropy`` (nats, 0 off the assistant mask; None where not known).
         """
         samples = []
         measured: Sequence[Any] = self.measured or [(None, None)] * len(self.rows)
@@ -89,26 +89,26 @@ class StoredStep:
 
 
 def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """The stored steps of a run, the earliest first; none where the folder is missing."""
+    """Return the stored steps of a run, the earliest first; none where the folder is missing."""
     folder = Path(run_dir) / STEPS_FOLDER
     paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step that a file of ``steps/`` holds.
+    """Return the step that a file of ``steps/`` holds.
 
     >>> step_of(Path("steps/step_000020.pt"))
     20
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"{path} is not named as a stored step is: step_000020.pt")
+        raise ValueError(f"{path} is not named like a stored step: step_000020.pt")
     return int(match[1])
 
 
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
-    """Write a step under its name once complete, then drop the oldest others above ``most_bytes``, step 0 last."""
+    """Write a step atomically, then delete the oldest others above ``most_bytes``, but not step 0."""
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
     tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
     saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
@@ -146,8 +146,88 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
     return path
 
 
+class StoredSteps:
+    """The loop's learner, which stores every step that follows saved weights in ``steps/``: the first, and later ones.
+
+    Storing costs a forward pass. Where it has taken more than ``SHARE`` of the time since the start (and more than
+    ``FREE_S``), steps are left out.
+
+    Args:
+        learner: a :class:`sota_grpo.training.learner.Learner`, or its facade over several processes.
+        run_dir: the run directory.
+        tokenizer: decodes the tokens.
+        device: ``cpu`` or ``cuda``, the learner's.
+        enabled: False stores nothing.
+    """
+
+    def __init__(self, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
+        self.learner, self.run_dir, self.tokenizer = learner, run_dir, tokenizer
+        self.device, self.enabled = device, enabled
+        self.due = enabled
+        self._began, self._spent_s = time.monotonic(), 0.0
+        self._before: tuple[torch.Tensor, Origin, float] | None = None
+        self._alone = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+
+    @property
+    def version(self) -> int:
+        return self.learner.version
+
+    def update(self, rows: RowTable) -> dict[str, float | None]:
+        """Update the learner; of a step that will be stored, its tokens are measured before."""
+        self._before = None
+        if self.due:
+            began = time.perf_counter()
+            measured = self.learner.measured(rows)
+            origin = Origin(
+                device=self.device,
+                precision=self.learner.settings.precision,
+                num_ranks=len(getattr(self.learner, "workers", ())),
+                num_threads=torch.get_num_threads(),
+                rng=torch.get_rng_state(),
+            )
+            self._before = measured, origin, time.perf_counter() - began
+        self.due = False
+        return self.learner.update(rows)
+
+    def after_checkpoint(self) -> None:
+        """The next step follows saved weights."""
+        allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
+        self.due = self.enabled and self._spent_s <= allowed_s
+
+    def write(
+        self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
+    ) -> float:
+        """Store the last updated step, if it was measured; return the seconds of both.
+
+        Args:
+            fields: :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch.
+        """
+        if self._before is None:
+            return 0.0
+        began = time.perf_counter()
+        measured, origin, seconds = self._before
+        self._before = None
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._alone(ids[0]) if len(ids) == 1 else self.tokenizer.decode(ids)
+
+        stored = StoredStep(
+            step=step,
+            metrics=metrics,
+            rows=batch,
+            fields=fields,
+            pieces=[text_pieces(ids.tolist(), decode) for ids in batch.parts(keys.RESPONSE_TOKENS)],
+            measured=list(measured.split(batch.lengths(keys.FULL_TOKENS), dim=-1)),
+            origin=origin,
+        )
+        save_step(self.run_dir, stored)
+        seconds += time.perf_counter() - began
+        self._spent_s += seconds
+        return seconds
+
+
 def read_step(path: str | os.PathLike[str]) -> StoredStep:
-    """Read one file of :func:`stored_steps`; no code in it is run."""
+    """Read one file of :func:`stored_steps`; no code in it is executed."""
     try:
         file = open_file(path, most_bytes=2 * MOST_BYTES, levels=2)
     except OSError as error:
@@ -178,7 +258,7 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
 
 
 def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
-    """Delete the steps from ``first_step`` on, which a resumed run does again, and what a kill left half-written."""
+    """Delete the steps from ``first_step`` on, and files that a kill left half-written."""
     for path in stored_steps(run_dir):
         if step_of(path) >= first_step:
             path.unlink()
@@ -186,10 +266,10 @@ def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
 
 
 def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """What each token adds to ``decode(ids)``; joined, the pieces are exactly that text.
+    """Return the text that each token adds to ``decode(ids)``; joined, the pieces are that text.
 
-    A token that ends in the middle of a character adds nothing, and the one that completes it all of it. Where a
-    decoder drops the space before a word that it is given alone, the space belongs to the word.
+    The token that completes a character gets all of it. A space that a decoder drops before a single word belongs to
+    the word.
 
     >>> text_pieces([0xE2, 0x82, 0xAC, 0x35], lambda ids: bytes(ids).decode(errors="replace"))
     ['', '', '€', '5']

@@ -1,8 +1,7 @@
-"""The user's own reward functions: found in a file by name, recognised by their parameters, and called.
+"""A user's reward functions: found in a file by name, recognised by their parameters, and called.
 
-The file is the user's own code, named by an explicit path; model text comes here only as the argument of a call.
-Functions can be passed as objects instead. Graders are processes that do not share the caller's memory: a function of
-an importable module travels by its name, one of a notebook or a script as its code, with the globals that it reads.
+Functions can also be passed as objects. One of an importable module travels to a grader's process by its name, one of a
+notebook or a script as its code, with the globals that it reads.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DEFAULT_NAME = "compute_score"  # verl's
 
 VERL, TRL = "verl", "trl"
 PICKLED = ".pkl"  # ending of a file of pickled functions
-PASSED = "(passed in Python)"  # the path of what was passed as an object, until the run has a directory
+PASSED = "(passed in Python)"  # the path of Python inputs, until the run has a directory
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "environments", "log_extra", "log_metric")
 
@@ -42,7 +41,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 NEEDS_ENVIRONMENTS = "asks for environments, which only env.environment=FILE.py:FACTORY has"
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
-_LOOP: list[Any] = []  # the event loop of all coroutines and the process that made it, once there are any
+_LOOP: list[Any] = []  # the event loop of all coroutines, and the process that made it
 _LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and take turns to run the loop
 
 
@@ -52,10 +51,10 @@ class RewardFunctionError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function of a reward file, and of a reward term with its name.
+    """A reward function, whose term has its name.
 
     Args:
-        form: ``verl`` (one response, by ``solution_str``) or ``trl`` (a list of them, by ``completions``).
+        form: ``verl`` (one response, ``solution_str``) or ``trl`` (a list of them, ``completions``).
         call: the function, plain or ``async``.
         required: parameters without a default.
         taken: all parameters; None takes any (``**kwargs``).
@@ -69,9 +68,7 @@ class RewardFunction:
 
 
 def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
-    """The functions ``names`` of the Python file ``path``, which is run once (:func:`sota_grpo.files.run_python`).
-
-    For ``compute_score`` alone, the default, the only function of a file that has another stands.
+    """Run a Python file and return its functions ``names``; for ``compute_score`` alone, the only function of the file.
 
     Raises:
         RewardFunctionError: no such file or function, an import that fails (with its line), or parameters that are
@@ -87,36 +84,36 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
         raise RewardFunctionError(
             f"{file}{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
         ) from error
-    public = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-    own = [name for name in public if getattr(module, name).__module__ == module.__name__]
+    own = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
     if list(names) == [DEFAULT_NAME] and len(own) == 1 and not callable(getattr(module, DEFAULT_NAME, None)):
         names = own
-    functions = []
     for name in names:
-        call = getattr(module, name, None)
-        if not callable(call):
+        if not callable(getattr(module, name, None)):
             raise RewardFunctionError(no_function(path, name, own))
-        functions.append(recognise(call, name, path))
-    return functions
+    return [recognise(getattr(module, name), name, path) for name in names]
 
 
 def no_function(path: str, name: str, names: Iterable[str]) -> str:
-    """The sentence about a function that is not among the ``names`` of a file."""
+    """Return the message about a function that is not among the ``names`` of a file."""
     return f"{path} has no function {name!r}; its functions are {', '.join(names) or 'none'}: correct reward.name."
 
 
 def require_file(path: Path) -> None:
-    """Check that ``path`` is a file; ``RewardFunctionError`` says that it is not."""
+    """Check that ``path`` is a file, else raise ``RewardFunctionError``."""
     if not path.is_file():
         raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (now in {Path.cwd()}).")
 
 
 def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction:
-    """``call``, a function or what is called like one, as a reward function; its parameters tell its form.
+    """Return a callable as a reward function; its parameters tell its form.
 
     Args:
         name: of its reward term.
-        place: where it is from, for messages.
+        place: its origin, for messages.
 
     Raises:
         RewardFunctionError: its parameters are neither verl's nor TRL's.
@@ -151,14 +148,14 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """One response and all that a reward function may read beside it.
+    """One response, and all else that a reward function may read.
 
     Args:
         prompt: plain text, or the chat as a list of turns.
-        ground_truth: as it is in the data: text, number, list or dict.
+        ground_truth: as in the data: text, number, list or dict.
         columns: all other columns of the row, by name.
-        completion_ids: the tokens of the response, as they were sampled; None where it was not.
-        turns: of a dialog with tools, all of them, as TRL writes them.
+        completion_ids: the sampled tokens of the response; None of a text that was not sampled.
+        turns: of a dialog with tools, all turns in TRL's form.
         environment: the attributes of the dialog's environment at its end, by name.
     """
 
@@ -173,9 +170,7 @@ class RewardInputs:
 
 
 class EnvironmentState:
-    """The attributes that an environment had at the end of its dialog, as far as their values are JSON.
-
-    The environment itself lived in another process, and is gone.
+    """The JSON attributes of an environment at the end of its dialog; it lived in another process, and is gone.
 
     >>> state = EnvironmentState({"reward": 0.5})
     >>> state.reward
@@ -198,7 +193,7 @@ class EnvironmentState:
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """What a function gave for one response: a value (None: it does not apply), what stood beside it, or an error."""
+    """A function's result for one response: a value (None: it does not apply) with further info, or an error."""
 
     value: float | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -206,14 +201,14 @@ class RewardOutput:
 
 
 def call_function(function: RewardFunction, path: str, group: Sequence[RewardInputs]) -> list[RewardOutput]:
-    """What ``function`` of the file ``path`` gives for each response of ``group``.
+    """Call ``function`` of the file ``path`` on a group; return one output per response.
 
     A function of verl's form is called once per response, one of TRL's form once, on the caller's thread. Coroutines
-    run at the same time, on one event loop that stays: what a file keeps between calls (a session, a semaphore) belongs
-    to that loop. A caller who is in a loop itself, as every cell of a notebook is, has them run on another thread.
+    run concurrently on one persistent event loop, to which a file may bind sessions and semaphores; where the caller's
+    thread runs a loop itself, as in a notebook, another thread runs them.
 
     Raises:
-        Exception: what a function of TRL's form raised, if there are several responses: one of them may be to blame.
+        Exception: of a function of TRL's form with several responses: one of them may be to blame.
     """
     if function.form == VERL:
         calls = [
@@ -225,7 +220,7 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
             }
             for one in group
         ]
-        return [_read_result(function, path, result) for result in _results(function, calls)]
+        return [_read(function, path, result) for result in _results(function, calls)]
     reason = None
     if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
         reason = "asks for completion_ids, which only a response of an engine has"
@@ -235,15 +230,30 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
         return [RewardOutput(error=f"TypeError: {function.name} {reason}")] * len(group)
     info: list[dict[str, Any]] = [{} for _ in group]
     (result,) = _results(function, [_trl_keywords(group, info)])
-    if not isinstance(result, Exception):
-        return _read_list(function, path, result, info)
-    if len(group) > 1:
-        raise result
-    return [RewardOutput(error=_reason(path, result))]
+    if isinstance(result, Exception):
+        if len(group) > 1:
+            raise result
+        return [_read(function, path, result)]
+    fault = None
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
+        fault = f"TypeError: {function.name} returned {type(result).__name__}, not a list of one reward per completion"
+    else:
+        try:
+            values = list(result)
+        except BaseException as error:  # a generator runs only now
+            return [_read(function, path, _as_exception(error))] * len(group)
+        if len(values) != len(group):
+            fault = f"ValueError: {function.name} returned {len(values)} rewards for {len(group)} completions"
+    if fault is not None:
+        return [RewardOutput(error=fault)] * len(group)
+    return [
+        RewardOutput(info=own) if value is None else _read_number(function, value, own)
+        for value, own in zip(values, info, strict=True)
+    ]
 
 
 def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """TRL's keywords: every column as a list, chats and completions alike as lists of turns, or both as text."""
+    """Return TRL's keywords: columns as lists; prompts and completions both as lists of turns, or both as text."""
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
         for one, value in zip(info, values, strict=True):
@@ -272,7 +282,7 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
 
 
 def _results(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The result of every call, or the exception that it raised; a call is given those keywords that it takes."""
+    """Return the result of each call, or its exception; a function is passed the keywords that it takes."""
     results: list[Any] = []
     for keywords in calls:
         taken = (
@@ -310,9 +320,13 @@ def _as_exception(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(graders_error(error))
 
 
-def _read_result(function: RewardFunction, path: str, result: Any) -> RewardOutput:
+def _read(function: RewardFunction, path: str, result: Any) -> RewardOutput:
+    """Read an exception, or the result of a function of verl's form: a number, or a dict with one and further info."""
     if isinstance(result, Exception):
-        return RewardOutput(error=_reason(path, result))
+        line = error_line(path, result)
+        return RewardOutput(
+            error=f"{type(result).__name__}: {result}" + ("" if line is None else f" ({path}, line {line})")
+        )
     if not isinstance(result, Mapping):
         return _read_number(function, result, {})
     if "score" not in result:
@@ -321,30 +335,11 @@ def _read_result(function: RewardFunction, path: str, result: Any) -> RewardOutp
     return _read_number(function, result["score"], info)
 
 
-def _read_list(
-    function: RewardFunction, path: str, result: Any, info: Sequence[Mapping[str, Any]]
-) -> list[RewardOutput]:
-    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
-        fault = f"TypeError: {function.name} returned {type(result).__name__}, not a list of one reward per completion"
-        return [RewardOutput(error=fault)] * len(info)
-    try:
-        values = list(result)
-    except BaseException as error:  # a generator runs only now
-        return [RewardOutput(error=_reason(path, _as_exception(error)))] * len(info)
-    if len(values) != len(info):
-        fault = f"ValueError: {function.name} returned {len(values)} rewards for {len(info)} completions"
-        return [RewardOutput(error=fault)] * len(info)
-    return [
-        RewardOutput(info=beside) if value is None else _read_number(function, value, beside)
-        for value, beside in zip(values, info, strict=True)
-    ]
-
-
 def _read_number(function: RewardFunction, value: Any, info: Mapping[str, Any]) -> RewardOutput:
-    """A number of Python, NumPy or torch; text that looks like one is a mistake."""
+    """Read a number of Python, NumPy or torch; text that looks like one is an error."""
     try:
         number = None if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # whatever float() makes of a foreign type
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of a foreign type
         number = None
     if number is None:
         return RewardOutput(error=f"TypeError: {function.name} returned {type(value).__name__}, not a number")
@@ -353,13 +348,8 @@ def _read_number(function: RewardFunction, value: Any, info: Mapping[str, Any]) 
     return RewardOutput(number, info)
 
 
-def _reason(path: str, error: Exception) -> str:
-    line = error_line(path, error)
-    return f"{type(error).__name__}: {error}" + ("" if line is None else f" ({path}, line {line})")
-
-
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it: arrays become lists, numbers that are not finite or huge None, the rest text."""
+    """Return ``value`` as JSON has it: arrays become lists, numbers that are not finite or huge None, the rest text."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -378,21 +368,17 @@ def pickled(
     kind: str = "reward function",
     cure: str = "make what it needs inside the function, or grade in this process: env.reward_workers=0",
 ) -> bytes:
-    """The functions by name as bytes of a file, which :func:`unpickled` reads.
-
-    Args:
-        kind: what they are, and
-        cure: what to do, for the message.
+    """Return the functions by name as bytes of a file, which :func:`unpickled` reads; ``kind``, ``cure``: for messages.
 
     Raises:
-        RewardFunctionError: one holds what cannot leave this process; the message names it and why.
+        RewardFunctionError: one holds an object that cannot leave this process.
     """
     import cloudpickle
 
     for name, function in functions.items():
         try:
             cloudpickle.dumps(function)
-        except Exception as error:  # whatever the objects that it holds raise
+        except Exception as error:  # of the objects that it holds
             raise RewardFunctionError(
                 f"the {kind} {name} cannot be sent to another process ({sentence(error)}); {cure}."
             ) from error
@@ -400,10 +386,10 @@ def pickled(
 
 
 def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
-    """The functions of a file that :func:`pickled` filled. It is code: read it only if it is yours.
+    """Read a file of :func:`pickled`, which executes its code.
 
     Raises:
-        RewardFunctionError: no such file, or what the functions need is not here.
+        RewardFunctionError: no such file, or a module that the functions need is missing.
     """
     if not path.is_file():
         raise RewardFunctionError(
@@ -412,7 +398,7 @@ def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
         )
     try:
         return pickle.loads(path.read_bytes())
-    except Exception as error:  # unpickling imports and calls whatever the functions are made of
+    except Exception as error:  # unpickling imports modules and calls code
         raise RewardFunctionError(
             f"{path}: the reward functions cannot be loaded here ({type(error).__name__}: {error}); they need the "
             "modules that they were defined with."
@@ -420,16 +406,14 @@ def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
 
 
 def fingerprint(functions: Functions) -> str:
-    """A digest of what the functions do: names, code, constants, defaults, and what they read around them.
+    """Return a digest of what the functions do: names, code, constants, defaults, and the values that they read.
 
-    Equal in every process and under every session of a notebook, as long as the Python version is the same. Of what is
-    read, plain values, containers of them, and functions and classes of the same module count by what they are, all
-    else by the name of its type. Comments and the place of the code do not count.
-
+    Equal in every process of one Python version; comments and the place of the code do not count. Of the values read,
+    plain ones, containers, and functions and classes of the same module count by content, all others by their type.
     """
     described = []
     for name, function in functions.items():
-        written = function  # where: its module, or that of the object that is called like a function
+        written = function
         while isinstance(written, functools.partial):
             written = written.func
         home = getattr(written, "__module__", None) or type(written).__module__
@@ -438,18 +422,18 @@ def fingerprint(functions: Functions) -> str:
 
 
 class _Describer:
-    """Turns objects into what JSON holds; code outside the module ``home`` is described by its name alone."""
+    """Describes objects as JSON; code outside the module ``home`` by its name alone."""
 
     def __init__(self, home: str) -> None:
         self._home = home
-        self._seen: dict[int, Any] = {}  # the objects too: an id means nothing once its object is gone
+        self._seen: dict[int, Any] = {}  # the objects too: ids are reused
 
     def of(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, (bytes, complex)) or value is Ellipsis:
             return repr(value)
-        if not isinstance(value, (tuple, frozenset, CodeType)):  # the others may hold themselves
+        if not isinstance(value, (tuple, frozenset, CodeType)):  # others may contain themselves
             if id(value) in self._seen:
                 return "seen"
             self._seen[id(value)] = value
@@ -461,7 +445,7 @@ class _Describer:
         return parts if isinstance(parts, str) else [self.of(each) for each in parts]
 
     def _parts(self, value: Any) -> str | list[Any]:
-        """What an object is made of; the name of one that does not belong to the home module."""
+        """Return the content of an object; the name of one that does not belong to the home module."""
         if isinstance(value, (tuple, list)):
             return ["tuple" if isinstance(value, tuple) else "list", *value]
         if isinstance(value, CodeType):
@@ -483,13 +467,13 @@ class _Describer:
             closed = ["empty" if cell == CellType() else cell.cell_contents for cell in cells]  # no value yet
             return ["function", code, named.__defaults__, named.__kwdefaults__, closed, reads]
         state = dict(vars(value)) if named is not value and hasattr(value, "__dict__") else {}
-        # methods, properties by their getter, and what else the class holds, but for what Python writes into every one
+        # methods, properties by their getter, and other members, without those of every class
         members = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(named).items()}
         own = {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
         return [name, own, named.__bases__, state]
 
 
 def _globals_read(code: CodeType) -> set[str]:
-    """Names of globals in ``code`` and in the functions and comprehensions inside it."""
+    """Return the globals that ``code`` and the functions inside it read."""
     names = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
     return names.union(*(_globals_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

@@ -27,12 +27,11 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError, collect_seldom
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
-from sota_grpo.recording.progress import closing_table, started, starting
+from sota_grpo.recording.progress import Progress, closing_table, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations, reason
-from sota_grpo.recording.run_log import ExamineLog, RunLog, setup_logging
+from sota_grpo.recording.run_log import RunLog, StepLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
-from sota_grpo.recording.step_log import Progress, StepLog, StoredSteps
-from sota_grpo.recording.stored_steps import drop_steps
+from sota_grpo.recording.stored_steps import StoredSteps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rl.table import RowTable
@@ -85,12 +84,16 @@ class Run:
         parts = self.parts
         starting("Handing the weights to the engine")
         parts.weight_sync.send(version=parts.learner.version)
-        examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
         progress = Progress(self.total, first_step=first, by_reward=parts.evaluator.success_above is not None)
         # the last one ends first: what is being saved is waited for when no signal's grace ends the process any more
         with (
-            RunLog(self.run_dir, sinks=make_sinks(self.config, self.run_dir)) as self.run_log,
+            RunLog(
+                self.run_dir,
+                sinks=make_sinks(self.config, self.run_dir),
+                num_examine=self.config.logging.num_examine,
+                term_weights=parts.task.term_weights,
+            ) as self.run_log,
             progress,
             self.saves,
             self.stop,
@@ -99,18 +102,10 @@ class Run:
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
             collect_seldom()
             self.run_log.rewind(first)
-            drop_steps(self.run_dir, first)
             # not before: a first start that fails leaves no run behind
             self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
-            self.log = StepLog(
-                self.run_log,
-                progress,
-                parts.tokenizer,
-                lambda: parts.weight_sync.seconds,
-                examine,
-                self.stored,
-                parts.task.messages,
-            )
+            publish_seconds = lambda: parts.weight_sync.seconds  # noqa: E731
+            self.log = StepLog(self.run_log, progress, self.stored, parts.tokenizer, parts.task, publish_seconds)
             try:
                 done = run(
                     self._batches(),
@@ -192,7 +187,7 @@ class Run:
         if on_cpu:
             self.saves.wait()
         self.stored.after_checkpoint()
-        self.log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
+        self.run_log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
     def _before(self, step: int) -> None:
         """Evaluate at the start, every ``eval.every`` steps, and where a run that becomes longer had ended."""
@@ -212,7 +207,7 @@ class Run:
             starting(f"Evaluating on {len(self.parts.evaluator.examples)} held-out problems")
         metrics = self.parts.evaluator.measure()
         self.run_log.write_step(step, metrics)
-        self.log.add_seconds("time/eval_s", metrics["time/eval_s"])
+        self.run_log.add_seconds("time/eval_s", metrics["time/eval_s"])
         logger.info("%s", self.parts.evaluator.sentence(step, metrics))
 
     def _after(self, steps: int) -> bool:
@@ -229,7 +224,7 @@ class Run:
         return not self.stop.requested
 
     def _report(self, *, last: bool) -> None:
-        self.log.add_seconds("time/report_s", self.report.finish() if last else self.report.checkpoint())
+        self.run_log.add_seconds("time/report_s", self.report.finish() if last else self.report.checkpoint())
 
     def _finish(self, steps: int) -> None:
         if self.config.eval.mode == "on":
@@ -247,10 +242,11 @@ class Run:
         self.directory.finish()
         self._report(last=True)
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
+        spent = {name: seconds for name, seconds in self.run_log.phase_seconds.items() if name != "time/step_s"}
         text = closing_table(
             evaluations.get(0, {}),
             evaluations.get(steps, {}),
-            {name[len("time/") : -len("_s")]: s for name, s in self.log.phase_seconds.items() if name != "time/step_s"},
+            {name[len("time/") : -len("_s")]: seconds for name, seconds in spent.items()},
             avg_at_k=self.config.eval.avg_at_k,
             wall_s=time.perf_counter() - self.began,
         )

@@ -22,8 +22,7 @@ import sota_grpo
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.smollm2 import smollm2_folder
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rewards.judge.client import JudgeClient, VerdictCache
-from sota_grpo.rewards.judge.grader import JudgedGrader, Rules
+from sota_grpo.rewards.judge.client import JudgeClient, JudgedGrader, Rules, VerdictCache
 from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rl.records import Example, Score
 from tests.process_rigs import wait_for

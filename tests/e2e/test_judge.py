@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, RetryPolicy
+from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone
 from sota_grpo.run.app import train
 from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics, without_clock
@@ -74,8 +74,8 @@ def test_a_killed_run_asks_its_judge_nothing_again_and_equals_the_uninterrupted_
 def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = RetryPolicy(timeout_s=20.0, gone_s=2.0, first_pause_s=0.05)
-    monkeypatch.setitem(JudgeClient.__init__.__kwdefaults__, "retry", patience)
+    for name, value in {"timeout_s": 20.0, "gone_s": 2.0, "first_pause_s": 0.05}.items():
+        monkeypatch.setitem(JudgeClient.__init__.__kwdefaults__, name, value)
     with FakeJudge() as fake:
         judged = (f"reward.judge.url={fake.url}", "env.mixture={a: {}, b: {judge_weight: 0}}")
         config = composed("grpo_cpu", *RUN, *judged, "env.reward_workers=0")

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_files import FAILURE_FILE, read_json
-from sota_grpo.recording.step_log import Progress
 from sota_grpo.run.app import train
 from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, final_weights, metrics, without_clock

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import sota_grpo
-from sota_grpo.recording import step_log
+from sota_grpo.recording import run_log
 from sota_grpo.run import api
 from tests.e2e.processes import workers
 
@@ -145,19 +145,19 @@ def test_mistakes_are_one_sentence_of_a_user_error(tmp_path: Path, arguments: di
 
 
 def test_an_interrupted_run_is_saved_closed_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = step_log.StepLog.write
+    written = run_log.StepLog.write
 
     def write(self: Any, step: int, *rest: Any) -> None:
         written(self, step, *rest)
         if step == 1:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(step_log.StepLog, "write", write)
+    monkeypatch.setattr(run_log.StepLog, "write", write)
     with pytest.raises(KeyboardInterrupt, match=r"train\.resume=auto continues .*sota_grpo\.Result\('.*run'\)"):
         trained(tmp_path / "run")
     assert workers(os.getpid()) == {}
     assert list(sota_grpo.Result(tmp_path / "run").metrics.index) == [0, 1]
-    monkeypatch.setattr(step_log.StepLog, "write", written)
+    monkeypatch.setattr(run_log.StepLog, "write", written)
     for other in ({"dataset": ROWS[1:]}, {"reward": lambda solution_str: 1.0}):
         with pytest.raises(sota_grpo.UserError, match="started with another config"):
             trained(tmp_path / "run", "train.resume=auto", **other)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sota_grpo.errors import RunFailed
-from sota_grpo.recording.run_log import ExamineLog, described, pick
+from sota_grpo.recording import run_log
+from sota_grpo.recording.run_log import RunLog, described, pick
 
 NOON = datetime(2031, 2, 3, 12, 0, 5, tzinfo=UTC)
 
@@ -111,23 +112,31 @@ def test_of_equals_every_one_is_shown_at_some_step() -> None:
     assert {pick(rows, 1, step)[0][1]["sample_id"] for step in range(100)} == {0, 1, 2, 3}
 
 
-def test_a_step_is_on_disk_when_write_returns_and_a_restart_writes_a_file_of_its_own(tmp_path: Path) -> None:
-    ExamineLog(tmp_path, 0, WEIGHTS).write(0, [row()])
-    assert not list(tmp_path.iterdir())  # none was asked for
-    (tmp_path / "debug_logs").touch()
+class Clock(datetime):
+    hour_now = 12
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return NOON.replace(hour=cls.hour_now)
+
+
+def test_a_step_is_on_disk_when_write_returns_and_a_restart_writes_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "datetime", Clock)
+    RunLog(tmp_path).write_rollouts(0, [row()])
+    folder = tmp_path / "debug_logs"
+    folder.touch()
     with pytest.raises(RunFailed, match=r"debug_logs cannot be written \(File exists\).*logging.num_examine=0"):
-        ExamineLog(tmp_path, 1, WEIGHTS).write(0, [row()])
-    (tmp_path / "debug_logs").unlink()
-    log = ExamineLog(tmp_path, 2, WEIGHTS, clock=lambda: NOON)
-    log.write(0, [row(), row(sample_id=2), row(sample_id=3)])
-    first = tmp_path / "debug_logs" / "grpo_debug_20310203_120005.txt"
-    assert log.path == first
+        RunLog(tmp_path, num_examine=1).write_rollouts(0, [row()])
+    folder.unlink()
+    log = RunLog(tmp_path, num_examine=2, term_weights=WEIGHTS)
+    log.write_rollouts(0, [row(), row(sample_id=2), row(sample_id=3)])
+    first, second = (folder / f"grpo_debug_20310203_1{hour}0005.txt" for hour in (2, 3))
     assert re.findall(r"^step (\d+)", first.read_text(), re.MULTILINE) == ["0", "0"]
-    log.write(1, [row()])
+    monkeypatch.setattr(Clock, "hour_now", 13)
+    log.write_rollouts(1, [row()])
     assert re.findall(r"^step (\d+)", first.read_text(), re.MULTILINE) == ["0", "0", "1"]
-    again = ExamineLog(tmp_path, 1, WEIGHTS, clock=lambda: NOON.replace(hour=13))  # the first was killed
-    again.write(1, [row()])
-    within_the_second = ExamineLog(tmp_path, 1, WEIGHTS, clock=lambda: NOON.replace(hour=13))
-    within_the_second.write(2, [row()])
-    assert len(list(first.parent.iterdir())) == 2
-    assert re.findall(r"^step (\d+)", again.path.read_text(), re.MULTILINE) == ["1", "2"]
+    for step in (1, 2):  # two starts within a second; the first was killed
+        RunLog(tmp_path, num_examine=1).write_rollouts(step, [row()])
+    assert re.findall(r"^step (\d+)", second.read_text(), re.MULTILINE) == ["1", "2"]

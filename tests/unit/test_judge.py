@@ -20,14 +20,14 @@ import pytest
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.judge import client as client_module
-from sota_grpo.rewards.judge.client import LONGEST_LINE, JudgeClient, JudgeGone, RetryPolicy, VerdictCache
-from sota_grpo.rewards.judge.grader import JudgedGrader, Rules
+from sota_grpo.rewards.judge.client import LONGEST_LINE, JudgeClient, JudgedGrader, JudgeGone, Rules, VerdictCache
 from sota_grpo.rewards.judge.questions import Endpoint, Verdict
 from sota_grpo.rl.records import TASK, Example, SampledText, Score
 from tests.process_rigs import wait_for
 from tests.unit.fake_judge import FakeJudge, Say, chat, fair, nonce_of, score_of, shown
 
-QUICK = RetryPolicy(timeout_s=20.0, retries=2, gone_s=30.0, first_pause_s=0.01)
+QUICK = {"timeout_s": 20.0, "retries": 2, "gone_s": 30.0, "first_pause_s": 0.01}
+IMPATIENT = {"timeout_s": 5.0, "retries": 1, "gone_s": 0.5, "first_pause_s": 0.02}
 EXAMPLE = Example("2 + 2?", "4")
 OWN = {"right": 2.0}
 
@@ -62,13 +62,12 @@ def opened(fake: FakeJudge) -> Iterator[Open]:
     graders = []
 
     def open_one(
-        retry: RetryPolicy = QUICK,
         cache: Path | None = None,
         rules: Mapping[Any, Rules] | None = None,
         own: Mapping[str, float] = OWN,
         **options: Any,
     ) -> JudgedGrader:
-        judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), retry=retry, **options)
+        judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), **(QUICK | options))
         rules = rules or {None: Rules(rubric="Is it right?")}
         graders.append(JudgedGrader(LocalGrader(own_score, own), judge, Sums(own), rules))
         return graders[-1]
@@ -146,7 +145,8 @@ from sota_grpo.rewards.judge.questions import Endpoint, Material
 
 endpoint = Endpoint("chat", "judge-1", rubric="r")
 judge = JudgeClient(sys.argv[1], endpoint, VerdictCache(Path(sys.argv[2])), concurrency=3)
-asked = [judge.ask(endpoint.ask(Material([{"role": "user", "content": "q"}], f"text {n}"))) for n in range(30)]
+materials = [Material([{"role": "user", "content": "q"}], f"text {n}") for n in range(30)]
+asked = [judge.submit(judge.verdict, endpoint.ask(one)) for one in materials]
 print(*(one.result().value for one in asked))
 judge.close()
 """
@@ -256,7 +256,7 @@ def test_a_question_that_breaks_the_judge_costs_itself(fake: FakeJudge, opened: 
     assert values(scores[1:]) == fair_values(texts[1:])
     pings = [body for _, body in fake.bodies if body["max_tokens"] == 1]
     assert len(pings) <= 1
-    assert len([body for _, body in fake.bodies if "poison" in str(body)]) == QUICK.retries + 1
+    assert len([body for _, body in fake.bodies if "poison" in str(body)]) == QUICK["retries"] + 1
 
 
 def test_a_judge_that_is_killed_and_restarted_loses_nothing_and_is_paid_once(fake: FakeJudge, opened: Open) -> None:
@@ -281,9 +281,9 @@ def test_a_judge_that_is_killed_and_restarted_loses_nothing_and_is_paid_once(fak
 def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
     fake: FakeJudge, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client_module, "_TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(client_module, "_WARN_AFTER_S", 0.1)
     path, first, later = tmp_path / "judge.jsonl", texts_of(3), texts_of(3)
-    grader = opened(RetryPolicy(5.0, 2, 0.5, 0.02), cache=path)
+    grader = opened(**IMPATIENT, cache=path)
     asked(grader, first)
     fake.kill()
     with pytest.raises(
@@ -318,7 +318,7 @@ def test_a_judge_that_only_fails_ends_the_run_with_its_words(
     if say is None:
         fake.gate.clear()
     with pytest.raises(JudgeGone, match=why):
-        asked(opened(RetryPolicy(5.0 if say else 0.2, 1, 0.5, 0.02)), texts_of(4))
+        asked(opened(**IMPATIENT | {"timeout_s": 5.0 if say else 0.2}), texts_of(4))
 
 
 def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge, opened: Open) -> None:
@@ -335,7 +335,7 @@ def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge,
 
     fake.answer = gone
     with pytest.raises(JudgeGone):
-        asked(opened(RetryPolicy(5.0, 1, 0.5, 0.02)), texts_of(2))
+        asked(opened(**IMPATIENT), texts_of(2))
 
 
 def test_a_judge_without_a_single_verdict_is_given_up(fake: FakeJudge, opened: Open) -> None:
@@ -389,7 +389,7 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
 
 def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
     fake.key = "sk-1"
-    with pytest.raises(UserError, match="does not take the key; set SOTA_GRPO_JUDGE_KEY"):
+    with pytest.raises(UserError, match="refuses the key; set SOTA_GRPO_JUDGE_KEY"):
         JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None)).connect()
     client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), VerdictCache(None), api_key="sk-1")
     client.connect()
@@ -414,7 +414,7 @@ def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -
     client.connect()
     assert client.endpoint.as_text
     fake.others["/classify"] = lambda body: Say({"error": "no classifier"}, 400)
-    with pytest.raises(UserError, match=r"does not answer /classify: it answers 400.*no classifier"):
+    with pytest.raises(UserError, match=r"has no /classify: JudgeError: it answers 400.*no classifier"):
         JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None)).connect()
 
 
@@ -433,7 +433,7 @@ def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(
     path.write_bytes(whole + b"\n".join(odd))
     cache = VerdictCache(path)
     assert len(cache) == 2
-    assert "are no verdicts of a judge" in caplog.text
+    assert "lines are no verdicts" in caplog.text
     cache.put(keys[5], Verdict(1.0))
     again = VerdictCache(path)
     for one in (cache, again):

@@ -14,7 +14,7 @@ from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import own_grader
-from sota_grpo.rewards.judge.grader import JudgedGrader
+from sota_grpo.rewards.judge.client import JudgedGrader
 from sota_grpo.rl.records import total_reward
 from sota_grpo.training.runs import signature
 from tests.unit.fake_judge import FakeJudge, score_of

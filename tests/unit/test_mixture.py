@@ -26,7 +26,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.migration.export import published
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import OF_TASK, declared
-from sota_grpo.recording.step_log import batch_metrics
+from sota_grpo.recording.step_rows import batch_metrics
 from sota_grpo.rewards.grading import LocalGrader, guarded_scores
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score, total_reward
 from sota_grpo.rl.table import RowTable

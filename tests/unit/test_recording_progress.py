@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.recording.progress import closing_table
-from sota_grpo.recording.step_log import Progress
+from sota_grpo.recording.progress import Progress, closing_table
 from sota_grpo.text import duration, readable
 
 

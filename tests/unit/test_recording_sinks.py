@@ -13,9 +13,18 @@ import pytest
 from sota_grpo.config import Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
-from sota_grpo.recording.sinks import SINKS, CopySink, make_sinks, require_sinks
-from sota_grpo.recording.sinks.tensorboard_sink import FOLDER, JUDGED_BY, TensorBoardSink
-from sota_grpo.recording.sinks.wandb_sink import RUN_ID_FILE, WandbSink, has_api_key
+from sota_grpo.recording.sinks import (
+    FOLDER,
+    JUDGED_BY,
+    RUN_ID_FILE,
+    SINKS,
+    CopySink,
+    TensorBoardSink,
+    WandbSink,
+    has_api_key,
+    make_sinks,
+    require_sinks,
+)
 from tests.sink_files import event_files, wandb_config, wandb_history
 from tests.unit.test_recording import rollout, rows_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict, lazy_stack
 
-from sota_grpo.recording.step_log import rollout_rows
+from sota_grpo.recording.step_rows import rollout_rows
 from sota_grpo.rewards.grading import WrongTerms, failed_score, guarded_score, guarded_scores
 from sota_grpo.rl.records import LARGEST, Example, Score
 from sota_grpo.rl.table import RowTable

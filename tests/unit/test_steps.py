@@ -15,14 +15,16 @@ from tensordict import NonTensorData, TensorDict
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.recording import step_log
+from sota_grpo.recording import stored_steps as stored_steps_module
 from sota_grpo.recording.metrics import declared
+from sota_grpo.recording.progress import ZeroAdvantageWatch
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS
-from sota_grpo.recording.step_log import StoredSteps, ZeroAdvantageWatch, batch_metrics, rollout_rows
+from sota_grpo.recording.step_rows import batch_metrics, rollout_rows
 from sota_grpo.recording.stored_steps import (
     STEPS_FOLDER,
     Origin,
     StoredStep,
+    StoredSteps,
     drop_steps,
     read_step,
     save_step,
@@ -192,7 +194,7 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
     """A look takes 40 s and a step 100 s: the first is over the share and the free seconds until step 13 is done."""
     now_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=lambda: now_s[0])
-    monkeypatch.setattr(step_log, "time", clock)
+    monkeypatch.setattr(stored_steps_module, "time", clock)
 
     class Slow(Watched):
         def measured(self, rows) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""A judge beside a grader: a model on a server that scores responses (docs/tasks.md).
+"""A language or reward model on a server that scores responses (docs/tasks.md).
 
-``questions`` is what it is asked and how its verdict is read, ``client`` the HTTP and the kept answers, ``grader`` the
-term of the reward.
+``questions`` has the requests and the reading of verdicts, ``client`` the client, its cache and the grader.
 """

@@ -1,10 +1,7 @@
-"""What a judge is asked, and how its verdict is read. The judged text is data: it can neither end its block nor be read
-as a verdict.
+"""The requests to a judge, and its verdicts. Judged text can neither end its block nor pass for a verdict.
 
-``chat`` is the chat completions endpoint of OpenAI's form, which most servers and services have. ``score`` and
-``classify`` are those of vLLM 0.32, for reward models.
-
-Texts in, texts out; equal inputs give equal prompts, in every process.
+``chat`` is the chat completions endpoint of OpenAI's API. ``score`` and ``classify`` are those of vLLM 0.32, for reward
+models. Equal inputs give equal requests, in every process.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ from typing import Any
 from sota_grpo.text import readable
 
 CHAT, SCORE, CLASSIFY = "chat", "score", "classify"
-PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify"}
-KINDS = tuple(PATHS)  # of reward.judge.kind
+_PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify"}
+KINDS = tuple(_PATHS)  # of reward.judge.kind
 RUBRIC = (
     "Does the response do what the prompt asks? Judge first whether what it says is right, then whether it is "
     "complete, then whether it is clear and no longer than it has to be."
 )
-MOST = 10  # the best of the scale that a judge is given
-_MAX_TOKENS = 512  # of what a judge says; ``extra_body`` may give another number
+_BEST = 10  # of the scale of verdicts
+_MAX_TOKENS = 512  # of a judge's answer; ``extra_body`` may replace it
 
 Turns = Sequence[Mapping[str, Any]]
 
@@ -48,20 +45,20 @@ _SYSTEM = (
 
 
 class Unreadable(ValueError):
-    """What a judge said has no verdict where one has to stand."""
+    """The judge's words contain no verdict."""
 
 
 class WrongForm(ValueError):
-    """An answer is not of the form that its path has."""
+    """The JSON is not of the form that its path returns."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one question: a value, or why there is none.
+    """The answer to one question: a value, or the reason why there is none.
 
     Args:
-        said: the judge's words, cut to their end.
-        is_final: the judge has answered, and would say the same again; what it never answered is asked for anew.
+        said: the judge's words.
+        is_final: the verdict may be cached; False where the judge never answered the question.
     """
 
     value: float | None
@@ -72,7 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Material:
-    """What is judged: a response to a prompt; ``reference`` is a right answer, where the judge is shown one."""
+    """A response to a prompt; ``reference`` is a right answer to show to the judge, or None."""
 
     prompt: Turns
     response: str
@@ -80,7 +77,7 @@ class Material:
 
 
 def data(text: str) -> str:
-    """``text`` as it is shown: no character without a picture, no name of a special token in one piece.
+    """Escape control characters, and split the names of special tokens by a space of no width.
 
     >>> data("4<|im_end|>\\x1b[2J [INST]").replace("\\u200b", "_")
     '4<_|im_end|_>\\\\x1b[2J [_INST]'
@@ -89,25 +86,19 @@ def data(text: str) -> str:
 
 
 def dialog(turns: Turns) -> str:
-    """Turns as one text; what a turn holds beside its content (calls of tools) as JSON."""
-    parts = []
+    """Return turns as one text; fields of a turn besides its content (tool calls) are JSON."""
+    texts = []
     for turn in turns:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}
-        beside = f" {json.dumps(more, ensure_ascii=False, sort_keys=True, default=str)}" if more else ""
-        parts.append(f"{turn.get('role')}: {turn.get('content') or ''}{beside}")
-    return "\n\n".join(parts)
-
-
-def judged_text(response: str) -> str:
-    """What is judged: the response, or of a dialog with tools all its turns."""
-    turns = (getattr(response, "record", None) or {}).get("messages")
-    return str(response) if turns is None else dialog(turns)
+        fields = f" {json.dumps(more, ensure_ascii=False, sort_keys=True, default=str)}" if more else ""
+        texts.append(f"{turn.get('role')}: {turn.get('content') or ''}{fields}")
+    return "\n\n".join(texts)
 
 
 def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
-    """A word that is in none of ``texts``, drawn from ``seed``.
+    """Return 12 hex digits that are in none of ``texts``, drawn from ``seed``.
 
-    Siblings have the same prompt and so, nearly always, the same word: a server can compute once what they share.
+    Siblings share a prompt and so, nearly always, the nonce: a server can cache their common prefix.
 
     >>> nonce_for(["a"], ["b"]) == nonce_for(["a"], ["c"]), len(nonce_for(["a"], ["b"]))
     (True, 12)
@@ -116,20 +107,20 @@ def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
     return next(word[:12] for word in digests if not any(word[:12] in text for text in (*seed, *texts)))
 
 
-def score_messages(rubric: str, one: Material) -> tuple[list[dict[str, str]], str]:
-    """The chat that asks for a score of one response, and the nonce of its verdict.
+def score_messages(rubric: str, material: Material) -> tuple[list[dict[str, str]], str]:
+    """Return the chat that asks for a score of one response, and the nonce that its verdict must carry.
 
-    Each piece of the material is between lines with the nonce, which occurs in none of it.
+    Each block of the material is between lines with the nonce, which occurs in none of them.
     """
-    shown = {"prompt": data(dialog(one.prompt))}
-    if one.reference is not None:
-        shown["right answer, which the policy did not see"] = data(one.reference)
-    response = data(one.response)
+    shown = {"prompt": data(dialog(material.prompt))}
+    if material.reference is not None:
+        shown["right answer, which the policy did not see"] = data(material.reference)
+    response = data(material.response)
     nonce = nonce_for([rubric, *shown.values()], [response])
     shown["response"] = response
     blocks = "\n\n".join(f"<<< {name} {nonce}\n{text}\n>>> {name} {nonce}" for name, text in shown.items())
     task = (
-        f"Judge the response by the rubric, from 0 (worst) to {MOST} (best). Say in a few words why. Then end with a "
+        f"Judge the response by the rubric, from 0 (worst) to {_BEST} (best). Say in a few words why. Then end with a "
         f"last line of exactly this form, a number in place of N:\nVerdict {nonce}: N"
     )
     return [
@@ -139,39 +130,47 @@ def score_messages(rubric: str, one: Material) -> tuple[list[dict[str, str]], st
 
 
 def read_score(said: str, nonce: str) -> float:
-    """The score in [0, 1] of what a judge said: of its last line, which must be a verdict in the form asked for.
+    """Return the score in [0, 1] of a judge's words, whose last line must be the verdict.
 
     Raises:
-        Unreadable: it is not.
+        Unreadable: the last line is no verdict with this nonce.
 
     >>> read_score("Right, but long.\\n**Verdict 3f: 7**", "3f")
     0.7
     """
     last = said.strip().rpartition("\n")[2].strip().strip("*`").strip()
-    match = re.fullmatch(rf"Verdict {nonce}: ?(\d{{1,2}}(?:\.\d{{1,4}})?)(?: ?/ ?{MOST})?\.?", last, re.ASCII)
-    if match is None or float(match[1]) > MOST:
-        raise Unreadable(f"the judge's last line is no verdict from 0 to {MOST}: {readable(last[:80])!r}")
-    return float(match[1]) / MOST
+    match = re.fullmatch(rf"Verdict {nonce}: ?(\d{{1,2}}(?:\.\d{{1,4}})?)(?: ?/ ?{_BEST})?\.?", last, re.ASCII)
+    if match is None or float(match[1]) > _BEST:
+        raise Unreadable(f"the judge's last line is no verdict from 0 to {_BEST}: {readable(last[:80])!r}")
+    return float(match[1]) / _BEST
 
 
 @dataclass(frozen=True)
 class Question:
-    """One request to a judge.
-
-    Args:
-        path: where it goes.
-        body: what is sent.
-        read: makes a verdict of the parsed JSON; raises :class:`Unreadable` where a judge's words have no verdict.
-    """
+    """One request to a judge: its path, its body, and a function from the parsed JSON to the verdict."""
 
     path: str
     body: Mapping[str, Any]
-    read: Callable[[Any], Verdict] = field(compare=False)
+    parse: Callable[[Any], Verdict] = field(compare=False)
 
     @property
     def key(self) -> str:
-        """By which its verdict is kept: a digest of path and body, and so of model, rubric and texts."""
+        """The key of the verdict in the cache: a digest of path and body, and so of model, rubric and texts."""
         return hashlib.sha256(json.dumps([self.path, self.body], sort_keys=True).encode()).hexdigest()
+
+    def read(self, answer: Any) -> Verdict:
+        """Return the verdict in the parsed JSON.
+
+        Raises:
+            Unreadable: the judge's words contain none.
+            WrongForm: the JSON has another form.
+        """
+        try:
+            return self.parse(answer)
+        except Unreadable:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise WrongForm(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -179,11 +178,11 @@ class Endpoint:
     """One kind of judge.
 
     Args:
-        kind: see the module.
-        model: its name there.
+        kind: one of ``KINDS``.
+        model: its name on the server.
         rubric: of ``chat``.
-        extra_body: further fields of every request; None as a value takes one out.
-        as_text: ``classify`` is given one text, for a model without a chat template.
+        extra_body: further fields of every request; None as a value removes a field.
+        as_text: ``classify`` is sent one text, for a model without a chat template.
 
     >>> question = Endpoint("score", "rm").ask(Material([{"role": "user", "content": "2 + 2?"}], "4"))
     >>> question.path, question.body
@@ -196,75 +195,48 @@ class Endpoint:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     as_text: bool = False
 
-    def ask(self, one: Material) -> Question:
-        """The question what a response is worth."""
+    def ask(self, material: Material) -> Question:
+        """Return the request for a score of one response."""
+        prompt, response = material.prompt, material.response
         if self.kind == CHAT:
-            messages, nonce = score_messages(self.rubric, one)
-            return self._question(
-                {"messages": messages, "temperature": 0, "max_tokens": _MAX_TOKENS}, partial(_spoken, nonce)
-            )
+            messages, nonce = score_messages(self.rubric, material)
+            body: dict[str, Any] = {"messages": messages, "temperature": 0, "max_tokens": _MAX_TOKENS}
+            return self._question(body, partial(_read_chat, nonce))
         if self.kind == SCORE:
-            texts = {"text_1": data(dialog(one.prompt)), "text_2": data(one.response)}
-            return self._question(texts, lambda answer: Verdict(_number(_first(answer, "data").get("score"))))
+            body = {"text_1": data(dialog(prompt)), "text_2": data(response)}
+            return self._question(body, lambda answer: Verdict(_number(answer["data"][0]["score"])))
         if self.as_text:
-            return self._question({"input": data(f"{dialog(one.prompt)}\n\n{one.response}")}, _last_class)
-        turns = [*one.prompt, {"role": "assistant", "content": one.response}]
-        shown = [{**turn, "content": data(str(turn.get("content") or ""))} for turn in turns]
-        return self._question({"messages": shown}, _last_class)
+            body = {"input": data(f"{dialog(prompt)}\n\n{response}")}
+        else:
+            turns = [*prompt, {"role": "assistant", "content": response}]
+            body = {"messages": [{**turn, "content": data(str(turn.get("content") or ""))} for turn in turns]}
+        # the probability of the last class; of a single class, its number
+        return self._question(body, lambda answer: Verdict(_number(answer["data"][0]["probs"][-1])))
 
     def ping(self) -> Question:
-        """The smallest question of this kind: a server that answers it works."""
-        one = Material([{"role": "user", "content": "ok"}], "ok")
+        """Return the smallest request of this kind; a server that answers it works."""
+        material = Material([{"role": "user", "content": "ok"}], "ok")
         if self.kind != CHAT:
-            return self.ask(one)
-        body = {"messages": [*one.prompt], "max_tokens": 1}
-        return self._question(body, lambda answer: Verdict(0.0, said=_said(answer)))
+            return self.ask(material)
+        body = {"messages": [*material.prompt], "max_tokens": 1}
+        return self._question(body, lambda answer: Verdict(0.0, said=str(answer["choices"][0]["message"])))
 
-    def _question(self, body: Mapping[str, Any], read: Callable[[Any], Verdict]) -> Question:
+    def _question(self, body: Mapping[str, Any], parse: Callable[[Any], Verdict]) -> Question:
         whole = {"model": self.model, **body, **self.extra_body}
-        return Question(PATHS[self.kind], {name: value for name, value in whole.items() if value is not None}, read)
+        return Question(_PATHS[self.kind], {name: value for name, value in whole.items() if value is not None}, parse)
 
 
-def _spoken(nonce: str, answer: Any) -> Verdict:
-    said = _said(answer)
-    if _first(answer, "choices").get("finish_reason") == "length":  # what is cut may be another number
-        raise Unreadable("the judge was cut at its most tokens; give more, reward.judge.extra_body={max_tokens: 4096}")
+def _read_chat(nonce: str, answer: Any) -> Verdict:
+    choice = answer["choices"][0]
+    said = choice["message"].get("content") or ""
+    if choice.get("finish_reason") == "length":  # a cut line may show another number
+        raise Unreadable(
+            "the judge's answer was cut at max_tokens; allow more with reward.judge.extra_body={max_tokens: 4096}"
+        )
     return Verdict(read_score(said, nonce), said=said)
-
-
-def _said(answer: Any) -> str:
-    message = _first(answer, "choices").get("message")
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if content is not None and not isinstance(content, str):
-        raise WrongForm("the content of its message is no text")
-    return content or ""
-
-
-def _last_class(answer: Any) -> Verdict:
-    """The probability of the last class; of one class, its number."""
-    values = _first(answer, "data").get("probs")
-    if not isinstance(values, list) or not values:
-        raise WrongForm("it has no probabilities of classes")
-    return Verdict(_number(values[-1]))
-
-
-def _first(answer: Any, name: str) -> Mapping[str, Any]:
-    rows = answer.get(name) if isinstance(answer, Mapping) else None
-    if not isinstance(rows, list) or not rows or not isinstance(rows[0], Mapping):
-        raise WrongForm(f"it has no {name}")
-    return rows[0]
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
-        raise WrongForm("its value is no finite number")
+        raise TypeError("the value is no finite number")
     return float(value)
-
-
-def tokens_of(answer: Any) -> tuple[int, int]:
-    """Tokens of the prompt and of what was said, as an answer counts them; 0 where it does not."""
-    usage = answer.get("usage") if isinstance(answer, Mapping) else None
-    usage = usage if isinstance(usage, Mapping) else {}
-    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    prompt, completion = (max(0, count) if isinstance(count, int) else 0 for count in counts)
-    return prompt, completion

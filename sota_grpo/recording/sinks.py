@@ -1,0 +1,344 @@
+"""Copies of metrics and samples: Weights & Biases (``logging.wandb``), TensorBoard and others (``logging.sinks``).
+
+The failure of a sink costs one warning and never the run; ``metrics.jsonl`` and ``rollouts.jsonl`` stay the record.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import netrc
+import os
+import secrets
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import flat
+from sota_grpo.config.validators import ConfigError
+from sota_grpo.plugins import Registry
+from sota_grpo.recording.machine import this_start, without_secrets
+from sota_grpo.text import readable, sentence
+
+logger = logging.getLogger(__name__)
+
+RUN_ID_FILE = "wandb_run_id.txt"
+FOLDER = "tensorboard"
+JUDGED_BY = ("eval/accuracy", "reward")  # metrics of TensorBoard's HParams tab
+_FINISH_TIMEOUT_S = 120.0  # an upload that never ends must not keep a finished run alive
+_TEXTS = 8  # responses of a step in TensorBoard; rollouts.jsonl has all that were kept
+_FLUSH_S = 10  # TensorBoard reloads every 30 s
+
+
+class CopySink:
+    """Base of the sinks: an exception ends the copy with one warning.
+
+    A subclass defines ``from_config``, ``_write``, ``_write_samples``, ``_finish`` and, where it can drop steps,
+    ``_rewind``; the last four may raise anything.
+
+    >>> class Full(CopySink):
+    ...     def _write(self, step, values): raise OSError("disk full")
+    >>> sink = Full(); sink.log(0, {"reward": 1.0}); sink.active
+    False
+    """
+
+    label = "The copy"  # for messages
+    package: str | None = None  # required package, and the name of its extra
+    samples_every = 10  # steps between two tables of samples, each a file
+
+    def __init__(self) -> None:
+        self.active = True
+
+    @classmethod
+    def from_config(cls, config: Config, run_dir: Path) -> Self:
+        """Return the sink of a run; its package is installed."""
+        raise NotImplementedError
+
+    def rewind(self, first_step: int) -> None:
+        """Drop ``first_step`` and later steps, which the run writes again."""
+        self._attempt(lambda: self._rewind(first_step))
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Send the values of one step that are not None."""
+        values = {name: value for name, value in metrics.items() if value is not None}
+        self._attempt(lambda: self._write(step, values))
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send the rows of ``rollouts.jsonl`` of every ``samples_every``-th step."""
+        if rows and step % self.samples_every == 0:
+            self._attempt(lambda: self._write_samples(step, rows))
+
+    def close(self, exit_code: int = 0) -> None:
+        """Finish the copy; ``exit_code`` is 0 where the run succeeded."""
+        self._attempt(lambda: self._finish(exit_code))
+        self.active = False
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if not self.active:
+            return
+        try:
+            action()
+        except Exception as error:  # services and disks raise anything
+            self.active = False
+            logger.warning("%s stopped (%s); metrics.jsonl stays the whole record.", self.label, sentence(error))
+
+    def _rewind(self, first_step: int) -> None: ...
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def _finish(self, exit_code: int) -> None: ...
+
+
+def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether W&B can log in without a prompt: by a key or token file in the environment, or by netrc."""
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    paths = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    for path in map(os.path.expanduser, paths):
+        try:
+            entry = netrc.netrc(path).authenticators(host)
+        except (OSError, netrc.NetrcParseError):  # a missing, unreadable or broken file holds no usable key
+            continue
+        if entry and entry[2]:
+            return True
+    return False
+
+
+class WandbSink(CopySink):
+    """Copies metrics, a table of samples and the config to one W&B run, which a resumed run directory continues.
+
+    ``online`` without a key, or without an answer from the server, becomes ``offline``, to be uploaded with ``wandb
+    sync``. The x-axis is the field ``step``, because W&B's own counter refuses the steps that a resumed run repeats.
+
+    Args:
+        mode: ``online`` or ``offline``; the attribute is the mode in effect.
+        run_dir: the run directory; it keeps the run's id and W&B's files.
+        name: of the run; None takes the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
+        config: plain nested values without keys and tokens.
+    """
+
+    label, package = "W&B", "wandb"
+
+    def __init__(
+        self,
+        mode: str,
+        *,
+        project: str,
+        run_dir: str | os.PathLike[str],
+        name: str | None = None,
+        tags: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ):
+        super().__init__()
+        self._dir, self.mode = Path(run_dir), mode
+        if mode == "online" and not has_api_key():
+            self._go_offline("no API key was found (WANDB_API_KEY or netrc)")
+        title = name or "/".join(self._dir.resolve().parts[-2:])
+        options = {"project": project, "name": title, "tags": list(tags), "config": config or {}}
+        self._attempt(lambda: self._start(options))
+
+    @classmethod
+    def from_config(cls, config: Config, run_dir: Path) -> WandbSink:
+        options = config.logging
+        named: dict[str, Any] = {"project": options.project, "name": options.run_name, "tags": options.tags}
+        return cls(options.wandb, run_dir=run_dir, config=asdict(config) | {"start": this_start()}, **named)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        def cell(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return json.dumps(value, sort_keys=True)
+            return readable(value) if isinstance(value, str) else value
+
+        columns = list(rows[0])
+        table = self._wandb.Table(columns=columns, data=[[cell(row[name]) for name in columns] for row in rows])
+        self._run.log({"step": step, "samples": table})
+
+    def _finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+    def _start(self, options: dict[str, Any]) -> None:
+        import wandb
+
+        self._wandb = wandb
+        has_secret = sys.argv != without_secrets(sys.argv)  # in the command line of a user's script
+        quiet: dict[str, Any] = {"silent": True, "console": "off", "x_disable_meta": has_secret}
+        settings = wandb.Settings(finish_timeout=_FINISH_TIMEOUT_S, **quiet)
+        run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
+        try:
+            self._run = wandb.init(settings=settings, **run, **options)
+        except Exception as error:  # a dead network or a refused key raises many types, none of them worth a run
+            if self.mode == "offline":
+                raise
+            self._go_offline(f"the server could not be used ({sentence(error)})")
+            self._start(options)
+            return
+        self._run.define_metric("*", step_metric="step")
+        if self.mode == "online":
+            logger.info("W&B run: %s", self._run.url)
+
+    def _go_offline(self, why: str) -> None:
+        self.mode = "offline"
+        pattern = shlex.quote(str(self._dir / "wandb")) + "/offline-run-*"
+        logger.warning("W&B records offline, because %s; upload later with: wandb sync %s", why, pattern)
+
+    def _run_id(self) -> str:
+        path = self._dir / RUN_ID_FILE
+        known = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        if not known:
+            known = secrets.token_hex(4)
+            self._dir.mkdir(parents=True, exist_ok=True)
+            path.write_text(known + "\n", encoding="utf-8")
+        return known
+
+
+class TensorBoardSink(CopySink):
+    """Copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
+
+    A resumed run begins a new event file with its first step, from which on TensorBoard hides the older files.
+
+    Args:
+        config: plain nested values without keys and tokens; its leaves become hyperparameters.
+    """
+
+    label, package = "TensorBoard", "tensorboard"
+
+    def __init__(self, run_dir: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None):
+        super().__init__()
+        self._dir = Path(run_dir) / FOLDER
+        self._config = config or {}
+        self._first_step: int | None = None
+        self._open: Any = None
+
+    @classmethod
+    def from_config(cls, config: Config, run_dir: Path) -> TensorBoardSink:
+        return cls(run_dir, config=asdict(config))
+
+    def _rewind(self, first_step: int) -> None:
+        self._close()
+        self._first_step = first_step  # of the next file
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = "\n\n".join(as_markdown(row) for row in rows[:_TEXTS])
+        self._writer.add_text("samples", text, step)
+
+    def _finish(self, exit_code: int) -> None:
+        if exit_code == 0:  # a session without an end is running or died
+            self._writer.file_writer.add_summary(self._hyperparameters()[2])
+        self._close()
+
+    def _close(self) -> None:
+        writer, self._open = self._open, None
+        if writer is not None:
+            writer.close()
+
+    @property
+    def _writer(self) -> Any:
+        """The writer of this process' event file, created on first use."""
+        if self._open is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._open = SummaryWriter(str(self._dir), purge_step=self._first_step, flush_secs=_FLUSH_S)
+            experiment, start, _ = self._hyperparameters()
+            # add_hparams would create another run
+            self._open.file_writer.add_summary(experiment)
+            self._open.file_writer.add_summary(start)
+        return self._open
+
+    def _hyperparameters(self) -> tuple[Any, Any, Any]:
+        """Return the summaries of the HParams tab: experiment, start and end of this session."""
+        from torch.utils.tensorboard.summary import hparams
+
+        values = {name: value for name, value in flat(self._config).items() if value is not None}
+        plain = {name: one if isinstance(one, (bool, int, float, str)) else str(one) for name, one in values.items()}
+        return hparams(plain, dict.fromkeys(JUDGED_BY, 0.0))
+
+
+def as_markdown(row: Mapping[str, Any]) -> str:
+    """Return a row of ``rollouts.jsonl`` as Markdown, prompt and response as code.
+
+    >>> row = {"group_id": 7, "sample_id": 1, "reward": 1.0, "advantage": 0.5, "truncated": True, "response_tokens": 2}
+    >>> print(as_markdown(row | {"prompt": "1 + 1?", "response": "*2*"}))
+    **reward 1** | advantage 0.5 | 2 tokens, cut | group 7, sample 1
+    <BLANKLINE>
+        1 + 1?
+    <BLANKLINE>
+    Response:
+    <BLANKLINE>
+        *2*
+    """
+
+    def code(text: str) -> str:
+        return textwrap.indent(readable(text), "    ", lambda line: True)
+
+    length = f"{row['response_tokens']} tokens" + (", cut" if row["truncated"] else "")
+    head = f"**reward {row['reward']:.4g}** | advantage {row['advantage']:.3g} | {length}"
+    head += f" | group {row['group_id']}, sample {row['sample_id']}"
+    return f"{head}\n\n{code(row['prompt'])}\n\nResponse:\n\n{code(row['response'])}"
+
+
+#: By the names in ``logging.sinks``; and ``wandb``, which ``logging.wandb`` asks for.
+SINKS: Registry[type[CopySink]] = Registry(
+    "sota_grpo.sinks",
+    {
+        "wandb": "sota_grpo.recording.sinks:WandbSink",
+        "tensorboard": "sota_grpo.recording.sinks:TensorBoardSink",
+    },
+)
+
+
+def require_sinks(config: Config) -> None:
+    """Check that the configured sinks are installed; W&B may be missing where it is ``offline``.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    for name in config.logging.sinks:
+        if name not in SINKS or name == "wandb":
+            raise ConfigError(
+                f"logging.sinks={name}: no installed package has the entry point {name} of sota_grpo.sinks; there are "
+                f"{', '.join(one for one in SINKS if one != 'wandb')}, and W&B is logging.wandb=online."
+            )
+    for name, _, missing in _asked(config):
+        if missing is not None and (name, config.logging.wandb) != ("wandb", "offline"):
+            raise ConfigError(missing)
+
+
+def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
+    """Return the configured sinks; one that is not installed is left out with a warning."""
+    sinks: list[CopySink] = []
+    for _, sink, missing in _asked(config):
+        if missing is None:
+            sinks.append(sink.from_config(config, run_dir))
+        else:
+            logger.warning("%s", missing)
+    return sinks
+
+
+def _asked(config: Config) -> Iterator[tuple[str, type[CopySink], str | None]]:
+    """Yield the name and class of each configured sink, and a sentence where its package is not installed."""
+    mode = config.logging.wandb
+    asked = [("wandb", f"logging.wandb={mode}", "set logging.wandb=disabled")] if mode != "disabled" else []
+    asked += [(name, f"logging.sinks=[{name}]", "leave it out") for name in dict.fromkeys(config.logging.sinks)]
+    for name, given, fix in asked:
+        sink, missing = SINKS[name], ""
+        if sink.package is not None and find_spec(sink.package) is None:
+            package = f"`pip install 'sota-grpo[{sink.package}]'`"
+            missing = f"{given} needs {sink.package}, which is not installed: {package}, or {fix}."
+        yield name, sink, missing or None

@@ -1,0 +1,186 @@
+"""The rows of a step as metrics, and as the plain values of ``rollouts.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from sota_grpo import keys
+from sota_grpo.recording.metrics import info_metric, is_number, term_metric
+from sota_grpo.rl.records import Example, metric_tasks, task_of_example
+from sota_grpo.rl.table import Row, RowTable
+
+Messages = Sequence[Mapping[str, str]]
+
+
+def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
+    """Return the metrics of a batch; ``version`` is that of the policy that trains on it. Means are over responses."""
+    lengths = batch.sums(keys.ASSISTANT_MASK).float()
+    said = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
+    turns = (said[1:] & ~said[:-1]).sum() / len(batch)
+    prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
+    reward, success, truncated = (_column(batch, key) for key in (keys.REWARD, keys.SUCCESS, keys.TRUNCATED))
+    age = version - _column(batch, keys.POLICY_VERSION)
+    values = {
+        "reward": reward.mean(),
+        "reward/std": reward.std(correction=0),
+        "success": success.mean(),
+        "reward_errors": _column(batch, keys.REWARD_ERROR).sum(),
+        "reward_timeouts": _column(batch, keys.REWARD_TIMEOUT).sum(),
+        "advantage": _column(batch, keys.ADVANTAGE).abs().mean(),
+        "truncated": truncated.mean(),
+        "response_tokens/mean": lengths.mean(),
+        "response_tokens/max": lengths.max(),
+        "prompt_tokens/mean": prompts.mean(),
+        "turns/mean": turns,
+        "turn_tokens/mean": lengths.mean() / turns,
+        "policy_age/mean": age.mean(),
+        "policy_age/max": age.max(),
+    }
+    if batch.has(keys.KEPT_COUNTS):
+        values["kept_tokens"] = batch.flat(keys.KEPT_COUNTS).sum() / said.sum().clamp(min=1)
+    means = {name: float(value) for name, value in values.items()}
+    rows = batch.rows(
+        keys.EXTRA, keys.REWARD_INFO, *((*keys.REWARD_TERMS, name) for name in batch.names(keys.REWARD_TERMS))
+    )
+    extras = _extras(rows)
+    numbers = [
+        {info_metric(name, task_of_example(extra)): value for name, value in _info(row).items() if is_number(value)}
+        for row, extra in zip(rows, extras, strict=True)
+    ]
+    means |= {term_metric(name): value for name, value in _means([_terms(row) for row in rows]).items()}
+    means |= _means(numbers)
+    own = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
+    tasks = [metric_tasks(extra) for extra in extras]
+    for task in sorted({task for each in tasks for task in each}):
+        mask = torch.tensor([task in each for each in tasks])
+        means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in own.items()}
+        means[f"task/{task}/responses"] = float(mask.sum())
+    return means
+
+
+def _extras(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
+    """Return ``Example.extra`` of each row; siblings share one text, which is parsed once."""
+    read = lru_cache(maxsize=1)(json.loads)
+    return [read(row[keys.EXTRA]) if keys.EXTRA in row else {} for row in rows]
+
+
+def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over the entries that have it."""
+    values: dict[str, list[float]] = {}
+    for entry in entries:
+        for name, value in entry.items():
+            values.setdefault(name, []).append(float(value))
+    return {name: statistics.fmean(values[name]) for name in sorted(values)}
+
+
+def _terms(row: Row) -> dict[str, float]:
+    return {key[-1]: float(value) for key, value in row.items() if key[:-1] == keys.REWARD_TERMS}
+
+
+def _info(row: Row) -> dict[str, Any]:
+    return json.loads(row[keys.REWARD_INFO], parse_constant=str)  # strict JSON, which the logs are, has no NaN
+
+
+def _column(batch: RowTable, key: Any) -> torch.Tensor:
+    return batch.get(key).flatten().float()
+
+
+def rollout_rows(
+    batch: RowTable, tokenizer: Any, messages: Callable[[Example], Messages] | None = None
+) -> list[dict[str, Any]]:
+    """Return the rows as plain values for ``rollouts.jsonl``; ``messages`` (``Task.messages``) adds dialogs' chats."""
+    prompts: dict[int, str] = {}
+    plain: list[dict[str, Any]] = []
+    rows = batch.rows()
+    for row, extra in zip(rows, _extras(rows), strict=True):
+        group_id = int(row[keys.GROUP_ID])
+        if group_id not in prompts:
+            prompts[group_id] = tokenizer.decode(row[keys.PROMPT_TOKENS])
+        response = row[keys.RESPONSE_TOKENS]
+        at_one_go = bool(row[keys.ASSISTANT_MASK][-len(response) :].all())
+        plain.append(
+            {
+                "group_id": group_id,
+                "sample_id": int(row[keys.SAMPLE_ID]),
+                "query": row[keys.QUERY],
+                "answer": row[keys.ANSWER],
+                "prompt": prompts[group_id],
+                # as it was graded; with user or tool turns, decoded with the marks of all turns
+                "response": row[keys.RESPONSE_TEXT] if at_one_go else tokenizer.decode(response),
+                "response_tokens": int(row[keys.ASSISTANT_MASK].sum()),
+                "success": bool(row[keys.SUCCESS]),
+                "reward": float(row[keys.REWARD]),
+                "reward_terms": _terms(row),
+                "reward_info": _info(row),
+                "advantage": float(row[keys.ADVANTAGE]),
+                "truncated": bool(row[keys.TRUNCATED]),
+                "policy_version": int(row[keys.POLICY_VERSION]),
+            }
+        )
+        if tasks := metric_tasks(extra):
+            plain[-1]["task"] = tasks[-1]
+        dialog = dialog_of(row, tokenizer)
+        if dialog is not None:
+            example = Example(row[keys.QUERY], row[keys.ANSWER], extra)
+            plain[-1]["dialog"] = dialog if messages is None else {"prompt": messages(example), **dialog}
+    return plain
+
+
+def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
+    """Return the turns after the prompt; None of a response in one turn, without tools.
+
+    ``turns`` are in the order of the tokens, each with ``role``, ``trained`` (the policy wrote it; other turns are
+    masked out of the loss), ``tokens`` (their number) and ``text`` (special tokens included), and perhaps ``calls`` of
+    tools: ``name``, ``arguments``, ``reply`` or None, and ``error`` (the call failed). With tools, ``ended`` is
+    the reason of its end and ``error`` that of a lost environment.
+
+    Three tokens of the policy, two of a tool, one of the policy::
+
+        mask    1 1 1 0 0 1
+        turns   assistant 3, tool 2, assistant 1
+    """
+    ids = row[keys.RESPONSE_TOKENS]
+    said = row[keys.ASSISTANT_MASK][-len(ids) :]
+    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else None
+    if record is None and bool(said.all()):
+        return None
+    turns, start = [], 0
+    calls_and_replies, replied = iter(_calls(record or {})), ["user"]  # a turn before the policy's first is a user's
+    for trained, each in groupby(said.tolist()):
+        count = len(list(each))
+        text = tokenizer.decode(ids[start : start + count])
+        turn = {"role": "assistant", "trained": trained, "tokens": count, "text": text}
+        if trained:
+            calls, replied = next(calls_and_replies, ([], []))
+            turn |= {"calls": calls} if calls else {}
+        else:
+            turn["role"] = " and ".join(dict.fromkeys(replied)) or "unknown"
+        turns.append(turn)
+        start += count
+    ended = {name: record[name] for name in ("ended", "error") if record and name in record}
+    return {"turns": turns, **ended}
+
+
+def _calls(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
+    """Yield, for each turn of the policy, its calls and the roles of the replies."""
+    for replies in record.get("replies", ()):
+        yield [], [reply["role"] for reply in replies]
+    messages, failed = record.get("messages", ()), set(record.get("failed", ()))
+    at = 0
+    while at < len(messages):
+        end = next((i for i in range(at + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages))
+        called = [call["function"] for call in messages[at].get("tool_calls", ())]
+        answers = [(messages[i]["content"], i in failed) for i in range(at + 1, end)]
+        answers += [(None, False)] * (len(called) - len(answers))
+        yield (
+            [{**call, "reply": reply, "error": error} for call, (reply, error) in zip(called, answers)],
+            [message["role"] for message in messages[at + 1 : end]],
+        )
+        at = end
