@@ -31,7 +31,7 @@ _PACKAGED = _PACKAGE / "presets"
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
 OF_THE_RUN = "run"  # the run's own algorithm, among others that it is compared with
-_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")  # that name a file and what it defines
+_IN_FILES = ("algorithm.objective", "env.dataset", "env.tools", "env.environment")  # FILE.py:NAME, or a name
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *_IN_FILES)  # or names of a hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
@@ -235,7 +235,7 @@ def needs_consent(config: Config) -> dict[str, str]:
     for name, value in _paths(config):
         if _run_option(name) == "reward.path":
             acts[name] = f"run {one_line(value)}"
-        elif _run_option(name) in _IN_FILES and (in_file(value) or value.endswith(PICKLED)):
+        elif _run_option(name) in _IN_FILES:
             acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
     for name, environment in _values(config, "env.environment"):
         if (server := server_of(environment)) is not None:
@@ -341,9 +341,10 @@ def _path_of(name: str, value: str) -> tuple[Path, str]:
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Name and value of each that is set, mixtures included; a server is no path. Nobody has judged them yet."""
+    """Name and value of each option that names a file or folder, mixtures included; none is validated yet."""
     for name, value in _values(config, *PATH_OPTIONS):
-        if not (_run_option(name) == "env.environment" and server_of(value)):
+        in_a_file = (in_file(value) or value.endswith(PICKLED)) and server_of(value) is None
+        if _run_option(name) not in _IN_FILES or in_a_file:
             yield name, value
     yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)
 

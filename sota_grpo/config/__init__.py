@@ -83,7 +83,7 @@ class LoggingConfig:
 class EnvConfig:
     """The task, its data, and how many dialogs run at once."""
 
-    dataset: str = opt("gsm8k", "task to train on; table is your own data", TASKS)
+    dataset: str = opt("gsm8k", "task to train on, or FILE.py:CLASS; table is your own data", TASKS)
     mixture: Any = opt(
         None,
         "several tasks at once, {NAME: {dataset: .., weight: ..}, ..}: options of each that differ from the run's own",

@@ -55,8 +55,8 @@ FREE_OPTIONS = (
 )
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
 FILES_OF_ENTRIES = ("dataset_path", "eval_path", "reward_path")  # of env.mixture
-_IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME
-_IN_FILES_OF_ENTRIES = ("tools", "environment")
+_IN_FILES_OF_ENTRIES = ("dataset", "tools", "environment")
+_IN_FILES = (("algorithm", "objective"), *(("env", name) for name in _IN_FILES_OF_ENTRIES))  # FILE.py:NAME
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps.py), so that what it did stands in one place.
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
