@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example
-from sota_grpo.tasks.math import MathTask
+from sota_grpo.tasks.questions import MathTask
 
 PAIRS = Path(__file__).with_suffix(".txt")
 Judge = Callable[[str, str], bool]

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sota_grpo.text import sentence
+
 _SOCKET_PATH_BYTES = 103  # the longest of a Unix socket on macOS; 107 on Linux
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
 
@@ -123,6 +125,22 @@ def run_python(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, Any]:
+    """Run a Python file of the user's (:func:`run_python`) and return what it defines, by name.
+
+    Raises:
+        error: there is no such file, which ``option`` names, or an import of it fails (with its line).
+    """
+    if not path.is_file():
+        raise error(f"there is no file {path}; correct {option} (now in {Path.cwd()}).")
+    try:
+        return vars(run_python(path))
+    except (Exception, SystemExit) as fault:
+        line = error_line(path, fault)
+        place = "" if line is None else f", line {line}"
+        raise error(f"{path}{place}: it cannot be imported ({sentence(fault)}); mend it there.") from fault
 
 
 def error_line(path: str | Path, error: BaseException) -> int | None:

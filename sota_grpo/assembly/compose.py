@@ -31,7 +31,7 @@ _PACKAGED = _PACKAGE / "presets"
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
 _OWN_FUNCTIONS = ("algorithm.objective", "algorithm.baseline")
-_IN_FILES = (*_OWN_FUNCTIONS, "env.tools", "env.environment", "env.transforms")  # FILE.py:NAME
+_IN_FILES = (*_OWN_FUNCTIONS, "env.dataset", "env.tools", "env.environment", "env.transforms")  # FILE.py:NAME
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *_IN_FILES)  # or names of a hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Options of :func:`needs_consent` without effect where no loss is computed, and where nothing is sampled or graded.
@@ -231,7 +231,7 @@ def needs_consent(config: Config) -> dict[str, str]:
     for name, value in _paths(config):
         if _run_option(name) == "reward.path":
             acts[name] = f"run {one_line(value)}"
-        elif _run_option(name) in _IN_FILES and (in_file(value) or value.endswith(PICKLED)):
+        elif _run_option(name) in _IN_FILES:
             acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
     for name, environment in _values(config, "env.environment"):
         if (server := server_of(environment)) is not None:
@@ -315,9 +315,10 @@ def _path_of(name: str, value: str) -> tuple[Path, str]:
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each path that is set, mixtures included, before any validation; a server is no path."""
+    """Yield name and value of each option that names a file or folder, mixtures included, before any validation."""
     for name, value in _values(config, *PATH_OPTIONS):
-        if not (_run_option(name) == "env.environment" and server_of(value)):
+        in_a_file = (in_file(value) or value.endswith(PICKLED)) and server_of(value) is None
+        if _run_option(name) not in _IN_FILES or in_a_file:
             yield name, value
     yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)
 

@@ -36,7 +36,7 @@ from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example, Sampling
 from sota_grpo.rl.task import Task, scorer_of, without_examples
 from sota_grpo.tasks import make_task, parameters, task_class
-from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, hash_ordered, load_rows, unique_examples
+from sota_grpo.tasks.dataset import SUFFIXES, FileTask, hash_ordered, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.tasks.table import TableTask
@@ -57,17 +57,13 @@ def heldout_task(config: Config) -> Task:
     if config.env.mixture is not None:
         return _mixed(config, heldout_task)
     path = config.env.eval_path
-    is_read = config.env.dataset_path is None and "path" in parameters(config.env.dataset)
+    name = config.env.dataset
+    is_read = config.env.dataset_path is None and "path" in parameters(name) and issubclass(task_class(name), FileTask)
     if path is None or Path(path).suffix not in SUFFIXES or not is_read:
         return task_of(config)
     task = task_of(config, bare=True)
-    rows = load_rows(path)
-    places = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
-    examples = [replace(task.read_row(row, place), place=place) for row, place in zip(rows, places, strict=True)]
-    for example in examples:
-        if not example.query.strip():
-            raise DatasetError(f"{example.place}: the question is empty; mend or remove the row.")
-    task.train = task.heldout = hash_ordered(unique_examples(examples))
+    assert isinstance(task, FileTask)
+    task.train = task.heldout = hash_ordered(unique_examples(task.read(path)))
     return task
 
 

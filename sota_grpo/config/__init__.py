@@ -94,7 +94,7 @@ class LoggingConfig:
 class EnvConfig:
     """The task, its data, its tools and its graders."""
 
-    dataset: str = opt("gsm8k", "task to train on; table is your own data", TASKS)
+    dataset: str = opt("gsm8k", "task to train on, or FILE.py:CLASS; table is your own data", TASKS)
     mixture: Any = opt(None, "several tasks, {NAME: {dataset: .., weight: ..}, ..}, each with the options that differ")
     dataset_path: str | None = opt(
         None, "local .jsonl/.json/.parquet/.csv with the task's columns, or a hub name; null: the task's own hub data"

@@ -47,9 +47,11 @@ from sota_grpo.text import one_line
 
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
     for name, item, value in walk(config):
-        choices = [item.default, *(one for one in item.metadata["choices"] or () if one != item.default)]
+        choices = item.metadata["choices"]
         of_a_file = name in ("algorithm.objective", "algorithm.baseline") and in_file(value)  # their own rules load it
-        if item.metadata["choices"] and isinstance(value, str) and value not in choices and not of_a_file:
+        known = not choices or value == item.default or value in choices
+        if isinstance(value, str) and not known and not of_a_file:
+            choices = [item.default, *(choice for choice in choices if choice != item.default)]
             number = " or a number" if "int" in str(item.type) else ""
             yield f"{name}={value} is not one of {', '.join(filter(None, choices))}{number}."
 

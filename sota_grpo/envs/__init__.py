@@ -120,7 +120,7 @@ class GSM8KEnv(DatasetEnv):
 
     Args:
         dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
-        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.gsm8k.GSM8KTask`.
+        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.GSM8KTask`.
 
     Example::
 
@@ -140,7 +140,7 @@ class MATHEnv(DatasetEnv):
 
     Args:
         dataset: as in :class:`GSM8KEnv`.
-        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.math.MathTask`.
+        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.MathTask`.
     """
 
     def __init__(self, *, dataset: str = "DigitalLearningGmbH/MATH-lighteval", **keywords: Any):

@@ -1,25 +1,31 @@
-"""Tasks by name, imported only when asked for; each says by its class what it is.
+"""Tasks by name; a task is imported when its name is first used.
 
-A task reads the options whose parameters its class or its ``load`` has (:data:`sota_grpo.config.validators.READERS`).
-``hub_name`` is the dataset that it loads where no other is given; ``replies`` says that its scores may answer a
-response, ``calls_tools`` that a response may call one. No task imports torch: options are judged before.
+A task reads those options of ``env`` and ``reward`` that are parameters of its class or of its ``load``
+(:data:`sota_grpo.config.mixture.READERS`). Three attributes of the class are optional: ``hub_name``, the dataset that
+it loads by default; ``replies``, its scores may answer a response; ``calls_tools``, a response may call a tool.
+No task imports torch, because options are validated before torch is imported.
 """
 
 from __future__ import annotations
 
-from inspect import signature
+import copyreg
+from functools import cache, partial
+from inspect import isclass, signature
+from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.files import load_python
 from sota_grpo.plugins import Registry
+from sota_grpo.rl.objective_files import in_file
 from sota_grpo.rl.task import Task
 
 _OWN = {
-    "gsm8k": "gsm8k:GSM8KTask",
-    "math": "math:MathTask",
+    "gsm8k": "questions:GSM8KTask",
+    "math": "questions:MathTask",
     "ifeval": "ifeval:IFEvalTask",
-    "instructions": "instructions:InstructionsTask",
-    "reasoning": "reasoning:ReasoningTask",
+    "instructions": "ifeval:InstructionsTask",
+    "reasoning": "questions:ReasoningTask",
     "table": "table:TableTask",
     "code": "code:CodeTask",
     "arithmetic": "arithmetic:ArithmeticTask",
@@ -27,12 +33,69 @@ _OWN = {
     "calculator": "procedural:CalculatorTask",
     "reasoning_gym": "reasoning_gym:ReasoningGymTask",
 }
-#: The class of each, by name; packages add theirs as entry points of "sota_grpo.tasks".
-TASKS: Registry[Any] = Registry("sota_grpo.tasks", {name: f"{__name__}.{place}" for name, place in _OWN.items()})
+_METHODS = ("messages", "score", "gold_response", "read_row")  # of the protocol
+
+
+class TaskFileError(UserError, ValueError):
+    """``env.dataset=FILE.py:CLASS`` names no task; the message says why and what to change."""
+
+
+class Tasks(Registry[Any]):
+    """Task classes by name: built-in ones, entry points ``sota_grpo.tasks``, and ``FILE.py:CLASS`` of the user's."""
+
+    def __getitem__(self, name: str) -> Any:
+        own = in_file(name)
+        if own is None:
+            return super().__getitem__(name)
+        path, member = own[0].resolve(), own[1]  # a grader's process may have another working directory
+        return _class_in_file(path, member, path.read_bytes() if path.is_file() else b"")
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or in_file(str(name)) is not None
+
+
+TASKS = Tasks("sota_grpo.tasks", {name: f"{__name__}.{place}" for name, place in _OWN.items()})
+
+
+@cache
+def _class_in_file(path: Path, name: str, content: bytes) -> Any:
+    """Run a user's file, once for each ``content``, and return its task class ``name``."""
+    members = load_python(path, "env.dataset", TaskFileError)
+    kind = members.get(name)
+    if not isclass(kind):
+        classes = [key for key, value in members.items() if isclass(value) and value.__module__ == members["__name__"]]
+        raise TaskFileError(
+            f"{path} has no class {name!r}; its classes are {', '.join(classes) or 'none'}: correct "
+            "env.dataset=FILE.py:CLASS."
+        )
+    if missing := [method for method in _METHODS if not callable(getattr(kind, method, None))]:
+        raise TaskFileError(
+            f"{path}: {name} has no {', '.join(missing)}; derive it from sota_grpo.tasks.dataset.FileTask, or define "
+            "these methods."
+        )
+    # by its place, because the module of a user's file cannot be imported by its name
+    copyreg.pickle(kind, partial(_reduced, f"{path}:{name}"))
+    return kind
+
+
+def _reduced(place: str, task: Any) -> tuple[Any, ...]:
+    return _blank, (place,), vars(task)
+
+
+def _blank(place: str) -> Any:
+    """Return an object of the class ``FILE.py:CLASS`` without attributes, in whichever process this is."""
+    return object.__new__(TASKS[place])
+
+
+def task_class(name: str) -> Any:
+    """Return the class of a task; ``ValueError`` for an unknown name, or a file that holds no such task."""
+    if name not in TASKS:
+        raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
+    return TASKS[name]
 
 
 def make_task(name: str, **kwargs: Any) -> Task:
-    """Build a task with its data: by the ``load`` of its class, or, where problems are made up, by the class itself.
+    """Build a task with its data: by the ``load`` of its class, or by the class itself where problems are drawn.
 
     >>> make_task("arithmetic", num_train=4, num_heldout=4).name
     'arithmetic'
@@ -42,7 +105,7 @@ def make_task(name: str, **kwargs: Any) -> Task:
 
 
 def parameters(name: str, *, bare: bool = False) -> frozenset[str]:
-    """What a task takes: the parameters of its class and, unless ``bare``, of its ``load``."""
+    """Return the parameters of a task's class and, unless ``bare``, of its ``load``."""
     kind = task_class(name)
     loaded = frozenset() if bare else frozenset(signature(getattr(kind, "load", kind)).parameters)
     return frozenset(signature(kind).parameters) | loaded
@@ -55,11 +118,10 @@ def make_scorer(
     reward_path: str | None = None,
     reward_names: list[str] | None = None,
 ) -> Task:
-    """A task without data, which can read rows and score responses.
+    """Build a task without data, to read rows and score responses.
 
     Args:
-        name: of the task.
-        answer_format: where the answer stands in a response; None is the task's own place.
+        answer_format: where the answer is in a response; None is the task's own.
         reward_path: Python file with reward functions that replace the task's own reward.
         reward_names: the functions in it; None is ``compute_score``.
 
@@ -78,10 +140,3 @@ def make_scorer(
     from sota_grpo.tasks.wrappers import DEFAULT_NAME, with_reward_functions
 
     return with_reward_functions(task, reward_path, reward_names or [DEFAULT_NAME])
-
-
-def task_class(name: str) -> Any:
-    """The class of a task; ``ValueError`` for an unknown name."""
-    if name not in TASKS:
-        raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
-    return TASKS[name]

@@ -1,11 +1,11 @@
-"""Seeded, procedural word problems in GSM8K's form: one to five steps, a worked solution that ends in ``#### N``.
+"""Seeded word problems in GSM8K's form: one to five steps, a worked solution that ends in ``#### N``.
 
-The training and held-out splits share no problem. A problem is its template and its numbers (names and items are
-decoration); a hash of these alone, without the seed, decides its side, so the splits of any two seeds are disjoint too.
+The training and held-out splits share no problem, for any two seeds: a hash of a problem's template and numbers (names
+and items are decoration) decides its side.
 
-A row of the table of templates is a name, a question, the ranges of its numbers and its solution. The solution is a
-list of binary steps whose operands are a number of the question (``a`` to ``e``), the value of an earlier step (``p``,
-``q``, ``r``, ``s`` for the first four) or a literal.
+A row of the table of templates has a name, a question, the ranges of its numbers and its solution, a list of binary
+steps. Operands are a number of the question (``a`` to ``e``), the value of an earlier step (``p``, ``q``, ``r``, ``s``
+for the first four) or a literal.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Rows of a dataset, from a local file or from the hub, with one clear sentence where that fails; and what tasks share
-whose problems are a question and an answer.
+"""Rows of a file or of a dataset on the hub, split into training and held-out examples; the base classes of tasks.
+
+Every fault of a file or row is one :class:`DatasetError`, which names the file and the row.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from sota_grpo.errors import UserError
-from sota_grpo.rewards.extract import extract_answer
-from sota_grpo.rl.records import Example
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
 from sota_grpo.text import first_line, sentence
 
 Row = Mapping[str, Any]
-_ENCODING = "utf-8-sig"  # UTF-8, with the mark before it that spreadsheets write, or without
+_ENCODING = "utf-8-sig"  # UTF-8 with or without the byte order mark that spreadsheets write
 _PARQUET_ROWS = 64  # read at once
 _MOST_HELD_OUT = 512
-_PLAIN_SIZE = 1 << 26  # letters that a parquet file of any size may unpack to
-_MOST_COMPRESSED = 200  # times its size: of 10,000 rows with one prompt of 5,000 letters it is about 50
+_PLAIN_SIZE = 1 << 26  # characters that a parquet file of any size may unpack to
+_MOST_COMPRESSED = 200  # times its size: of 10,000 rows with one prompt of 5,000 characters it is about 50
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ class DatasetError(UserError, ValueError):
 
 
 def load_rows(name: str, *, split: str = "train", config: str | None = None) -> list[dict[str, Any]]:
-    """All rows by column name, in order: of a local file, else of the dataset of that name on the hub.
+    """Return all rows, in order and by column name, of a local file or of a dataset on the hub.
 
     Raises:
-        DatasetError: no such file, an ending that is not known, a broken line (with its number), a hub that does not
-            answer, no rows at all.
+        DatasetError: no such file, an unknown ending, a broken line (with its number), a hub that does not answer, or
+            no rows.
 
     Example::
 
@@ -71,18 +71,13 @@ def load_rows(name: str, *, split: str = "train", config: str | None = None) -> 
 
 
 def present(value: Any) -> Any:
-    """The value; None where it is missing: NaN, as pandas and some writers of JSON have it, is no answer."""
+    """Return the value, or None where it is missing: NaN, as pandas and some writers of JSON have it."""
     is_missing = isinstance(value, (float, decimal.Decimal, datetime.date)) and value != value  # NaT is a date
     return None if is_missing or type(value).__name__ == "NAType" else value  # of pandas
 
 
-def optional_text(row: Row, columns: Iterable[str]) -> str:
-    """The first of ``columns`` that holds text in one row; empty where none does."""
-    return next((row[name] for name in columns if isinstance(row.get(name), str)), "")
-
-
 def is_file(name: str) -> bool:
-    """Whether a name is that of a local file and not one on the hub.
+    """Return whether a name is that of a local file, and not of a dataset on the hub.
 
     >>> is_file("data/train.jsonl"), is_file("/no/such/train"), is_file("openai/gsm8k")
     (True, True, False)
@@ -92,15 +87,19 @@ def is_file(name: str) -> bool:
     return is_path or path.suffix in SUFFIXES or path.is_file()
 
 
+def optional_text(row: Row, columns: Iterable[str]) -> str:
+    """Return the first of ``columns`` that holds text in one row; empty where none does."""
+    return next((row[name] for name in columns if isinstance(row.get(name), str)), "")
+
+
 def text_of(row: Row, column: str, place: str) -> str:
-    """The text in a column of one row; ``DatasetError`` names the place and the columns found.
+    """Return the text in a column of one row; ``DatasetError`` names the place and the columns of the row.
 
     >>> text_of({"answer": "#### 2"}, "answer", "demo, row 1")
     '#### 2'
     """
     if column not in row:
-        columns = ", ".join(map(repr, row)) or "none"
-        raise DatasetError(f"{place}: column {column!r} is missing; the columns found are {columns}.")
+        raise DatasetError(f"{place}: column {column!r} is missing; {_columns(row)}.")
     if not isinstance(row[column], str):
         hint = " (env.dataset=table reads chats)" if isinstance(row[column], list) else ""
         raise DatasetError(f"{place}: column {column!r} holds {type(row[column]).__name__}, not text{hint}.")
@@ -108,7 +107,7 @@ def text_of(row: Row, column: str, place: str) -> str:
 
 
 def first_text(row: Row, columns: Sequence[str], place: str) -> str:
-    """As :func:`text_of`, of the first of ``columns`` that the row has, where a number will do.
+    """Return the text or number, as text, in the first of ``columns`` that has a value; see :func:`text_of`.
 
     >>> first_text({"answer": None, "ground_truth": 2}, ("answer", "ground_truth"), "demo, row 1")
     '2'
@@ -119,12 +118,15 @@ def first_text(row: Row, columns: Sequence[str], place: str) -> str:
             return str(value)
         if value is not None:
             return text_of(row, column, place)
-    found = ", ".join(map(repr, row)) or "none"
-    raise DatasetError(f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {found}.")
+    raise DatasetError(f"{place}: there is no column {' or '.join(map(repr, columns))}; {_columns(row)}.")
+
+
+def _columns(row: Row) -> str:
+    return f"the columns found are {', '.join(map(repr, row)) or 'none'}"
 
 
 def require_file(path: Path) -> None:
-    """Check that ``path`` is a file of a kind that can be read; ``DatasetError`` says why it is not."""
+    """Raise ``DatasetError`` unless ``path`` is a file of a format that can be read."""
     if path.suffix not in _READERS:
         raise DatasetError(f"{path} ends in {path.suffix!r}; give one of {', '.join(_READERS)}.")
     if not path.is_file():
@@ -150,7 +152,7 @@ def _json(text: str, place: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{place}: not valid JSON ({error.msg} at character {error.pos}).") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets as deep
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets as deep
         raise DatasetError(f"{place}: not JSON that can be read ({sentence(error)}).") from error
 
 
@@ -162,10 +164,10 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    csv.field_size_limit(_PLAIN_SIZE)  # of a cell; the limit of Python is 131,072 letters
+    csv.field_size_limit(_PLAIN_SIZE)  # of a cell; Python's limit is 131,072 characters
     rows: list[dict[str, Any]] = []
     with path.open(encoding=_ENCODING, newline="") as file:
-        reader = csv.reader(file, strict=True)  # so that a quotation mark that is not closed is no cell
+        reader = csv.reader(file, strict=True)  # so that an unclosed quotation mark is an error
         try:
             names = next(reader, [])
             if len(set(names)) < len(names):
@@ -204,7 +206,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def _size(value: Any) -> int:
-    """Letters and other values in nested lists and dictionaries."""
+    """Return the number of characters and other values in nested lists and dictionaries."""
     if isinstance(value, (list, dict)):
         return sum(map(_size, value.values() if isinstance(value, dict) else value))
     return max(1, len(value)) if isinstance(value, (str, bytes)) else 1
@@ -216,18 +218,18 @@ _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     ".parquet": _read_parquet,
     ".csv": _read_csv,
 }
-SUFFIXES = tuple(_READERS)  # of the local files that can be read
+SUFFIXES = tuple(_READERS)  # of local files that can be read
 
 
 def normalised(question: str) -> str:
-    """The question with letter case and spacing taken out, for comparison."""
+    """Return the question without letter case and spacing, for comparison."""
     return " ".join(question.casefold().split())
 
 
 def unique_examples(examples: Sequence[Example]) -> list[Example]:
-    """The examples without those that equal an earlier one in all that a reward can read.
+    """Return the examples that differ from every earlier one in what a reward can read.
 
-    The prompt counts with letter case and spacing aside, the answer and all other columns as they are.
+    Letter case and spacing of the prompt are no difference; of the answer and all other columns they are.
     """
     kept: dict[tuple[str, ...], Example] = {}
     for example in examples:
@@ -238,7 +240,7 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
 
 
 def hash_ordered(examples: Iterable[Example], data_seed: int = 0) -> list[Example]:
-    """The examples by a hash of their questions: the first so many are a random sample of a file in any order."""
+    """Sort the examples by a hash of their questions, so that the first ones are a random sample of any file."""
     return sorted(examples, key=lambda example: _hash(normalised(example.query), data_seed))
 
 
@@ -254,14 +256,11 @@ def two_sides(
     data_seed: int,
     source: str,
 ) -> tuple[list[Example], list[Example]]:
-    """What to train on and what is held out, each row once; a question that stands on both sides is held out.
+    """Return the training and the held-out examples, each row once; a question on both sides is held out.
 
-    Without ``heldout``, held out are all rows of the questions whose hash is smallest, until there are ``num_heldout``.
-    So the choice depends on the questions and ``data_seed``, not on their order. What is trained on keeps the file's
-    order, what is held out is in the order of its hash (:func:`hash_ordered`).
-
-    Args:
-        num_heldout: None is a tenth of the rows, 512 at most.
+    Without ``heldout``, the rows of the questions with the smallest hash are held out until there are ``num_heldout``
+    (None: a tenth of the rows, 512 at most). So the choice depends on the questions and ``data_seed``, not on their
+    order. Training examples keep the file's order; held-out ones have that of :func:`hash_ordered`.
 
     Raises:
         DatasetError: nothing is left to train on.
@@ -296,84 +295,91 @@ def two_sides(
     return kept, heldout
 
 
-_FORMS = {  # what the system prompt asks for, and the last line of a response
-    "hash": ("on a last line of the form '#### <{}>'", "#### {}"),
-    "boxed": ("in the form \\boxed{{<{}>}}", "The answer is \\boxed{{{}}}."),
-    "tags": ("in the form <answer><{}></answer>", "<answer>{}</answer>"),
-    "last_number": ("as the last number of the response", "The answer is {}."),
-}
-
-
-def asking(answer_format: str, what: str = "answer") -> str:
-    """A system prompt that asks for worked steps and for the answer where ``answer_format`` looks for it.
-
-    >>> asking("hash", "number")
-    "Solve the problem step by step, then give the final answer on a last line of the form '#### <number>'."
-    """
-    return f"Solve the problem step by step, then give the final answer {_FORMS[answer_format][0].format(what)}."
-
-
-def answering(answer_format: str, answer: str) -> str:
-    """The last line of a response that gives ``answer`` where ``answer_format`` looks for it.
-
-    >>> answering("boxed", "18"), answering("tags", "18")
-    ('The answer is \\\\boxed{18}.', '<answer>18</answer>')
-    """
-    return _FORMS[answer_format][1].format(answer)
-
-
 def require_not_negative(**values: float) -> None:
-    """Check weights and amounts; ``ValueError`` names the first that is negative."""
+    """Raise ``ValueError``, which names the first value that is negative."""
     for name, value in values.items():
         if value < 0:
             raise ValueError(f"{name}={value} must not be negative.")
 
 
-class ChatTask:
-    """Asks a question after a system prompt."""
+class BaseTask:
+    """A task (:class:`~sota_grpo.rl.task.Task`) that asks a question after a system prompt, if there is one.
 
-    train: Sequence[Example]
-    heldout: Sequence[Example]
-    system_prompt: str | None
+    Args:
+        train, heldout: examples to train on, and to evaluate on.
+        system_prompt: replaces ``default_prompt``; an empty text leaves the system turn out.
+    """
+
+    name: str
+    default_prompt = ""
+    term_weights: Mapping[str, float] = {"correct": 1.0}
+
+    def __init__(
+        self, train: Sequence[Example] = (), heldout: Sequence[Example] = (), *, system_prompt: str | None = None
+    ) -> None:
+        self.train, self.heldout = train, heldout
+        self.system_prompt = self.default_prompt if system_prompt is None else system_prompt
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the question as it is."""
+        """Return a system turn, unless the system prompt is empty, and the question as a user turn."""
         return chat(self.system_prompt, example.query)
 
+    def score(self, response: str, example: Example) -> Score:
+        """Grade a response; see the class for the terms."""
+        raise NotImplementedError
 
-class FileTask(ChatTask):
-    """Loads rows of a file or of a dataset on the hub; a task reads them, and says which columns hold the question.
+    def gold_response(self, example: Example) -> str | None:
+        """Return a response that earns the full reward, or None where the task knows none."""
+        return None
 
-    A task with a dataset of its own names it: ``hub_name``, ``hub_config``, and whether its test split is held out.
+    def read_row(self, row: Row, place: str) -> Example:
+        """Return the example of a row, whose question may be missing; ``place`` names the row in errors."""
+        raise NotImplementedError
+
+
+class FileTask(BaseTask):
+    """A task whose rows are in a file or in a dataset on the hub.
+
+    A subclass has a ``name`` and defines ``score`` and ``read_row``. ``question_columns`` are where the question is. A
+    task with a dataset of its own names it (``hub_name``, ``hub_config``) and says whether its test split is held out.
+    ``max_broken`` is the share of a hub dataset's rows that may be unreadable, because its user cannot mend them.
     """
 
     hub_name: str
     hub_config: str | None = None
     has_test_split = False
     question_columns: Sequence[str] = ("prompt",)
-
-    def read_row(self, row: Row, place: str) -> Example:
-        """An example of a row, whose question may be missing."""
-        raise NotImplementedError
+    max_broken = 0.0
 
     def _problem(self, row: Row, place: str) -> Example:
-        """As :meth:`read_row`, of a row that must have a question."""
+        """Return the example of a row that must have a question."""
         question = first_text(row, self.question_columns, place)
         if not question.strip():
             raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
         return replace(self.read_row(row, place), query=question, place=place)
 
-    def _read(self, name: str, split: str = "train") -> list[Example]:
-        """The examples of a file, or of a dataset on the hub."""
-        rows = load_rows(name, split=split, config=self.hub_config)
-        return [self._problem(row, f"{name}, row {number}") for number, row in enumerate(rows, start=1)]
+    def read(self, name: str, split: str = "train") -> list[Example]:
+        """Return the examples of a file or of a dataset on the hub; ``DatasetError`` names a row that is broken."""
+        rows, examples, broken = load_rows(name, split=split, config=self.hub_config), [], []
+        for number, row in enumerate(rows, start=1):
+            try:
+                examples.append(self._problem(row, f"{name}, row {number}"))
+            except DatasetError as error:
+                if not self.max_broken or is_file(name):
+                    raise
+                broken.append(error)
+        if len(broken) > self.max_broken * len(rows):
+            raise DatasetError(f"{len(broken)} of {len(rows)} rows of {name} cannot be used; the first: {broken[0]}")
+        if broken:
+            logger.warning("%d of %d rows of %s are left out; the first: %s", len(broken), len(rows), name, broken[0])
+        return examples
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
-        """The examples of ``name``, and those that are held out by name."""
-        train = self._read(name)
+        """Return the examples of ``name``, and the held-out ones if another file or split holds them."""
+        train = self.read(name)
         if eval_path is not None:
-            return train, self._read(eval_path)
-        return train, self._read(name, "test") if self.has_test_split and not is_file(name) else None
+            return train, self.read(eval_path)
+        return train, self.read(name, "test") if self.has_test_split and not is_file(name) else None
 
     @classmethod
     def load(
@@ -386,15 +392,15 @@ class FileTask(ChatTask):
         data_seed: int = 0,
         **options: Any,
     ) -> Self:
-        """From files or the hub; the options are checked before anything is loaded.
+        """Build the task with its rows; options are checked before anything is loaded.
 
         Equal rows are kept once, and a question is never on both sides (:func:`two_sides`).
 
         Args:
             path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a name on the hub; None is the task's own dataset.
             eval_path: the same for the held-out problems; None holds out the test split of a dataset that has one, else
-                ``num_heldout`` rows of ``path``, the same for every order of its rows.
-            num_heldout: see ``eval_path``; None is a tenth of the rows, 512 at most.
+                ``num_heldout`` rows of ``path``.
+            num_heldout: None is a tenth of the rows, 512 at most.
             max_samples: train on the first so many examples only.
             data_seed: of the choice of the held-out rows, and of their order.
             options: of the class.
@@ -407,34 +413,3 @@ class FileTask(ChatTask):
         train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=name)
         task.train = train[:max_samples]
         return task
-
-
-class QuestionTask(FileTask):
-    """Problems of a data set whose answers stand in a format.
-
-    ``any_format`` is the format that the prompt requests under ``answer_format=any``.
-
-    Raises:
-        ValueError: an unknown answer format, or a negative weight.
-    """
-
-    has_test_split = True
-    any_format = "hash"
-    question_columns: Sequence[str] = ("question",)
-
-    def __init__(
-        self,
-        train: Sequence[Example],
-        heldout: Sequence[Example],
-        answer_format: str,
-        system_prompt: str | None,
-        term_weights: Mapping[str, float],
-        *,
-        what: str = "answer",
-    ):
-        extract_answer("", answer_format)  # refuses an unknown one
-        require_not_negative(**{f"{name}_weight": weight for name, weight in term_weights.items()})
-        self.train, self.heldout = train, heldout
-        self.answer_format, self.term_weights = answer_format, term_weights
-        self._asked_format = self.any_format if answer_format == "any" else answer_format
-        self.system_prompt = asking(self._asked_format, what) if system_prompt is None else system_prompt

@@ -1,10 +1,23 @@
-"""IFEval: prompts whose instructions a program can check (Zhou et al. 2023, arXiv:2311.07911)."""
+"""IFEval: prompts whose instructions a program can check (Zhou et al. 2023, arXiv:2311.07911).
+
+``ifeval`` trains on RLVR-IFeval, ``instructions`` on prompts that are drawn here. A drawn prompt is a request (a form
+and a topic) and one to three of the 25 instructions, in words of our own (``instructions.yaml``). Each request belongs
+to one side of the split, for every seed.
+
+Instructions that contradict each other are not drawn together. Each *decides* some aspects of a response (its start,
+its case, its layout, ..) and *relies* on others: an end phrase decides the end, and relies on English and on its own
+letters. Two are drawn together where neither decides what the other decides or relies on.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 from sota_grpo.rewards.ifeval import (
     INSTRUCTIONS,
@@ -16,31 +29,40 @@ from sota_grpo.rewards.ifeval import (
     read_prompt,
 )
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, is_file, load_rows, normalised, unique_examples
+from sota_grpo.tasks.dataset import (
+    DatasetError,
+    FileTask,
+    Row,
+    hash_ordered,
+    is_file,
+    normalised,
+    require_not_negative,
+    unique_examples,
+)
+from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 
 EVAL_HUB_NAME = "google/IFEval"
-_MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot mend
 
 logger = logging.getLogger(__name__)
 
 
 class IFEvalTask(FileTask):
-    """Prompts with instructions, each of which a response follows or not; trained on RLVR-IFeval, evaluated on IFEval.
+    """Prompts with instructions; trained on RLVR-IFeval, evaluated on IFEval.
 
-    ``reward = instructions + all_weight * all``: ``instructions`` is the share of instructions
-    that are followed strictly, ``all`` is 1 when all are, which is also the success. The share is the default, because
-    a group that never follows all instructions of its prompt still has better and worse responses.
+    ``reward = instructions + all_weight * all``: ``instructions`` is the share of instructions that are followed
+    strictly, ``all`` is 1 when all are, which is also the success. The share is the default reward, because groups that
+    never follow all instructions still have better and worse responses.
 
-    What is graded is the last ``<answer>`` block if there is one, else all that is not thinking. Each instruction is
-    checked strictly and loosely (:func:`sota_grpo.rewards.ifeval.follow_lists`); both lists, and the four accuracies of
-    the benchmark, are in the score's ``info``.
+    The last ``<answer>`` block is graded if there is one, else all text but the thinking. Each instruction is checked
+    strictly and loosely (:func:`sota_grpo.rewards.ifeval.follow_lists`); both lists, and the four accuracies of the
+    benchmark, are in the score's ``info``.
 
     Args:
         train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
-        system_prompt: put before the prompt; None or an empty text is no system turn, as in the benchmark.
-        all_weight: weight of all, beside 1 of the share.
-        nltk_data: folder of NLTK's data; None searches NLTK's own places. Without Punkt's data sentences are split by
-            rules that come near to them.
+        system_prompt: of the prompt; None or an empty text is no system turn, as in the benchmark.
+        all_weight: weight of ``all``, added to that of ``instructions``, which is 1.
+        nltk_data: folder of NLTK's data; None searches NLTK's own folders. Without Punkt's data sentences are split by
+            rules with nearly the same outcome.
 
     Raises:
         ValueError: a negative weight.
@@ -49,6 +71,7 @@ class IFEvalTask(FileTask):
 
     name = "ifeval"
     hub_name = "allenai/RLVR-IFeval"
+    max_broken = 0.05
 
     def __init__(
         self,
@@ -59,16 +82,15 @@ class IFEvalTask(FileTask):
         all_weight: float = 0.0,
         nltk_data: str | None = None,
     ):
-        if all_weight < 0:
-            raise ValueError(f"all_weight={all_weight} must not be negative.")
+        require_not_negative(all_weight=all_weight)
         if nltk_data is not None:
             find_punkt(nltk_data)
-        self.train, self.heldout = train, heldout
-        self.system_prompt, self.nltk_data = system_prompt, nltk_data
-        self.term_weights: Mapping[str, float] = {"instructions": 1.0, "all": all_weight}
+        super().__init__(train, heldout, system_prompt=system_prompt)
+        self.nltk_data = nltk_data
+        self.term_weights = {"instructions": 1.0, "all": all_weight}
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
-        """What is trained on, and IFEval or what stands for it; of a file that is alone, rows are held out."""
+        """Return the training examples, and those of IFEval or of another file that replaces it."""
         if name.casefold() == EVAL_HUB_NAME.casefold():
             raise DatasetError(
                 f"{name} is what IFEval is evaluated on, so training on it would make the results meaningless; train "
@@ -85,16 +107,16 @@ class IFEvalTask(FileTask):
                 f"training on them would make the evaluation meaningless; remove them from {name}, or evaluate on "
                 f"another file (env.eval_path). The first begins with {shared[0][:80]!r}."
             )
-        self._tell_of_sentences({each for e in (*train, *(heldout or ())) for each in e.extra["instruction_id_list"]})
+        self._warn_without_punkt({each for e in (*train, *(heldout or ())) for each in e.extra["instruction_id_list"]})
         return train, heldout
 
     def prepare(self) -> None:
-        """Import what splits sentences and tells languages now: no response's deadline should pay for it."""
+        """Import the libraries of the checks before the deadline of the first response begins."""
         checks.capital_word_count("One word. Another.", "at least", 1, self.nltk_data)
         checks.is_language("word", "en")
 
     def score(self, response: str, example: Example) -> Score:
-        """Check each instruction; see the class for the terms and the info."""
+        """Check each instruction."""
         ids, kwargs = example.extra["instruction_id_list"], example.extra["kwargs"]
         strict, loose = follow_lists(answer_text(response), ids, kwargs, self.nltk_data)
         share, everything = sum(strict) / len(strict), float(all(strict))
@@ -109,18 +131,15 @@ class IFEvalTask(FileTask):
         return Score({"instructions": share, "all": everything}, success=all(strict), info=info)
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """The benchmark's four accuracies: prompts and instructions that are followed, strictly and loosely."""
+        """Return the benchmark's four accuracies: prompts and instructions that are followed, strictly and loosely."""
         num_instructions = len(example.extra["instruction_id_list"])
         lists = {way: score.info.get(f"follow_instruction_list_{way}", []) for way in ("strict", "loose")}
         # a grader that failed has left no lists, and nothing counts as followed
         prompts = {f"prompt_{way}": (int(sum(followed) == num_instructions), 1) for way, followed in lists.items()}
         return prompts | {f"instruction_{way}": (sum(followed), num_instructions) for way, followed in lists.items()}
 
-    def gold_response(self, example: Example) -> None:
-        """None: nobody has written responses that follow the instructions."""
-
     def read_row(self, row: Row, place: str) -> Example:
-        """An example of a row of either dataset, whose prompt may be missing.
+        """Read a row of either dataset; the prompt may be missing.
 
         IFEval has the columns ``prompt``, ``instruction_id_list`` and ``kwargs``, RLVR-IFeval ``messages`` and
         ``ground_truth``; see :func:`sota_grpo.rewards.ifeval.read_instructions`.
@@ -137,25 +156,195 @@ class IFEvalTask(FileTask):
             raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")
         return replace(example, place=place)
 
-    def _read(self, name: str, split: str = "train") -> list[Example]:
-        """All rows of a file, each of which must be right; of a hub dataset those that are, if they are nearly all."""
-        rows, examples, broken = load_rows(name, split=split), [], []
-        for number, row in enumerate(rows, start=1):
-            try:
-                examples.append(self._problem(row, f"{name}, row {number}"))
-            except DatasetError as error:
-                if is_file(name):
-                    raise
-                broken.append(error)
-        if len(broken) > _MOST_UNREADABLE * len(rows):
-            raise DatasetError(f"{len(broken)} of {len(rows)} rows of {name} cannot be used; the first: {broken[0]}")
-        if broken:
-            logger.warning("%d of %d rows of %s are left out; the first: %s", len(broken), len(rows), name, broken[0])
-        return examples
-
-    def _tell_of_sentences(self, ids: Iterable[str]) -> None:
+    def _warn_without_punkt(self, ids: Iterable[str]) -> None:
         if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt(self.nltk_data) is None:
             logger.warning(
                 "NLTK's Punkt data are not there, so sentences are split by rules with the same outcome in more than "
                 "99 of 100 cases; for all of them run python -m nltk.downloader punkt_tab, or set NLTK_DATA."
             )
+
+
+class InstructionsTask(IFEvalTask):
+    """Prompts that are drawn, graded as those of IFEval are, with the same options."""
+
+    name, hub_name = "instructions", ""  # its problems are drawn
+
+    @classmethod
+    def load(  # type: ignore[override]
+        cls,
+        *,
+        seed: int = 0,
+        num_train: int = 8192,
+        num_heldout: int = 512,
+        eval_path: str | None = None,
+        data_seed: int = 0,
+        **options: Any,
+    ) -> InstructionsTask:
+        """Draw both splits from the seed; with ``eval_path``, hold out its prompts instead and never train on them.
+
+        Args:
+            seed: of the draw; which requests are held out is the same for every seed.
+            num_train, num_heldout: lengths of the splits.
+            eval_path: a local file or a name on the hub, in the format of IFEval or of RLVR-IFeval.
+            data_seed: of the order of its rows.
+            options: of the class.
+        """
+        task = cls(**options)
+        examples = [] if eval_path is None else hash_ordered(unique_examples(task.read(eval_path)), data_seed)
+        draw = partial(_draw, frozenset(normalised(example.query) for example in examples))
+        task.train = DrawnExamples([draw], seed, False, num_train)
+        task.heldout = examples or DrawnExamples([draw], seed, True, num_heldout)
+        task._warn_without_punkt(INSTRUCTIONS)
+        return task
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """Return the words that prompts are made of, as ``instructions.yaml`` has them; lists of single words are split."""
+    import yaml
+
+    with Path(__file__).with_name("instructions.yaml").open(encoding="utf-8") as file:
+        read: dict[str, Any] = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    for name in ("first_words", "sections", "postscripts", "numerals", "ordinals"):
+        read[name] = read[name].split()
+    return read
+
+
+_CHOICE, _REPEAT = "detectable_format:constrained_response", "combination:repeat_prompt"
+_NUM_INSTRUCTIONS = {1: 3, 2: 2, 3: 1}  # with their weights, near to the benchmark's
+# Ranges of n, whose values fit into a hundred words.
+_RELATIONS = {  # kwargs of the relation and of n, ranges of n for "at least" and for "less than"
+    "keywords:frequency": ("relation", "frequency", (2, 4), (3, 4)),
+    "keywords:letter_frequency": ("let_relation", "let_frequency", (5, 15), (3, 8)),
+    "length_constraints:number_sentences": ("relation", "num_sentences", (3, 6), (4, 7)),
+    "length_constraints:number_words": ("relation", "num_words", (30, 80), (40, 100)),
+    "change_case:capital_word_frequency": ("capital_relation", "capital_frequency", (2, 5), (3, 8)),
+}
+_COUNTS = {  # kwarg of n, its range
+    "length_constraints:number_paragraphs": ("num_paragraphs", 2, 4),
+    "detectable_content:number_placeholders": ("num_placeholders", 2, 4),
+    "detectable_format:number_bullet_lists": ("num_bullets", 2, 5),
+    "detectable_format:number_highlighted_sections": ("num_highlights", 2, 4),
+}
+Kwargs = dict[str, Any]
+
+
+def _draw(taken: frozenset[str], rng: random.Random, heldout: bool) -> Example:
+    """Draw an example of one side of the split whose prompt is not ``taken``."""
+    while True:
+        request, chosen = _draw_instructions(rng, heldout)
+        sentences = [_say(rng, name, kwargs) for name, kwargs in chosen.items()]
+        prompt = _arrange(rng, request, sentences, request_first=_REPEAT in chosen)
+        if normalised(prompt) not in taken:
+            row = {"instruction_id_list": [*chosen], "kwargs": [*chosen.values()]}
+            ids, kwargs = read_instructions(row)
+            return Example(prompt, "", {"instruction_id_list": ids, "kwargs": kwargs})
+
+
+def _draw_instructions(rng: random.Random, heldout: bool) -> tuple[str, dict[str, Kwargs]]:
+    """Draw a request, and the kwargs of each of its instructions by name."""
+    words_of, order = texts(), rng.sample(list(texts()["instructions"]), len(texts()["instructions"]))
+    is_question = order[0] == _CHOICE
+    forms = words_of["questions" if is_question else "requests"]
+    while True:
+        form, topic = rng.choice(forms), rng.choice(list(words_of["topics"]))
+        if is_heldout((form, topic)) == heldout:
+            break
+    words = words_of["topics"][topic].split()
+    request, words = form.format(topic=topic), rng.sample(words, len(words))
+    num_instructions = rng.choices(list(_NUM_INSTRUCTIONS), list(_NUM_INSTRUCTIONS.values()))[0]
+    chosen: dict[str, Kwargs] = {}
+    for name in order:
+        kwargs = _draw_kwargs(rng, name, words, request)
+        decided, relied = _aspects(name, kwargs)
+        others = [_aspects(*other) for other in chosen.items()]
+        clashes = any(decided & (theirs | needed) or theirs & relied for theirs, needed in others)
+        if not clashes and (is_question or name != _CHOICE):
+            chosen[name] = kwargs
+        if len(chosen) == num_instructions:
+            break
+    return request, chosen
+
+
+def _aspects(name: str, kwargs: Kwargs) -> tuple[set[str], set[str]]:
+    """Return the aspects that an instruction decides, and those that it relies on."""
+    one, asks_for_few = texts()["instructions"][name], "less than" in kwargs.values()
+    decided = {aspect.rstrip("?") for aspect in one["decides"].split() if asks_for_few or aspect[-1] != "?"}
+    return decided, set(one["relies"].split())
+
+
+def _draw_kwargs(rng: random.Random, name: str, words: list[str], request: str) -> Kwargs:
+    """Draw all kwargs of an instruction; ``words`` are the unused ones of the topic, and those used are removed."""
+    if name in _RELATIONS:
+        relation_kwarg, count_kwarg, at_least, less_than = _RELATIONS[name]
+        relation = rng.choice(("at least", "less than"))
+        count = rng.randint(*(at_least if relation == "at least" else less_than))
+        kwargs = {relation_kwarg: relation, count_kwarg: 5 * (count // 5) if count_kwarg == "num_words" else count}
+        if name == "keywords:frequency":
+            return {"keyword": words.pop(), **kwargs}
+        if name == "keywords:letter_frequency":
+            letters = texts()["letters_to_use" if relation == "at least" else "letters_to_avoid"]
+            return {"letter": rng.choice(letters), **kwargs}
+        return kwargs
+    if name in _COUNTS:
+        kwarg, *bounds = _COUNTS[name]
+        return {kwarg: rng.randint(*bounds)}
+    match name.partition(":")[2]:
+        case "existence":
+            return {"keywords": [words.pop() for _ in range(rng.randint(1, 3))]}
+        case "forbidden_words":
+            return {"forbidden_words": [words.pop() for _ in range(rng.randint(1, 2))]}
+        case "response_language":
+            return {"language": rng.choice(list(texts()["languages"]))}
+        case "nth_paragraph_first_word":
+            count = rng.randint(2, 4)
+            nth, word = rng.randint(1, count), rng.choice(texts()["first_words"])
+            return {"num_paragraphs": count, "nth_paragraph": nth, "first_word": word}
+        case "multiple_sections":
+            return {"section_spliter": rng.choice(texts()["sections"]), "num_sections": rng.randint(2, 4)}
+        case "postscript":
+            return {"postscript_marker": rng.choice(texts()["postscripts"])}
+        case "repeat_prompt":
+            return {"prompt_to_repeat": request}
+        case "end_checker":
+            return {"end_phrase": rng.choice(texts()["end_phrases"])}
+    return {}
+
+
+def _say(rng: random.Random, name: str, kwargs: Kwargs) -> str:
+    """Return the instruction in one of its wordings."""
+    numerals, amounts = texts()["numerals"], texts()["amounts"]
+
+    def written(number: int) -> str:
+        return numerals[number] if number < len(numerals) and rng.random() < 0.5 else str(number)
+
+    shown = dict(kwargs)
+    for value in kwargs.values():
+        if isinstance(value, int):
+            shown["n"] = written(value)
+            shown["below"] = written(value - 1)
+        elif isinstance(value, list):
+            quoted, last = [f'"{word}"' for word in value], "and" if "keywords" in kwargs else "or"
+            shown["words"] = f" {last} ".join(filter(None, [", ".join(quoted[:-1]), quoted[-1]]))
+        elif value in amounts:
+            shown["amount"] = rng.choice(amounts[value])
+    if "amount" in shown:
+        shown["amount"] = shown["amount"].format(**shown)
+    if "language" in kwargs:
+        shown["name"] = texts()["languages"][kwargs["language"]]
+    if "section_spliter" in kwargs:
+        shown["headings"] = "{section_spliter} 1 to {section_spliter} {num_sections}".format(**kwargs)
+    if "nth_paragraph" in kwargs:
+        shown["n"] = written(kwargs["num_paragraphs"])
+        shown["nth"] = texts()["ordinals"][kwargs["nth_paragraph"] - 1]
+    return rng.choice(texts()["instructions"][name]["ways"]).format(**shown)
+
+
+def _arrange(rng: random.Random, request: str, sentences: Sequence[str], request_first: bool) -> str:
+    """Return the request and its instructions as one text, by lines, as a list, or in reverse order."""
+    as_text = f"{request} {' '.join(sentences)}"
+    by_lines = "\n".join([request, "", *sentences])
+    as_list = "\n".join([request, "", "Keep to these rules:", *(f"- {sentence}" for sentence in sentences)])
+    reverse = f"{' '.join(sentences)}\n\n{request}"
+    ways = [as_text, by_lines, *([as_list] if len(sentences) > 1 else []), *([] if request_first else [reverse])]
+    return rng.choice(ways)

@@ -1,12 +1,12 @@
-"""Tasks whose problems are drawn when they are needed: how, on which side of the split, and two that answer a response.
+"""Tasks whose problems are drawn when they are needed; two of them answer a response.
 
-Countdown asks for an expression of given numbers that has a given value, and tells what is wrong with another. The
+Countdown asks for an expression of given numbers with a given value, and says what is wrong with another one. The
 rules are those of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets; its rows
 (columns ``nums`` and ``target``) can be read.
 
-A calculator is the example of a task whose responses may call a tool: ``<calc>347 * 28</calc>`` at the end of a turn is
-answered by a tool turn with the result, and the policy goes on. Values are exact, and nothing that the model writes is
-executed: see :mod:`sota_grpo.rewards.expressions`.
+The calculator is the example of a task with a tool: ``<calc>347 * 28</calc>`` at the end of a turn is answered by a
+tool turn with the result, and the policy goes on. Values are exact, and no model text is executed
+(:mod:`sota_grpo.rewards.expressions`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import hashlib
 import operator
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
 from sota_grpo.rewards.extract import extract_answer, last_tagged, numbers_equal, without_thinking
 from sota_grpo.rl.records import Example, Score, sample_seed
-from sota_grpo.tasks.dataset import ChatTask, DatasetError, Row, require_not_negative, text_of
+from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, require_not_negative, text_of
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
 
 
 def is_heldout(problem: object) -> bool:
-    """Whether a problem belongs to the held-out split: ``hash(str(problem)) mod 8 == 0``, whatever the seed."""
+    """Return whether a problem is held out: ``hash(str(problem)) mod 8 == 0``, for every seed."""
     digest = hashlib.blake2b(str(problem).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
 
@@ -37,14 +37,11 @@ def is_heldout(problem: object) -> bool:
 class DrawnExamples(Sequence[Example]):
     """A sequence whose example ``i`` is ``draw(rng, heldout)``, its random numbers from ``(seed, heldout, i)``.
 
-    So it depends on the seed, the side and ``i`` only, and a longer sequence begins with the shorter one. An example
-    may come twice.
+    So a longer sequence begins with the shorter one, and an example may be repeated.
 
     Args:
-        draws: each draws a problem of one side of the split; picklable. Several take turns, each with its own ``i``.
-        seed: of the draws.
+        draws: picklable functions that draw a problem of one side; several take turns, each with its own ``i``.
         heldout: the side.
-        num_examples: length.
 
     Raises:
         ValueError: no examples to train on.
@@ -74,10 +71,8 @@ class DrawnExamples(Sequence[Example]):
         return self.draws[turn](random.Random(sample_seed(self.seed, int(self.heldout), number)), self.heldout)
 
 
-class ProceduralTask(ChatTask):
-    """Draws both splits, and asks a question after a system prompt, if there is one; the answer ends in ``#### N``.
-
-    A task says how to :meth:`draw` a problem, and has a ``default_prompt`` if it asks for something.
+class ProceduralTask(BaseTask):
+    """A task that draws both splits; the answer ends in ``#### N``. A subclass says how to :meth:`draw` a problem.
 
     Args:
         seed: of the draws; the split is the same for every seed.
@@ -85,18 +80,17 @@ class ProceduralTask(ChatTask):
         system_prompt: replaces the task's own, where it has one; an empty text is no system turn.
     """
 
-    default_prompt = ""
-    term_weights: Mapping[str, float] = {"correct": 1.0}
-
     def __init__(
         self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, *, system_prompt: str | None = None
     ) -> None:
-        self.train: Sequence[Example] = DrawnExamples([self.draw], seed, False, num_train)
-        self.heldout: Sequence[Example] = DrawnExamples([self.draw], seed, True, num_heldout)
-        self.system_prompt = self.default_prompt if system_prompt is None else system_prompt
+        train, heldout = (
+            DrawnExamples([self.draw], seed, is_heldout, count)
+            for is_heldout, count in ((False, num_train), (True, num_heldout))
+        )
+        super().__init__(train, heldout, system_prompt=system_prompt)
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """A problem of one side of the split."""
+        """Draw a problem of one side of the split."""
         raise NotImplementedError
 
     def score(self, response: str, example: Example) -> Score:
@@ -107,20 +101,16 @@ class ProceduralTask(ChatTask):
         return Score({"correct": float(success)}, success)
 
     def gold_response(self, example: Example) -> str | None:
-        """The worked answer; it earns the full reward."""
+        """Return the worked answer."""
         return example.answer
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of the columns ``answer`` (a number, alone or after ``####``) and, where it is there, ``question``."""
+        """Read ``answer`` (a number, alone or after ``####``) and, if it is there, ``question``."""
         return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", place))
 
 
 LARGEST_NUMBER = 99
 TARGETS = range(10, 101)
-COUNTDOWN_PROMPT = (
-    "Find an arithmetic expression that has the target as its value. It must use every given number exactly once, and "
-    "may use +, -, *, / and brackets. Give it between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
-)
 _AGAIN = "Think again and give another expression between <answer> and </answer>."
 
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -130,12 +120,12 @@ class CountdownTask(ProceduralTask):
     """Countdown problems; the two splits share no problem, whatever their seeds.
 
     ``reward = 1.0 * correct + format_weight * format``. ``format`` is 1 when the last ``<answer>`` outside the thinking
-    is an expression that has a value and uses each number exactly once; ``correct`` is 1 when that value is the target
-    as well. A response that is not correct is answered by a user turn that says what is wrong with it.
+    is an expression with a value that uses each number exactly once; ``correct`` is 1 when that value is the target,
+    too. A wrong response is answered by a user turn that says what is wrong.
 
     Args:
         seed, num_train, num_heldout, system_prompt: see :class:`ProceduralTask`.
-        num_numbers: how many numbers a problem may have, at least 2 each; one of these is drawn.
+        num_numbers: the possible counts of numbers in a problem, at least 2 each.
         format_weight: weight of ``format``.
 
     Raises:
@@ -153,7 +143,11 @@ class CountdownTask(ProceduralTask):
 
     name = "countdown"
     replies = True  # a score answers the response
-    default_prompt = COUNTDOWN_PROMPT
+    default_prompt = (
+        "Find an arithmetic expression that has the target as its value. It must use every given number exactly once, "
+        "and may use +, -, *, / and brackets. Give it between <answer> and </answer>, for example "
+        "<answer>(1 + 2) / 3</answer>."
+    )
 
     def __init__(
         self,
@@ -173,7 +167,7 @@ class CountdownTask(ProceduralTask):
         self._counts = tuple(num_numbers)
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """Draw numbers and an expression of them until its value is a target and the problem is of this side."""
+        """Draw numbers and an expression until its value is a target and the problem is of this side."""
         count = rng.choice(self._counts)
         while True:
             numbers = [rng.randint(1, LARGEST_NUMBER) for _ in range(count)]
@@ -182,7 +176,7 @@ class CountdownTask(ProceduralTask):
                 return _example(numbers, target, solution)
 
     def score(self, response: str, example: Example) -> Score:
-        """Evaluate the answer; see the class for the terms and the reply."""
+        """Evaluate the answer."""
         numbers, target = example.extra["numbers"], example.extra["target"]
         answer = extract_answer(response, "tags")
         if answer is None:
@@ -198,11 +192,11 @@ class CountdownTask(ProceduralTask):
         return Score({"correct": 1.0, "format": 1.0}, success=True)
 
     def gold_response(self, example: Example) -> str | None:
-        """The solution by which the problem was made; None for a row that came without one."""
+        """Return the solution by which the problem was made; None for a row without one."""
         return f"<answer>{example.answer}</answer>" if example.answer else None
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of the columns ``target`` and ``nums`` (or ``numbers``), and ``answer``, a solution, where there is one."""
+        """Read ``target`` and ``nums`` (or ``numbers``), and ``answer``, a solution, if it is there."""
         numbers: Any = row.get("nums", row.get("numbers"))
         target: Any = row.get("target")
         several = isinstance(numbers, (list, tuple)) and len(numbers) >= 2
@@ -229,7 +223,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
-    """Join two at random until one is left, by a sign that keeps every value a positive integer."""
+    """Join two numbers at random until one is left, by a sign that keeps every value a positive integer."""
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
         pair = sorted((parts.pop(rng.randrange(len(parts))) for _ in range(2)), reverse=True)
@@ -241,18 +235,8 @@ def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
 
 
 LARGEST_RESULT = 10**18
-CALCULATOR_PROMPT = (
-    "You have a calculator for +, -, *, / and brackets: write <calc>expression</calc> and end your turn, and you are "
-    "given its result. Give the final answer on a last line of the form '#### <number>'."
-)
 FORMS = (  # of the questions; every letter is a number of two or three digits
-    "a * b",
-    "a * b + c",
-    "a * b - c",
-    "(a + b) * c",
-    "(a - b) * c",
-    "a * b + c * d",
-    "a * b - c * d",
+    *("a * b", "a * b + c", "a * b - c", "(a + b) * c", "(a - b) * c", "a * b + c * d", "a * b - c * d"),
 )
 _TAG = re.compile(r"<(/?)calc>")
 _LETTER = re.compile("[a-d]")
@@ -262,9 +246,8 @@ class CalculatorTask(ProceduralTask):
     """Products and sums of large numbers; graded by exact match of the number after the last ``####``.
 
     ``reward = 1`` where that number is the right one, else 0. A response without such a number whose last complete
-    ``<calc>`` stands outside the thinking gets the calculator's result, or its complaint, as the turn of a tool. An
-    answer ends the dialog, and so does a response with neither. ``info`` has ``tool_calls``: 1 for a response that
-    calls the tool, else 0.
+    ``<calc>`` is outside the thinking gets the calculator's result, or its error, as the turn of a tool; any other
+    response ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the tool.
 
     >>> task = CalculatorTask()
     >>> example = Example("What is 347 * 28 + 591?", "#### 10307")
@@ -277,7 +260,10 @@ class CalculatorTask(ProceduralTask):
     name = "calculator"
     replies = True  # a score answers the response
     calls_tools = True  # so that a response is not the last turn
-    default_prompt = CALCULATOR_PROMPT
+    default_prompt = (
+        "You have a calculator for +, -, *, / and brackets: write <calc>expression</calc> and end your turn, and you "
+        "are given its result. Give the final answer on a last line of the form '#### <number>'."
+    )
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
         """Draw a form, then numbers until the result is positive and the problem is of this side."""
@@ -289,7 +275,7 @@ class CalculatorTask(ProceduralTask):
                 return Example(query=f"What is {question}?", answer=f"#### {value}")
 
     def score(self, response: str, example: Example) -> Score:
-        """Compare the answer, or answer the call; see the class."""
+        """Compare the answer, or answer the call."""
         if extract_answer(response, "hash") is not None:
             return replace(super().score(response, example), info={"tool_calls": 0})
         call = last_tagged(without_thinking(response), _TAG)
@@ -298,7 +284,7 @@ class CalculatorTask(ProceduralTask):
 
 
 def calculate(expression: str) -> str:
-    """What the calculator shows: the value, 12 significant digits of it where it is no integer, or what is wrong.
+    """Return the value as text, with 12 significant digits where it is no integer, or the error.
 
     >>> calculate("347 * 28"), calculate("10 / 4"), calculate("2 / 3"), calculate("1 / 0")
     ('9716', '2.5', '0.666666666667', 'error: division by zero')

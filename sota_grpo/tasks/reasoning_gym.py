@@ -1,7 +1,7 @@
-"""Tasks of the package reasoning-gym (Apache-2.0), several in one run: made from the seed, scored by its scorers.
+"""Tasks of the package reasoning-gym (Apache-2.0), several in one run: drawn from the seed, scored by its scorers.
 
-Its scorers read the model's text, so those that execute it are left out, and so is what would break the promises of a
-run (:data:`REFUSED`). What is left was tried on hostile answers, with version 0.1.25.
+Its scorers read model text, so those that execute it are refused, and so are tasks that break the promises of a run
+(:data:`REFUSED`). The others were tried on hostile answers, with version 0.1.25.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rl.records import SUBTASK, Example, Score
-from sota_grpo.tasks.dataset import ChatTask, DatasetError, Row, answering, normalised
+from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, normalised
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
+from sota_grpo.tasks.questions import answering
 
 _EXECUTES = "its scorer executes the model's text (eval or SymPy's parser)"
-_EXECUTES_ITEM = "its scorer executes a text of the problem, which a file of rows may bring along"
+_EXECUTES_ITEM = "its scorer executes a text of the problem, which may come from a file of rows"
 _UNSTABLE = "its problems change with Python's hash seed, so a run could not be repeated"
-#: Tasks that are not offered, and why.
+#: Tasks that are not offered, with the reason.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens"), _EXECUTES),
     **dict.fromkeys(("polynomial_multiplication", "puzzle24", "simple_integration"), _EXECUTES),
@@ -44,12 +45,12 @@ REFUSED: Mapping[str, str] = {
 #: Tasks whose problems depend on how many there are, and that many; the others have as many as there are numbers.
 _SIZES = {"acre": 1000, "gsm_symbolic": 10_000, "list_functions": 10_000}
 _SIZE = 1 << 30
-_DRAWS = 1000  # at most, for a problem of the side that is asked for
+_DRAWS = 1000  # at most, for a problem of one side of the split
 _MAX_ANSWER_CHARS = 8192  # some scorers take quadratic time
-_TOO_MUCH = {"rush_hour": re.compile(r"\d{2}", re.ASCII)}  # a move by so many fields, which is made one by one
+_TOO_MUCH = {"rush_hour": re.compile(r"\d{2}", re.ASCII)}  # a move by as many fields, made one by one
 _TUPLES = ("arc_agi", "rearc")  # whose metadata JSON made lists of
 _FORMATS = ("tags", "boxed", "any")
-_OURS = {"seed": "seed=N", "size": "env.max_samples=N"}  # options that the run decides
+_OURS = {"seed": "seed=N", "size": "env.max_samples=N"}  # options of the run
 SYSTEM_PROMPT = (
     "Solve the problem step by step. Then write the final answer alone {}, in the form of the problem's example where "
     "it has one."
@@ -59,7 +60,7 @@ _LOCK = threading.Lock()  # two of its tasks draw from the process's global rand
 
 
 def task_faults(tasks: Any) -> Iterator[str]:
-    """What is wrong with ``env.tasks``, as far as that can be told without the package."""
+    """Yield the faults of ``env.tasks`` that can be found without the package."""
     if not tasks or not isinstance(tasks, Mapping):
         yield "env.dataset=reasoning_gym draws its problems from env.tasks; give for example env.tasks={chain_sum: 1}."
         return
@@ -82,26 +83,26 @@ def task_faults(tasks: Any) -> Iterator[str]:
 
 
 def _levels_of(options: Mapping[str, Any]) -> list[Any]:
-    """The levels that the options of a task name; None for its default options."""
+    """Return the levels in the options of a task; None stands for its default options."""
     level = options.get("level")
     return list(level) if isinstance(level, Sequence) and not isinstance(level, str) else [level]
 
 
-class ReasoningGymTask(ChatTask):
+class ReasoningGymTask(BaseTask):
     """Problems of several tasks of reasoning-gym, each in proportion to its weight.
 
-    ``reward = correct``, the score in [0, 1] that the task's own scorer gives the answer; the success is a score of 1.
-    A scorer that fails on a text, or gives it a number outside [0, 1], says that it is wrong. ``extra`` of an example
-    and ``info`` of a score have the name of the task: every task has metrics of its own, and its accuracy in
-    evaluations (:meth:`counts`). A problem is held out by its text, whatever the seed.
+    ``reward = correct``, the score in [0, 1] of the task's own scorer; the success is a score of 1. A text at which a
+    scorer fails, or to which it gives a number outside [0, 1], is wrong. ``extra`` of an example and ``info`` of a
+    score have the name of the task: every task has its own metrics and accuracy (:meth:`counts`). A problem is held
+    out by its text, for every seed.
 
     Args:
         train, heldout: examples to train on, and to evaluate on, as :meth:`load` draws them.
         tasks: by name the weight of a task (a whole number of parts; 0 leaves it out), or a dict of ``weight``,
             ``level`` (of its curriculum; of several, one is drawn for each problem) and options of its config class,
-            which come before the level's.
+            which override the level's.
         system_prompt: replaces the task's own; an empty text is no system turn.
-        answer_format: where the answer stands: ``tags``, ``boxed`` or ``any``.
+        answer_format: the place of the answer: ``tags``, ``boxed`` or ``any``.
 
     Raises:
         ValueError: another answer format.
@@ -114,7 +115,6 @@ class ReasoningGymTask(ChatTask):
     """
 
     name = "reasoning_gym"
-    term_weights: Mapping[str, float] = {"correct": 1.0}
 
     def __init__(
         self,
@@ -127,11 +127,10 @@ class ReasoningGymTask(ChatTask):
     ):
         if answer_format not in _FORMATS:
             raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(_FORMATS)}.")
-        self.train, self.heldout = train, heldout
         self.answer_format = answer_format
         self._asked_format = "tags" if answer_format == "any" else answer_format
-        default = SYSTEM_PROMPT.format(_PLACES[self._asked_format])
-        self.system_prompt = default if system_prompt is None else system_prompt
+        self.default_prompt = SYSTEM_PROMPT.format(_PLACES[self._asked_format])
+        super().__init__(train, heldout, system_prompt=system_prompt)
         self._weights: dict[str, int] = {}
         self._levels: dict[str, list[int | None]] = {}
         self._options: dict[tuple[str, int | None], str] = {}  # of a level, as JSON, by which a dataset is kept
@@ -151,10 +150,7 @@ class ReasoningGymTask(ChatTask):
     def load(
         cls, *, tasks: Mapping[str, Any], seed: int = 0, num_train: int = 8192, num_heldout: int = 512, **options: Any
     ) -> ReasoningGymTask:
-        """With problems that are made when they are asked for (:class:`~sota_grpo.tasks.procedural.DrawnExamples`).
-
-        Those to evaluate on are of each task in turn, whatever its weight, so that few of them are enough for all.
-        """
+        """Draw both splits (:class:`~sota_grpo.tasks.procedural.DrawnExamples`); held out are the tasks in turn."""
         task = cls(tasks=tasks, **options)
         if not task._weights:
             raise UserError(next(task_faults({})))
@@ -164,7 +160,7 @@ class ReasoningGymTask(ChatTask):
         return task
 
     def _draw(self, weights: Mapping[str, int], rng: random.Random, heldout: bool) -> Example:
-        """A problem of one side of the split: a task by its weight, then its problems until one is of this side."""
+        """Draw a task by its weight, then problems of it until one is of this side of the split."""
         (name,) = rng.choices([*weights], [*weights.values()])
         levels = self._levels[name]
         level = rng.choice(levels) if len(levels) > 1 else levels[0]
@@ -185,13 +181,13 @@ class ReasoningGymTask(ChatTask):
         )
 
     def prepare(self) -> None:
-        """Import the package and read its data now: no response's deadline should pay for it."""
+        """Import the package and read its data before the deadline of the first response begins."""
         _package()
         for (name, _), options in self._options.items():
             _source(name, options)
 
     def score(self, response: str, example: Example) -> Score:
-        """Ask the scorer of the example's task; see the class."""
+        """Return the score of the task's own scorer."""
         name, answer = example.extra[SUBTASK], extract_answer(response, self.answer_format)
         wrong = Score({"correct": 0.0}, success=False, info={"task": name})
         if answer is None or len(answer) > _MAX_ANSWER_CHARS or (name in _TOO_MUCH and _TOO_MUCH[name].search(answer)):
@@ -204,22 +200,22 @@ class ReasoningGymTask(ChatTask):
         source = _source(name, self._options.get((name, level), "{}"))
         try:
             value = float(source.score_answer(answer, entry))
-        except Exception:  # what the text of a model makes a scorer raise: it is no answer
+        except Exception:  # model text may raise anything in a scorer
             return wrong
-        if not 0.0 <= value <= 1.0:  # one of them has scores above 1 for wrong answers
+        if not 0.0 <= value <= 1.0:  # one scorer gives wrong answers more than 1
             return wrong
         return Score({"correct": value}, success=value == 1.0, info={"task": name})
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Of each task its accuracy: a success or none, in one trial."""
+        """Return the success of one trial, by the name of the task."""
         return {example.extra[SUBTASK]: (int(score.success), 1)}
 
     def gold_response(self, example: Example) -> str | None:
-        """The task's own answer where the answer is looked for; None of tasks that bring none."""
+        """Return the task's own answer in its place; None where it has none."""
         return answering(self._asked_format, example.answer) if example.answer else None
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of an item as the package has it: ``metadata`` with ``source_dataset``, ``answer``, perhaps ``question``."""
+        """Read an item of the package: ``metadata`` with ``source_dataset``, ``answer``, perhaps ``question``."""
         metadata, answer = row.get("metadata"), row.get("answer")
         name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
         if not isinstance(metadata, Mapping) or not isinstance(name, str):
@@ -234,7 +230,7 @@ class ReasoningGymTask(ChatTask):
 
 
 def _package() -> Any:
-    """The package's registry of tasks, which takes seconds to import."""
+    """Return the package's registry of tasks; its import takes seconds."""
     try:
         import reasoning_gym.factory as factory
     except ImportError as error:
@@ -259,7 +255,7 @@ def _require_known(name: str) -> None:
 
 @cache
 def _source(name: str, options: str) -> Any:
-    """What makes and scores the problems of a task; ``options`` (JSON) are of its config class, and ``level``."""
+    """Return the dataset that makes and scores the problems of a task; ``options`` (JSON) include ``level``."""
     _require_known(name)
     factory, chosen = _package(), json.loads(options)
     kind, config_class = factory.DATASETS[name]
@@ -291,12 +287,12 @@ def _source(name: str, options: str) -> Any:
 
 
 def _item(name: str, options: str, index: int) -> dict[str, Any]:
-    """Problem ``index`` of a task as JSON has it: question, answer (perhaps None) and metadata."""
+    """Return problem ``index`` of a task as JSON has it: question, answer (perhaps None) and metadata."""
     import numpy
 
     source = _source(name, options)
     printed = contextlib.redirect_stdout(io.StringIO()) if name == "bf" else contextlib.nullcontext()  # a dot each
-    with _LOCK, printed:  # global random numbers start at the index, and go on as if nobody had drawn
+    with _LOCK, printed:  # global random numbers start at the index, and are restored
         before, before_numpy = random.getstate(), numpy.random.get_state()
         random.seed(index)
         try:

@@ -1,4 +1,4 @@
-"""Your own data: a table of prompts and right answers, in a file or on the hub, verl's parquet files included."""
+"""Data of the user's: a table of prompts and right answers, in a file or on the hub, verl's parquet files included."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from sota_grpo.rewards.extract import answers_equal, extract_answer, is_number
+from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, answering, load_rows, normalised, present
-from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_rows, normalised, present
+from sota_grpo.tasks.questions import GSM8KTask, answering
 
 Chat = list[dict[str, Any]]
 
@@ -29,7 +30,7 @@ MATH_SOURCES = (
 
 
 def plain_columns(row: Row, place: str) -> dict[str, Any]:
-    """The columns with the types that JSON has: dates become ISO text, decimals numbers, arrays lists, NaN None."""
+    """Return the columns with JSON's types: dates become ISO text, decimals numbers, arrays lists, NaN None."""
     return {str(name): _plain(value, f"{place}: column {name!r}") for name, value in row.items()}
 
 
@@ -54,7 +55,7 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def chat_of(prompt: Any, place: str) -> Chat:
-    """The turns of a chat prompt, without entries that are None (parquet fills them in); text is asked for."""
+    """Return the turns of a chat prompt without entries that are None, which parquet fills in."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
         raise DatasetError(
             f"{place} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
@@ -74,26 +75,26 @@ def _turns(prompt: str | Chat) -> Chat:
 
 
 def text_of_answer(ground_truth: Any) -> str:
-    """The ground truth as it is shown and written to the rollouts: text as it is, all else as JSON."""
+    """Return the ground truth for display and for the rollouts: text as it is, all else as JSON."""
     if ground_truth is None or isinstance(ground_truth, str):
         return ground_truth or ""
     return json.dumps(ground_truth, ensure_ascii=False)
 
 
 def answer_format_of(source: str, answer_format: str | None) -> str:
-    """Where the answer stands: where the option says, else where the ``source`` asks for it."""
+    """Return ``answer_format``, or that of the prompts of ``source`` where it is None."""
     if answer_format is not None:
         return answer_format
     return "hash" if source in GSM8K_SOURCES else "boxed" if source in MATH_SOURCES else "any"
 
 
 def is_right(response: str, source: str, ground_truth: Any, answer_format: str | None) -> bool:
-    """Whether the response has the right answer, by the rule of its ``source``.
+    """Return whether the response has the right answer, by the rule of its ``source``.
 
-    - ``openai/gsm8k``: :class:`~sota_grpo.tasks.gsm8k.GSM8KTask`, the same number exactly.
-    - MATH (``MATH_SOURCES``): :func:`~sota_grpo.rewards.maths.math_equal`, an equivalent expression.
-    - all others: :func:`~sota_grpo.rewards.answers_equal`, with the ground truth or with an entry of it, if it is a
-      list. Where the ground truth is no number, ``any`` takes what "the answer is" says, or the whole response.
+    - ``openai/gsm8k``: the same number exactly (:class:`~sota_grpo.tasks.questions.GSM8KTask`).
+    - MATH (``MATH_SOURCES``): an equivalent expression (:func:`~sota_grpo.rewards.maths.math_equal`).
+    - all others: :func:`~sota_grpo.rewards.answers_equal`, with the ground truth or with an entry of a list. Where the
+      ground truth is no number, ``any`` takes what follows "the answer is", or the whole response.
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)
@@ -105,8 +106,6 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
         return GSM8KTask(answer_format=place).score(response, Example("", text_of_answer(ground_truth))).success
     truths = _texts(ground_truth)
     if source in MATH_SOURCES:
-        from sota_grpo.rewards.maths import math_equal  # of no use to most tables
-
         answer = extract_answer(response, place, mathematics=True)
         return answer is not None and any(math_equal(truth, answer) for truth in truths)
     answers = {words: extract_answer(response, place, words=words) for words in (False, True)}
@@ -115,7 +114,7 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
 
 
 def _texts(ground_truth: Any) -> list[str]:
-    """The right answers as text; none of what only a reward function understands."""
+    """Return the right answers as text; none of what only a reward function can grade."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     return [text_of_answer(truth) for truth in truths] if all(isinstance(t, (str, int, float)) for t in truths) else []
 
@@ -123,22 +122,20 @@ def _texts(ground_truth: Any) -> list[str]:
 class TableTask(FileTask):
     """Prompts of a table, each with its ground truth: ``reward = correct``, 1 for a right answer and 0 otherwise.
 
-    A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. A row with verl's columns
-    (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) is known by them and needs no option.
-    All columns stay with the example, for reward functions
-    (:func:`sota_grpo.tasks.wrappers.with_reward_functions`).
-
-    Which answer is right depends on the ``data_source``: see :func:`is_right`.
+    A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. Rows with verl's columns
+    (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) need no option. All columns stay with
+    the example, for reward functions (:func:`sota_grpo.tasks.wrappers.with_reward_functions`). The rule of grading
+    depends on the ``data_source``: see :func:`is_right`.
 
     Args:
         train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
         prompt_column: column of the prompts.
-        answer_column: column of the ground truths; not read where verl's columns are there. Data without a column
+        answer_column: column of the ground truths, unless the columns are verl's. Data without a column
             ``ground_truth``, the default, may have ``answer`` instead.
         answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is ``hash`` for GSM8K, ``boxed`` for MATH
             and ``any`` for all others. Under ``any`` a whole response that is the ground truth is right, too.
-        system_prompt: replaces the system turn of every prompt, or is put before it; an empty text takes it out; None
-            leaves the prompts as they are.
+        system_prompt: replaces the system turn of every prompt, or is added as the first turn; an empty text removes
+            it; None leaves the prompts as they are.
         answer_required: refuse rows without a ground truth that this class can grade; False where functions grade.
 
     Raises:
@@ -151,7 +148,7 @@ class TableTask(FileTask):
     """
 
     name = "table"
-    term_weights: Mapping[str, float] = {"correct": 1.0}
+    system_prompt: str | None
 
     def __init__(
         self,
@@ -166,13 +163,13 @@ class TableTask(FileTask):
     ):
         if answer_format is not None:
             extract_answer("", answer_format)  # refuses an unknown one
-        self.train, self.heldout = train, heldout
+        super().__init__(train, heldout)
         self.prompt_column, self.answer_column = prompt_column, answer_column
         self.answer_format, self.system_prompt = answer_format, system_prompt
         self.answer_required = answer_required
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """The chat of the prompt, its system turn as ``system_prompt`` says."""
+        """Return the chat of the prompt, its system turn replaced by ``system_prompt``."""
         chat = _turns(example.extra["prompt"])
         if self.system_prompt is None:
             return chat
@@ -180,25 +177,26 @@ class TableTask(FileTask):
         return [{"role": "system", "content": self.system_prompt}, *rest] if self.system_prompt else rest
 
     def score(self, response: str, example: Example) -> Score:
-        """Compare the answer with the ground truth; see the class."""
+        """Compare the answer with the ground truth."""
         right = is_right(response, source_of(example), example.extra["ground_truth"], self.answer_format)
         return Score({"correct": float(right)}, success=right)
 
     def gold_response(self, example: Example) -> str | None:
-        """The ground truth where the grading looks for it; None if no such response is right."""
+        """Return the ground truth in the answer's format; None if no such response is right."""
         source, ground_truth = source_of(example), example.extra["ground_truth"]
         texts, place = _texts(ground_truth), answer_format_of(source, self.answer_format)
         response = answering("tags" if place == "any" else place, texts[0]) if texts else ""
         return response if is_right(response, source, ground_truth, self.answer_format) else None
 
     def read_row(self, row: Row, place: str) -> Example:
-        """An example of a row; here the column ``answer`` will do, too, and the prompt may be missing.
+        """Read a row; the column ``answer`` is accepted, too, and the prompt may be missing.
 
-        ``extra`` holds the ``prompt`` and the ``ground_truth`` as they stand in the data, and all other ``columns``.
+        ``extra`` holds the ``prompt`` and the ``ground_truth`` as they are in the data, and all other ``columns``.
         """
         return self._example(row, place, [self.answer_column, "answer"])
 
-    def _read(self, name: str, split: str = "train") -> list[Example]:
+    def read(self, name: str, split: str = "train") -> list[Example]:
+        """Return the examples of a file or of a dataset on the hub; a column that some rows lack is None there."""
         rows = load_rows(name, split=split)
         missing = dict.fromkeys(column for row in rows for column in row)  # None, as parquet and the hub have it
         columns = [self.answer_column]
@@ -216,7 +214,7 @@ class TableTask(FileTask):
         return examples
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
-        """Different chats that end in the same user turn get all their turns as query."""
+        """Return both sides; different chats that end in the same user turn get all their turns as query."""
         train, heldout = super()._sides(name, eval_path)
         chats = defaultdict(set)
 
@@ -227,10 +225,10 @@ class TableTask(FileTask):
         for example in (*train, *(heldout or ())):
             chats[normalised(example.query)].add(normalised(whole(example)))
 
-        def told_apart(example: Example) -> Example:
+        def distinct(example: Example) -> Example:
             return replace(example, query=whole(example)) if len(chats[normalised(example.query)]) > 1 else example
 
-        return [*map(told_apart, train)], None if heldout is None else [*map(told_apart, heldout)]
+        return [*map(distinct, train)], None if heldout is None else [*map(distinct, heldout)]
 
     def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:
         columns = plain_columns(row, place)
@@ -254,12 +252,12 @@ class TableTask(FileTask):
         return example
 
     def require_answers(self) -> None:
-        """See that every example can be graded without a function of the user's; ``DatasetError`` names its row."""
+        """Raise ``DatasetError``, with its row, for an example that only a function of the user's can grade."""
         for example in (*self.train, *self.heldout):
             self._require_gradable(example, list(example.extra["columns"]), example.place)
 
     def _require_gradable(self, example: Example, columns: Sequence[str], place: str) -> None:
-        """See that :func:`is_right` can be right about some response."""
+        """Raise ``DatasetError`` unless :func:`is_right` can be true of some response."""
         ground_truth = example.extra["ground_truth"]
         if not example.answer.strip():
             raise DatasetError(
@@ -276,6 +274,6 @@ class TableTask(FileTask):
 
 
 def source_of(example: Example) -> str:
-    """The ``data_source`` of a row, empty where it has none."""
+    """Return the ``data_source`` of a row, empty where it has none."""
     source = example.extra["columns"].get("data_source")
     return source if isinstance(source, str) else ""

@@ -13,10 +13,10 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sota_grpo.errors import UserError
-from sota_grpo.files import error_line, run_python
+from sota_grpo.files import load_python
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rl.tool_schemas import function_schemas
 from sota_grpo.tasks.servers import content_text
@@ -40,19 +40,19 @@ def load(spec: InstanceSpec) -> Callable[[], Any]:
         module, _, function = spec.kind.partition(":")
         return partial(getattr(import_module(module), function), **spec.options)
     path = Path(spec.path).expanduser()
-    if not path.is_file():
-        raise ToolboxError(f"there is no file {path}; correct the path (now in {Path.cwd()}).")
-    try:
-        members = pickle.loads(path.read_bytes()) if path.suffix == PICKLED else vars(run_python(path))
-    except (Exception, SystemExit) as error:
-        line = error_line(path, error)
-        place = f"{path}" if line is None else f"{path}, line {line}"
-        raise ToolboxError(f"{place}: it cannot be imported ({sentence(error)}); mend it there.") from error
+    members = _pickled(path) if path.suffix == PICKLED else load_python(path, "the path", ToolboxError)
     callables = [_member(members, name, spec) for name in spec.names or members]
     if spec.kind == "functions":
         return partial(Toolbox, callables)
     (factory,) = callables
     return lambda: Environment(factory())
+
+
+def _pickled(path: Path) -> Mapping[str, Any]:
+    try:
+        return cast(Mapping[str, Any], pickle.loads(path.read_bytes()))
+    except Exception as error:
+        raise ToolboxError(f"{path} cannot be loaded ({sentence(error)}).") from error
 
 
 def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callable[..., Any]:

@@ -61,6 +61,7 @@ FILES = ("env.dataset_path", "env.eval_path", "reward.path")
 _IN_FILES = (
     "algorithm.objective",
     "algorithm.baseline",
+    "env.dataset",
     "env.tools",
     "env.environment",
     "env.transforms",

@@ -31,8 +31,8 @@ from sota_grpo.rewards.grading import guarded_score
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example
 from sota_grpo.sweeps import as_text, read_sweep
-from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.ifeval import IFEvalTask
+from sota_grpo.tasks.questions import GSM8KTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.report_rigs import write_run

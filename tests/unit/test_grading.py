@@ -19,7 +19,7 @@ from sota_grpo.rewards.grading import GradingPool, LocalGrader, grading_pool
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Scorer
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.questions import GSM8KTask
 from sota_grpo.workers.base import WorkerDied
 from tests.unit.graders import WEIGHTS, Together, Unloadable, misnamed, moody, tame
 
@@ -177,7 +177,7 @@ def test_a_failure_is_logged_once_for_each_kind(
 
 def test_a_graders_process_lives_without_torch() -> None:
     """It starts in a fraction of a second and takes a few megabytes, so that killing it costs little."""
-    modules = ("workers.processes", "rewards.grading", "tasks.arithmetic", "tasks.gsm8k", "tasks.reasoning")
+    modules = ("workers.processes", "rewards.grading", "tasks.arithmetic", "tasks.questions")
     code = f"import sys, {', '.join('sota_grpo.' + name for name in modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

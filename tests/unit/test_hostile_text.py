@@ -20,11 +20,9 @@ import pytest
 
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task
-from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.ifeval import IFEvalTask
-from sota_grpo.tasks.math import MathTask
 from sota_grpo.tasks.procedural import CalculatorTask, CountdownTask
-from sota_grpo.tasks.reasoning import ReasoningTask
+from sota_grpo.tasks.questions import GSM8KTask, MathTask, ReasoningTask
 from sota_grpo.tasks.table import TableTask
 from tests.unit.test_ifeval_checks import FLAT as INSTRUCTIONS
 

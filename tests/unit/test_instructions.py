@@ -21,13 +21,13 @@ from sota_grpo.rewards.ifeval import INSTRUCTIONS, read_kwargs
 from sota_grpo.rewards.ifeval.checks import CHOICES
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, scorer_of
-from sota_grpo.tasks import instructions as texts
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.tasks.instructions import InstructionsTask
+from sota_grpo.tasks.ifeval import InstructionsTask, texts
 from tests.unit.test_tasks import shared_data
 
 SEED = random.randrange(1 << 30)
 SAMPLE = 3000
+WORDS = texts()
 CHOSEN = {choice.casefold().rstrip(".") for choice in CHOICES}
 
 # English that langdetect knows, in small pieces: for every letter that may be rare, some have none of it.
@@ -145,7 +145,7 @@ def test_all_25_occur_and_every_prompt_can_be_followed_to_the_letter() -> None:
         assert 1 <= len(example.extra["instruction_id_list"]) <= 3
     assert set(seen) == set(INSTRUCTIONS)
     assert min(seen.values()) > SAMPLE / 50
-    assert set(texts.LANGUAGES) == set(FOREIGN)
+    assert set(WORDS["languages"]) == set(FOREIGN)
 
 
 def test_kwargs_are_complete_and_what_is_asked_for_stands_in_the_prompt() -> None:
@@ -157,30 +157,32 @@ def test_kwargs_are_complete_and_what_is_asked_for_stands_in_the_prompt() -> Non
                 assert word in example.query, (SEED, example)
             for value in kwargs.values():
                 if isinstance(value, int) and name != "detectable_format:multiple_sections":
-                    asked = {str(value), *texts.NUMERALS[value : value + 1], *texts.ORDINALS[value - 1 : value]}
-                    asked |= {str(value - 1), *texts.NUMERALS[value - 1 : value]} if few(kwargs) else set()
+                    asked = {str(value), *WORDS["numerals"][value : value + 1], *WORDS["ordinals"][value - 1 : value]}
+                    asked |= {str(value - 1), *WORDS["numerals"][value - 1 : value]} if few(kwargs) else set()
                     assert asked & set(re.findall(r"\w+", example.query)), (SEED, example)
 
 
 def strings(kwargs: dict[str, Any]) -> Iterator[Any]:
     for name, value in kwargs.items():
         if name == "language":
-            yield texts.LANGUAGES[value]
+            yield WORDS["languages"][value]
         elif isinstance(value, (str, list)) and "relation" not in name:
             yield value
 
 
 def test_words_that_are_asked_for_or_forbidden_come_from_nowhere_else() -> None:
-    fixed = [*texts.REQUESTS, *texts.QUESTIONS, *texts.END_PHRASES, *texts.FIRST_WORDS, *texts.SECTIONS]
-    for topic, words in texts.TOPICS.items():
-        for word in words:
+    fixed = [*WORDS["requests"], *WORDS["questions"], *WORDS["end_phrases"], *WORDS["first_words"], *WORDS["sections"]]
+    for topic, words in WORDS["topics"].items():
+        for word in (words := words.split()):
             assert not any(word in text.lower() for text in [topic, *fixed]), (topic, word)
             assert not any(word in other for other in words if other != word), (topic, word)
         assert len(set(words)) == 6
 
 
 def test_no_held_out_request_is_trained_on() -> None:
-    requests = {form.format(topic=topic) for form in (*texts.REQUESTS, *texts.QUESTIONS) for topic in texts.TOPICS}
+    requests = {
+        form.format(topic=topic) for form in (*WORDS["requests"], *WORDS["questions"]) for topic in WORDS["topics"]
+    }
     sides = [drawn(), InstructionsTask.load(seed=SEED + 1, num_heldout=SAMPLE).heldout]
     trained, heldout = ({request_of(example, requests) for example in side} for side in sides)
     assert len(trained) > 900

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import sys
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from sota_grpo import tasks
+from sota_grpo.assembly.compose import anchor_paths, needs_consent
 from sota_grpo.assembly.preflight import preflight
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
 from sota_grpo.migration.export import model_card
+from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import chat
+from sota_grpo.rl.task import chat, scorer_of
+from sota_grpo.tasks import task_class
+from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
 
 
@@ -86,3 +95,94 @@ def test_a_task_without_a_hub_wants_a_place(monkeypatch) -> None:
     monkeypatch.delattr(ParityTask, "hub_name")
     with pytest.raises(ConfigError, match=r"env\.dataset=parity is your own data"):
         validate(config_of())
+
+
+SOURCE = """
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.tasks.dataset import FileTask, text_of
+
+class Rule:
+    def __init__(self, gold): self.gold = gold
+
+class Riddles(FileTask):
+    name, question_columns = "riddles", ("riddle",)
+
+    def __init__(self, train=(), heldout=(), *, system_prompt=None, correct=1.0):
+        super().__init__(train, heldout, system_prompt=system_prompt)
+        self.correct, self.rule = correct, Rule("It is {}.")
+
+    def read_row(self, row, place):
+        return Example(str(row.get("riddle", "")), text_of(row, "solution", place))
+
+    def score(self, response, example):
+        right = response == self.rule.gold.format(example.answer)
+        return Score({"correct": self.correct * right}, success=right)
+
+class Half:
+    def score(self, response, example): ...
+"""
+
+
+def riddles(folder: Path) -> str:
+    (folder / "riddles.py").write_text(SOURCE)
+    rows = [{"riddle": f"No. {number}?", "solution": str(number)} for number in range(9)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return f"{folder / 'riddles.py'}:Riddles"
+
+
+def test_a_class_in_a_file_is_a_task_with_its_options_and_its_scores_come_from_a_grader(tmp_path: Path) -> None:
+    place = riddles(tmp_path)
+    data = ("env.max_steps=1", f"env.dataset_path={tmp_path / 'rows.jsonl'}", "env.num_heldout=2")
+    config = config_of(f"env.dataset={place}", "reward.correct=2", "env.system_prompt=Hi", *data)
+    validate(config)
+    task = task_of(config)
+    assert (len(task.train), len(task.heldout), task.messages(task.train[0])[0]["content"]) == (7, 2, "Hi")
+    assert copy.copy(task).rule is task.rule
+    with closing(GradingPool(scorer_of(task), task.term_weights, num_workers=1, timeout_s=60)) as pool:
+        (score,) = pool.scores([(f"It is {task.train[0].answer}.", task.train[0])]).result(120)
+    assert score.terms == {"correct": 2.0}
+    with pytest.raises(ConfigError, match=r"env.difficulty=2 has no effect on env.dataset=.*riddles.py:Riddles"):
+        validate(config_of(f"env.dataset={place}", "env.difficulty=2", *data))
+    config.env.mixture = {"own": {"dataset": place, "reward_correct": 3}, "sums": {"dataset": "arithmetic"}}
+    config.env.dataset, config.reward.correct = "gsm8k", 1.0
+    validate(config)
+    assert task_of(config).tasks["own"].correct == 3
+
+
+def test_a_task_file_needs_consent_and_is_known_by_what_it_holds(tmp_path: Path, monkeypatch) -> None:
+    place = riddles(tmp_path)
+    config = config_of(f"env.dataset={place}")
+    assert needs_consent(config) == {"env.dataset": f"run {tmp_path / 'riddles.py'}"}
+    mixed = config_of()
+    mixed.env.mixture = {"own": {"dataset": place}}
+    assert [*needs_consent(mixed)] == ["env.mixture.own.dataset"]
+    before = [signature(asdict(one)) for one in (config, mixed)]
+    (tmp_path / "riddles.py").write_text(SOURCE.replace("It is", "It was"))
+    assert all(one not in before for one in (signature(asdict(config)), signature(asdict(mixed))))
+    assert task_class(place)().rule.gold == "It was {}."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parity").mkdir()  # the name of a task, not of this folder
+    named, own = config_of(), config_of("env.dataset=riddles.py:Riddles")
+    for one in (named, own):
+        anchor_paths(one)
+    assert (named.env.dataset, own.env.dataset) == ("parity", place)
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("none.py:Riddles", "there is no file .*none.py; correct env.dataset"),
+        ("riddles.py:Missing", "riddles.py has no class 'Missing'; its classes are Rule, Riddles, Half"),
+        ("riddles.py:Half", "Half has no messages, gold_response, read_row; derive it from .*FileTask"),
+        ("broken.py:Riddles", "broken.py, line 2: it cannot be imported .*ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_file_or_class_is_one_sentence(tmp_path: Path, written: str, sentence: str) -> None:
+    riddles(tmp_path)
+    (tmp_path / "broken.py").write_text("\n1 / 0\n")
+    with pytest.raises(UserError, match=sentence):
+        validate(config_of(f"env.dataset={tmp_path / written}"))
+    config = config_of()
+    config.env.mixture = {"own": {"dataset": str(tmp_path / written)}}
+    with pytest.raises(ConfigError, match=f"env.mixture.own: .*{sentence}"):
+        validate(config)

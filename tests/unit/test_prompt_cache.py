@@ -134,9 +134,7 @@ def test_ended_groups_take_their_prompts_along():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 @pytest.mark.parametrize("case", ["qwen2", *REPEATED, "eager", "sharing them changes"])
-def test_an_engine_reports_the_log_probs_of_a_plain_forward(
-    case: str, device: str, caplog: pytest.LogCaptureFixture
-):
+def test_an_engine_reports_the_log_probs_of_a_plain_forward(case: str, device: str, caplog: pytest.LogCaptureFixture):
     """Where rows cannot share prompts, it says why."""
     model, plain = both(case if case in FAMILIES else "qwen2", torch.float32)
     model = plain if case == "eager" else model

@@ -13,9 +13,16 @@ from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task, task_class
 from sota_grpo.tasks.dataset import DatasetError, normalised
-from sota_grpo.tasks.gsm8k import GSM8KTask
-from sota_grpo.tasks.math import MathTask
-from sota_grpo.tasks.reasoning import ReasoningTask, answers_equal, count_words, format_term, read_parts, split_gold
+from sota_grpo.tasks.questions import (
+    GSM8KTask,
+    MathTask,
+    ReasoningTask,
+    answers_equal,
+    count_words,
+    format_term,
+    read_parts,
+    split_gold,
+)
 from tests.unit.test_tasks import shared_data, write
 
 RNG = random.Random(random.randrange(1 << 30))

@@ -20,8 +20,8 @@ from sota_grpo.rewards.grading import LocalGrader, grading_pool, guarded_score, 
 from sota_grpo.rl.records import Example, SampledText, Sampling, Score
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.source.rollouts import Prompt, Rollouts
-from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.procedural import CalculatorTask
+from sota_grpo.tasks.questions import GSM8KTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
 from sota_grpo.training.gate import _as_sampled

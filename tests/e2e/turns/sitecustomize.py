@@ -46,6 +46,4 @@ def watch_learner(module: Any) -> None:
 
 imports.around("sota_grpo.engines.transformers_engine", after=watch_engine)
 imports.around("sota_grpo.training.learner", after=watch_learner)
-imports.around(
-    "sota_grpo.workers.reference", after=lambda module: watch(module.ReferenceWorker, "reference", "run")
-)
+imports.around("sota_grpo.workers.reference", after=lambda module: watch(module.ReferenceWorker, "reference", "run"))

@@ -1,0 +1,378 @@
+"""Questions with an answer in a given format: GSM8K, MATH, and reasoning in tags.
+
+Model text is untrusted: it is searched with regular expressions of linear time, and never evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sota_grpo.rewards.extract import (
+    CALCULATION,
+    answers_equal,
+    extract_answer,
+    is_number,
+    numbers_equal,
+    parse_number,
+)
+from sota_grpo.rewards.maths import math_equal
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.tasks.dataset import (
+    DatasetError,
+    FileTask,
+    Row,
+    first_text,
+    optional_text,
+    present,
+    require_not_negative,
+)
+
+_FORMS = {  # the request of the system prompt, and the last line of a response
+    "hash": ("on a last line of the form '#### <{}>'", "#### {}"),
+    "boxed": ("in the form \\boxed{{<{}>}}", "The answer is \\boxed{{{}}}."),
+    "tags": ("in the form <answer><{}></answer>", "<answer>{}</answer>"),
+    "last_number": ("as the last number of the response", "The answer is {}."),
+}
+_MAX_INFO_CHARS = 200
+
+
+def answering(answer_format: str, answer: str) -> str:
+    """Return the last line of a response that gives ``answer`` in ``answer_format``.
+
+    >>> answering("boxed", "18"), answering("tags", "18")
+    ('The answer is \\\\boxed{18}.', '<answer>18</answer>')
+    """
+    return _FORMS[answer_format][1].format(answer)
+
+
+class QuestionTask(FileTask):
+    """Problems of a data set, each graded by an answer in a format.
+
+    A subclass declares its ``default_format``; ``any_format``, which the prompt requests under ``answer_format=any``;
+    ``right_term``, the name of the term for the answer; ``default_weight``, of the term ``format``; and ``what`` the
+    prompt asks for.
+
+    Args:
+        train, heldout: examples to train on, and to evaluate on.
+        answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is the task's own.
+        system_prompt: replaces the task's own; an empty text leaves the system turn out.
+        format_weight: weight of ``format``; at 0 it is still reported. None is the task's own.
+
+    Raises:
+        ValueError: an unknown answer format, or a negative weight.
+    """
+
+    has_test_split = True
+    default_format = any_format = "hash"
+    right_term, default_weight = "correct", 0.0
+    what = "answer"
+    question_columns: Sequence[str] = ("question",)
+
+    def __init__(
+        self,
+        train: Sequence[Example] = (),
+        heldout: Sequence[Example] = (),
+        *,
+        answer_format: str | None = None,
+        system_prompt: str | None = None,
+        format_weight: float | None = None,
+    ):
+        super().__init__(train, heldout, system_prompt=system_prompt)
+        self.answer_format = self.default_format if answer_format is None else answer_format
+        extract_answer("", self.answer_format)  # refuses an unknown one
+        self._asked_format = self.any_format if self.answer_format == "any" else self.answer_format
+        if system_prompt is None and not self.default_prompt:
+            where = _FORMS[self._asked_format][0].format(self.what)
+            self.system_prompt = f"Solve the problem step by step, then give the final answer {where}."
+        weight = self.default_weight if format_weight is None else format_weight
+        require_not_negative(format_weight=weight)
+        self.term_weights = {self.right_term: 1.0, "format": weight}
+
+
+class GSM8KTask(QuestionTask):
+    """Grade-school word problems, graded by the final number alone (Cobbe et al. 2021, arXiv:2110.14168).
+
+    ``reward = 1.0 * correct + format_weight * format``: ``correct`` is 1 when the answer equals the gold number
+    exactly; ``format`` is 1 when there is a number in the place of the answer. So a gold response earns the most and
+    an empty one 0. Arguments: :class:`QuestionTask`.
+
+    >>> task = GSM8KTask([Example("What is 9 times 2?", "9*2=18\\n#### 18")], [])
+    >>> task.score("Nine twice is 18.\\n#### 18.00", task.train[0]).terms
+    {'correct': 1.0, 'format': 1.0}
+    >>> task.score("18", task.train[0]).success
+    False
+    """
+
+    name = "gsm8k"
+    hub_name, hub_config = "openai/gsm8k", "main"
+    what = "number"
+
+    def score(self, response: str, example: Example) -> Score:
+        """Compare the number in the response with the gold one."""
+        answer = extract_answer(response, self.answer_format)
+        is_answer = answer is not None and parse_number(answer) is not None
+        correct = answer is not None and numbers_equal(answer, _gold_number(example.answer))
+        return Score(terms={"correct": float(correct), "format": float(is_answer)}, success=correct)
+
+    def gold_response(self, example: Example) -> str:
+        """Return the worked gold answer without its calculator annotations, its number in the requested format."""
+        steps = CALCULATION.sub("", example.answer).rpartition("####")[0].rstrip()
+        last_line = answering(self._asked_format, _gold_number(example.answer))
+        return f"{steps}\n{last_line}" if steps else last_line
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """Read ``answer`` (worked, or the number alone) and, if it is there, ``question``."""
+        answer = first_text(row, ["answer"], place)
+        if parse_number(_gold_number(answer)) is None:
+            raise DatasetError(
+                f"{place}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
+                "mend or remove the row."
+            )
+        return Example(query=optional_text(row, self.question_columns), answer=answer)
+
+
+def _gold_number(answer: str) -> str:
+    """Return what follows the last ``####`` of a gold answer, or all of it where there is none."""
+    return extract_answer(answer, "hash") or answer
+
+
+class MathTask(QuestionTask):
+    """Competition problems with any expression as answer (MATH, Hendrycks et al. 2021, arXiv:2103.03874).
+
+    ``reward = 1.0 * answer + format_weight * format``: ``answer`` is ``correct`` where the answer of the response
+    equals the gold one (:func:`sota_grpo.rewards.maths.math_equal`), ``no_answer`` where there is none, else
+    ``wrong``; ``format`` is 1 where there is an answer. Further arguments: :class:`QuestionTask`.
+
+    Args:
+        correct: reward of a right answer, greater than the others.
+        wrong: reward of a wrong answer.
+        no_answer: reward of a response without an answer.
+
+    Raises:
+        ValueError: an unknown answer format, a negative weight, or a right answer that does not earn the most.
+
+    >>> task = MathTask([Example("Solve 2x = 1.", "\\\\frac{1}{2}")], [])
+    >>> [task.score(response, task.train[0]).terms["answer"] for response in ("\\\\boxed{0.5}", "\\\\boxed{2}", "0.5")]
+    [1.0, -1.0, -0.5]
+    """
+
+    name = "math"
+    hub_name, hub_config = "DigitalLearningGmbH/MATH-lighteval", "default"
+    default_format = any_format = "boxed"
+    right_term = "answer"
+    question_columns = ("question", "problem", "prompt")
+    _gold_columns = ("ground_truth", "answer", "solution")
+
+    def __init__(
+        self,
+        train: Sequence[Example] = (),
+        heldout: Sequence[Example] = (),
+        *,
+        answer_format: str | None = None,
+        system_prompt: str | None = None,
+        format_weight: float | None = None,
+        correct: float = 1.0,
+        wrong: float = -1.0,
+        no_answer: float = -0.5,
+    ):
+        shared = {"answer_format": answer_format, "system_prompt": system_prompt}
+        super().__init__(train, heldout, **shared, format_weight=format_weight)
+        if not all(map(math.isfinite, (correct, wrong, no_answer))) or correct <= max(wrong, no_answer):
+            raise ValueError(
+                f"reward.correct={correct} must be greater than reward.wrong={wrong} and reward.no_answer={no_answer}."
+            )
+        self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
+
+    def score(self, response: str, example: Example) -> Score:
+        """Compare the answer in the response with the gold one."""
+        answer = extract_answer(response, self.answer_format, mathematics=True)
+        if answer is None:
+            return Score({"answer": self.no_answer, "format": 0.0}, success=False)
+        right = math_equal(example.answer, answer)
+        value = self.correct if right else self.wrong
+        return Score({"answer": value, "format": 1.0}, success=right, info={"extracted": answer[:_MAX_INFO_CHARS]})
+
+    def gold_response(self, example: Example) -> str | None:
+        """Return the gold answer in the requested format; None where it does not fit: words as ``last_number``."""
+        response = answering(self._asked_format, " ".join(example.answer.split()))
+        return response if self.score(response, example).success else None
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """Read the first of ``ground_truth``, ``answer`` and ``solution``, and the question if it is there.
+
+        The gold answer may be bare (text or a number), in dollars, or in the last box of a worked solution.
+        """
+        text = first_text(row, self._gold_columns, place)
+        gold = extract_answer(text, "boxed")
+        if gold is None and all(present(row.get(column)) is None for column in self._gold_columns[:-1]):
+            raise DatasetError(f"{place}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
+        gold = gold or extract_answer(text, "hash") or text.strip()
+        if not math_equal(gold, gold):
+            raise DatasetError(
+                f"{place}: the gold answer {gold[:40]!r} ({len(gold)} characters) cannot be compared; "
+                "give a short final answer or remove the row."
+            )
+        return Example(query=optional_text(row, self.question_columns), answer=gold)
+
+
+TAG = re.compile(r"</?(?:think|answer)>")  # as the prompt requests them: in lower case, without spaces
+_ANY_TAG = re.compile(TAG.pattern, re.IGNORECASE)
+_SHAPE = ["<think>", "</think>", "<answer>", "</answer>"]
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # scripts without spaces between words
+_WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
+
+
+class Parts(NamedTuple):
+    """The text between the think tags of a response, that between its answer tags, and whether nothing else is there.
+
+    A text is None where there is not exactly one pair of its tags with text in it.
+    """
+
+    thinking: str | None
+    answer: str | None
+    exact: bool
+
+
+def read_parts(response: str) -> Parts:
+    """Return the two parts of a response.
+
+    A tag that is repeated, in the wrong order or without its counterpart makes no part; tags inside a part make the
+    form inexact. Only ``<think>`` may be missing, because chat templates of reasoning models end the prompt with it.
+
+    >>> read_parts("<think>9 + 9</think> <answer>18</answer>")
+    Parts(thinking='9 + 9', answer='18', exact=True)
+    >>> read_parts("9 + 9</think>So: <answer>18</answer>")
+    Parts(thinking='9 + 9', answer='18', exact=False)
+    >>> read_parts("<answer>18</answer><think>9 + 9</think>")
+    Parts(thinking='9 + 9', answer=None, exact=False)
+    """
+    tags = list(TAG.finditer(response))
+    names = [tag[0] for tag in tags]
+    thinking, answer = "", ""
+    if names.count("</think>") == 1 and names.count("<think>") <= 1:
+        begin = tags[names.index("<think>")].end() if "<think>" in names else 0
+        thinking = response[begin : tags[names.index("</think>")].start()].strip()
+    if names[-2:] == _SHAPE[2:] and names.count("<answer>") == names.count("</answer>") == 1:
+        answer = response[tags[-2].end() : tags[-1].start()].strip()
+    outside = TAG.split(response)[::-2] if names in (_SHAPE, _SHAPE[1:]) else [response]
+    exact = bool(thinking and answer) and not "".join(outside).strip()
+    return Parts(thinking or None, answer or None, exact)
+
+
+def format_term(parts: Parts) -> float:
+    """Return 1 for the exact form, else 0.25 for each part that is there: a model does not learn both at once."""
+    return 1.0 if parts.exact else 0.25 * ((parts.thinking is not None) + (parts.answer is not None))
+
+
+def count_words(text: str) -> int:
+    """Return the number of words and numbers; a Chinese or Japanese character is a word."""
+    return sum(1 for _ in _WORD.finditer(text))
+
+
+class ReasoningTask(QuestionTask):
+    """Problems with a number or a short text as answer, rewarded for form, thinking and answer.
+
+    The form is ``<think>`` worked steps ``</think>``, then ``<answer>`` the answer alone ``</answer>``.
+
+    ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``: ``answer`` is
+    :func:`~sota_grpo.rewards.answers_equal`, 0 or 1; ``format`` is :func:`format_term` in [0, 1]; ``thinking`` is
+    ``min(words / min_think_words, 1) - 1`` in [-1, 0]. The answer is that of the last complete answer tags after the
+    thinking, whatever the rest of the form; success is a right answer. With ``format_weight + thinking_weight < 1``
+    every right answer earns more than every wrong one. Further arguments: :class:`QuestionTask`; ``answer_format`` is
+    for responses to another prompt, and the requested form stays that of the tags.
+
+    Args:
+        thinking_weight: weight of ``thinking``.
+        min_think_words: words of thinking without a penalty; 0 is no penalty for any.
+
+    Raises:
+        ValueError: an unknown answer format, or a negative weight or number of words.
+
+    >>> task = ReasoningTask(min_think_words=4)
+    >>> task.score("<think>Twice 9 is 18.</think><answer>18</answer>", Example("9 * 2?", "#### 18")).terms
+    {'answer': 1.0, 'format': 1.0, 'thinking': 0.0}
+    >>> task.score("<answer>$18.00</answer>", Example("9 * 2?", "18")).terms
+    {'answer': 1.0, 'format': 0.25, 'thinking': -1.0}
+    """
+
+    name = "reasoning"
+    hub_name, hub_config = "openai/gsm8k", "main"
+    default_format = "tags"
+    right_term, default_weight = "answer", 0.2
+    question_columns = ("question", "prompt")
+    default_prompt = (
+        "Think about the problem step by step between <think> and </think>, then give the final answer alone between "
+        "<answer> and </answer>."
+    )
+
+    def __init__(
+        self,
+        train: Sequence[Example] = (),
+        heldout: Sequence[Example] = (),
+        *,
+        answer_format: str | None = None,
+        system_prompt: str | None = None,
+        format_weight: float | None = None,
+        thinking_weight: float = 0.2,
+        min_think_words: int = 20,
+    ):
+        shared = {"answer_format": answer_format, "system_prompt": system_prompt}
+        super().__init__(train, heldout, **shared, format_weight=format_weight)
+        require_not_negative(thinking_weight=thinking_weight, min_think_words=min_think_words)
+        self.term_weights |= {"thinking": thinking_weight}
+        self.min_think_words = min_think_words
+
+    def score(self, response: str, example: Example) -> Score:
+        """Return the three terms; ``info`` has the words of thinking and the beginning of the answer."""
+        parts, gold = read_parts(response), split_gold(example.answer)[1]
+        answer = extract_answer(response, self.answer_format, words=not is_number(gold))
+        right = answer is not None and answers_equal(answer, gold)
+        words, least = count_words(parts.thinking or ""), self.min_think_words
+        thinking = min(words / least, 1.0) - 1.0 if least else 0.0
+        terms = {"answer": float(right), "format": format_term(parts), "thinking": thinking}
+        info: dict[str, object] = {"think_words": words}
+        if answer is not None:
+            info["answer_found"] = answer[:_MAX_INFO_CHARS]
+        return Score(terms, success=right, info=info)
+
+    def gold_response(self, example: Example) -> str:
+        """Return enough thinking (the worked answer, else the question restated), then the answer.
+
+        It earns the full reward whatever the question holds: tags in it become brackets.
+        """
+        steps, gold = split_gold(example.answer)
+        thinking = CALCULATION.sub("", steps) or f"I am asked: {example.query}"
+        again = f"\nI read the question once more: {example.query}\nMy answer stays {gold}."
+        missing = max(0, self.min_think_words - count_words(thinking))
+        thinking += again * -(-missing // count_words(again))
+        return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """Read the first of ``answer``, ``ground_truth`` and ``completion``, and the question if it is there."""
+        answer = first_text(row, ("answer", "ground_truth", "completion"), place)
+        gold = split_gold(answer)[1]
+        if not gold or _ANY_TAG.search(gold):
+            ends = f"is empty (it ends in {answer[-40:]!r})"
+            reason = f"{gold[:40]!r} holds one of the tags that end an answer" if gold else ends
+            raise DatasetError(f"{place}: the right answer {reason}; mend or remove the row.")
+        return Example(query=optional_text(row, self.question_columns), answer=answer)
+
+
+def split_gold(answer: str) -> tuple[str, str]:
+    """Return the worked steps of a gold answer, empty where it has none, and the answer alone.
+
+    The answer is the content of its answer tags, else what follows ``####`` on its last line, else all of it.
+
+    >>> split_gold("9*2=18\\n#### 18"), split_gold("<think>9*2</think><answer>18</answer>"), split_gold(" Paris ")
+    (('9*2=18', '18'), ('9*2', '18'), ('', 'Paris'))
+    """
+    tagged = extract_answer(answer, "tags")
+    if tagged is not None:
+        return read_parts(answer).thinking or "", tagged
+    steps, mark, last = answer.rpartition("####")
+    if mark and "\n" not in last.strip():
+        return steps.strip(), last.strip()
+    return "", answer.strip()
