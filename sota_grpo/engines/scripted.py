@@ -41,7 +41,7 @@ class ScriptedEngine(SteppingEngine):
     [[5, 6, 0], [5, 7, 0]]
     """
 
-    name = label = "scripted"
+    name = "scripted"
 
     def __init__(
         self,

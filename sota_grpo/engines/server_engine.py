@@ -206,7 +206,6 @@ class ServerEngine(SteppingEngine):
         can_sleep: bool = False,
     ):
         super().__init__()
-        self.label = self.name
         self._client, self._process = client, process
         self._shapes, self._tied = shapes, tied
         self._max_rows, self._deadlines = options.max_rows, options.deadlines

@@ -231,7 +231,6 @@ class SteppingEngine(Streams, ABC):
     """
 
     name: str
-    label: str  # in messages
     version = 0
     max_model_len: int
     stepwise = True
@@ -337,7 +336,7 @@ class SteppingEngine(Streams, ABC):
             self._require_open()
             if self.num_in_flight:
                 raise RuntimeError(
-                    f"The {self.label} engine cannot sleep with {self.num_in_flight} groups in flight; consume or "
+                    f"The {self.name} engine cannot sleep with {self.num_in_flight} groups in flight; consume or "
                     "cancel them first."
                 )
             self._free_memory()

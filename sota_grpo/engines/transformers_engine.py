@@ -341,7 +341,7 @@ class TransformersEngine(SteppingEngine):
         UserError: the model keeps a state other than keys and values, or its config has no context length.
     """
 
-    name = label = "transformers"
+    name = "transformers"
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ class VLLMEngine(SteppingEngine):
     computes with this process's OpenMP threads (``OMP_NUM_THREADS``), in turns with the learner.
     """
 
-    name, label = "vllm", "vLLM"
+    name = "vllm"
 
     def __init__(self, options: EngineOptions):
         super().__init__()

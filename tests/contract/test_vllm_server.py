@@ -37,7 +37,6 @@ from tests.engine_rigs import (
     ragged_requests,
     reference_log_probs,
     step,
-    token_lists,
 )
 from tests.l3_parts import score_of
 from tests.process_rigs import children, members, wait_for
@@ -81,21 +80,15 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     assert members(rig.group) == []
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_log_probs_equal_transformers(rig: Rig, temperature: float):
-    requests = ragged_requests(6, 4)
-    outputs = generate(rig.engine, requests, Sampling(max_tokens=40, temperature=temperature))
-    assert largest_gap(rig.model, requests, outputs, temperature or 1.0) < 1e-4
-
-
 def test_log_probs_equal_transformers_after_each_push(rig: Rig):
     requests = ragged_requests(6, 4)
     for seed in (1, 2):
         before = generate(rig.engine, requests, Sampling(max_tokens=40))
         rig.push(seed)
         assert largest_gap(rig.model, requests, before, 1.0) > 0.01
-        after = generate(rig.engine, requests, Sampling(max_tokens=40))
-        assert largest_gap(rig.model, requests, after, 1.0) < 1e-4
+        for temperature in (0.7, 0.0, 1.0):
+            after = generate(rig.engine, requests, Sampling(max_tokens=40, temperature=temperature))
+            assert largest_gap(rig.model, requests, after, temperature or 1.0) < 1e-4
         versions = {int(v) for output in after.values() for sample in output.samples for v in sample.versions}
         assert versions == {rig.engine.version}
         held = {name: Checksum.of(weight) for name, weight in rig.model.state_dict().items()}
@@ -161,19 +154,6 @@ def test_of_merged_weights_those_without_an_adapter_stay(rig: Rig, monkeypatch: 
     own = sum(value.nbytes for _, value in engine_weights(adapted, base=False))
     assert own < again < own + 20_000 < whole  # the file's header names what it has
     rig.push(4)
-
-
-def test_equal_calls_give_equal_samples_that_differ_and_end_at_a_stop_token_or_are_truncated(rig: Rig):
-    requests, sampling = ragged_requests(6, 6, seed=1), Sampling(max_tokens=60, temperature=1.5)  # fixed: rounding
-    outputs, again = (generate(rig.engine, requests, sampling) for _ in range(2))
-    assert token_lists(outputs) == token_lists(again)
-    assert all(len({tuple(sample) for sample in samples}) == 6 for samples in token_lists(outputs).values())
-    samples = [sample for output in outputs.values() for sample in output.samples]
-    for sample in samples:
-        assert EOS not in sample.token_ids[:-1]
-        assert sample.truncated == (int(sample.token_ids[-1]) != EOS)
-        assert len(sample.token_ids) == 60 or not sample.truncated
-    assert {sample.truncated for sample in samples} == {True, False}
 
 
 def test_an_aborted_group_frees_the_server(rig: Rig):

@@ -116,7 +116,7 @@ class FakeVLLM(FakeServer):
     def _generate(self, body: Any) -> Answer:
         params = body["sampling_params"]
         if params.get("top_k") == 1:  # the trial
-            return 200, {"choices": [_vllm_choice(0, [7], [self.trial_log_prob], [], "length")]}
+            return 200, {"choices": [vllm_choice(0, [7], [self.trial_log_prob], [], "length")]}
         choices = []
         for index in range(params["n"]):
             try:
@@ -124,9 +124,9 @@ class FakeVLLM(FakeServer):
                     body["token_ids"], params["seed"] + index, params["max_tokens"], body["request_id"]
                 )
             except InterruptedError:
-                return 200, {"choices": [_vllm_choice(index, [], [], [], "abort")]}
+                return 200, {"choices": [vllm_choice(index, [], [], [], "abort")]}
             log_probs = [-token / 1000 for token in tokens]
-            choices.append(_vllm_choice(index, tokens, log_probs, spans, "length" if index % 2 else "stop"))
+            choices.append(vllm_choice(index, tokens, log_probs, spans, "length" if index % 2 else "stop"))
         return 200, {"choices": choices[::-1]}
 
 
@@ -176,7 +176,7 @@ class FakeSGLang(FakeServer):
         return 200, answers
 
 
-def _vllm_choice(
+def vllm_choice(
     index: int, tokens: list[int], log_probs: list[float], spans: list[dict[str, Any]], reason: str
 ) -> dict[str, Any]:
     content = [{"token_id": token, "logprob": log_prob} for token, log_prob in zip(tokens, log_probs)]

@@ -88,20 +88,6 @@ def test_an_engine_tells_the_sets_that_it_drew_from_and_log_probs_over_them(way:
     assert max(int(sample.kept.counts.max()) for _, sample in samples) > 1
 
 
-def test_min_p_keeps_what_is_likely_enough_and_comes_before_top_p() -> None:
-    """Of 0.5, 0.25, 0.15, 0.1 a min-p of 0.25 leaves 5/9, 5/18 and 1/6; a top-p of 0.83 all three, of 0.8 two."""
-    logits = torch.tensor([[0.5, 0.1, 0.15, 0.25]]).log()
-    probs = sampled_probs(logits, Sampling(max_tokens=1, min_p=0.25, top_p=0.84))
-    torch.testing.assert_close(probs, torch.tensor([[5 / 9, 0.0, 1 / 6, 5 / 18]]))
-    probs = sampled_probs(logits, Sampling(max_tokens=1, min_p=0.25, top_p=0.82))
-    torch.testing.assert_close(probs, torch.tensor([[2 / 3, 0.0, 0.0, 1 / 3]]))
-
-
-def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
-    probs = sampled_probs(torch.tensor([[1.0, 2.0, 1.0, 0.0]]), Sampling(max_tokens=1, top_k=2))
-    assert (probs > 0).tolist() == [[True, True, True, False]]
-
-
 def test_whole_distributions_and_greedy_ones_have_no_sets() -> None:
     model = tiny_model()
     for how in ({}, {"temperature": 0.0, "top_p": 0.5}):

@@ -110,7 +110,7 @@ def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     assert decoded_gap(cache, model, plain, [list(prompt) for prompt in prompts], steps=4) < ROUNDING
 
 
-def test_a_prompt_is_kept_once_however_many_siblings_read_it():
+def test_a_prompt_is_kept_once_for_its_siblings_and_until_they_have_ended():
     model, _ = both("qwen2")
     assert use_decode_attention(model)
     prompts = some_prompts(7, 4)
@@ -120,16 +120,10 @@ def test_a_prompt_is_kept_once_however_many_siblings_read_it():
         )
     sizes = [[cache.held[layer][0].numel() for layer in range(2)] for cache in (few, many)]
     assert sizes[0] == sizes[1] == [2 * 2 * 6 * 4] * 2  # groups, key heads, tokens before the last, width
-
-
-def test_ended_groups_take_their_prompts_along():
-    model, _ = both("qwen2")
-    assert use_decode_attention(model)
     with torch.no_grad():
-        cache = SharedPrompts(model, some_prompts(9, 4, 5), torch.tensor([0, 0, 1, 2]), pad_token_id=0)
-        cache.next_logits(model, torch.tensor([3, 4, 5, 6]))
-        cache.keep(torch.tensor([2, 3]))
-    assert cache.held[0][0].shape == (2, 2, 4, 4)
+        many.next_logits(model, torch.arange(32) + 3)
+        many.keep(torch.arange(16, 32))
+    assert many.held[0][0].shape == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])

@@ -26,7 +26,7 @@ from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling, sample_seed
 from tests.engine_rigs import add, step
 from tests.process_rigs import wait_for
-from tests.unit.fake_servers import CONTEXT, FakeServer, FakeSGLang, FakeVLLM
+from tests.unit.fake_servers import CONTEXT, FakeServer, FakeSGLang, FakeVLLM, vllm_choice
 
 SHAPES = {"embed": torch.Size([5, 2]), "head": torch.Size([5, 2]), "norm": torch.Size([2])}
 SAMPLING = Sampling(max_tokens=6)
@@ -76,98 +76,74 @@ def steps_until(engine: ServerEngine, count: int = 1) -> list[tuple[int, GroupOu
     return ended
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_group_goes_out_as_ids_and_comes_back_as_samples(rigs: Rigs, kind: str):
-    fake = fake_of(kind)
-    engine = rigs.engine(fake)
+def sampled(engine: ServerEngine, sampling: Sampling, **given: Any) -> GroupOutput:
+    (output,) = engine.generate([replace(request(9), **given)], sampling)
+    return output
+
+
+def test_what_vllm_is_sent_and_how_its_answer_is_read(rigs: Rigs):
+    """Choices come in reverse: index 1 ended for length, 0 and 2 at a stop token; sample ``i`` has ``seed + i``."""
+    engine = rigs.engine(fake := FakeVLLM())
     assert isinstance(engine, Engine)
     assert engine.max_model_len == CONTEXT
-    (ticket,) = add(engine, [request(9, group=77, num_samples=3)], SAMPLING)
-    assert engine.num_in_flight == 1
-    ((ended, output),) = steps_until(engine)
-    assert (ended, output.group_id, len(output.samples), engine.num_in_flight) == (ticket, 77, 3, 0)
-    tokens = [sample.token_ids.tolist() for sample in output.samples]
-    assert len({tuple(ids) for ids in tokens}) == 3
-    for sample in output.samples:
-        assert sample.token_ids.dtype == sample.versions.dtype == torch.int64
-        torch.testing.assert_close(sample.log_probs, -sample.token_ids / 1000)
-        assert sample.versions.tolist() == [0] * 6
-
-
-def test_what_vllm_is_asked(rigs: Rigs):
-    fake = FakeVLLM()
-    engine = rigs.engine(fake)
     sampling = Sampling(max_tokens=100, temperature=0.5, top_p=0.9, top_k=4, min_p=0.05)
-    add(engine, [request(9, num_samples=3, seed=8)], sampling)
-    ((_, output),) = steps_until(engine)
-    asked = fake.bodies(GENERATE["vllm"])[-1]
-    assert asked["token_ids"] == [9, 5, 6]
-    assert asked["sampling_params"] == {
+    output = sampled(engine, sampling, group_id=77, num_samples=3, first_sample=2)
+    sent = fake.bodies(GENERATE["vllm"])[-1]
+    assert sent["token_ids"] == [9, 5, 6]
+    assert sent["sampling_params"] == {
         "n": 3,
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 4,
         "min_p": 0.05,
         "max_tokens": CONTEXT - 3,
-        "seed": sample_seed(8),
+        "seed": sample_seed(8) + 2,
         "stop_token_ids": [1, 3],
         "ignore_eos": False,
         "logprobs": 0,
         "detokenize": False,
     }
-    # the stand-in sends the choices in reverse; index 1 ended for length, 0 and 2 at a stop token
+    assert output.group_id == 77
     assert [sample.truncated for sample in output.samples] == [False, True, False]
-
-
-def test_a_part_of_a_group_has_the_seeds_that_it_has_in_the_whole(rigs: Rigs):
-    """vLLM gives sample ``i`` of a request the seed ``seed + i``."""
-    part = replace(request(9, num_samples=2, seed=8), first_sample=3)
-    vllm, sglang = FakeVLLM(), FakeSGLang()
-    for fake in (vllm, sglang):
-        list(rigs.engine(fake).generate([part], Sampling(max_tokens=4)))
-    assert vllm.bodies(GENERATE["vllm"])[-1]["sampling_params"]["seed"] == sample_seed(8) + 3
-    (asked,) = sglang.bodies("/generate")
-    seeds = [params["sampling_seed"] for params in asked["sampling_params"]]
-    assert seeds == [sample_seed(8, index) % 2**31 for index in (3, 4)]
-
-
-def test_greedy_siblings_are_one_sample_of_vllm(rigs: Rigs):
-    fake = FakeVLLM()
-    engine = rigs.engine(fake)
-    (output,) = engine.generate([request(9, num_samples=3)], Sampling(max_tokens=4, temperature=0.0))
+    for sample in output.samples:
+        assert sample.token_ids.dtype == sample.versions.dtype == torch.int64
+        torch.testing.assert_close(sample.log_probs, -sample.token_ids / 1000)
+        assert sample.versions.tolist() == [0] * (CONTEXT - 3)
+    assert len({tuple(sample.token_ids.tolist()) for sample in output.samples}) == 3
+    greedy = sampled(engine, Sampling(max_tokens=4, temperature=0.0), num_samples=3).samples
     assert fake.bodies(GENERATE["vllm"])[-1]["sampling_params"]["n"] == 1
-    assert len({tuple(sample.token_ids.tolist()) for sample in output.samples}) == 1
-    assert len(output.samples) == 3
+    assert [sample.token_ids.tolist() for sample in greedy] == [greedy[0].token_ids.tolist()] * 3
 
 
-def test_what_sglang_is_asked(rigs: Rigs):
-    fake = FakeSGLang()
-    engine = rigs.engine(fake)
-    list(engine.generate([request(9, num_samples=2, seed=8)], Sampling(max_tokens=7, temperature=0.5, ignore_eos=True)))
-    (asked,) = fake.bodies("/generate")
-    assert asked["input_ids"] == [[9, 5, 6]] * 2
-    assert asked["return_logprob"] is True
-    assert [name.rpartition(".")[2] for name in asked["rid"]] == ["0", "1"]
-    params = asked["sampling_params"]
-    seeds = [each.pop("sampling_seed") for each in params]
-    assert seeds == [sample_seed(8, index) % 2**31 for index in range(2)]
+def test_what_sglang_is_sent_and_how_its_answer_is_read(rigs: Rigs):
+    engine = rigs.engine(fake := FakeSGLang())
+    output = sampled(engine, Sampling(max_tokens=7, temperature=0.5, ignore_eos=True), first_sample=3)
+    (sent,) = fake.bodies("/generate")
+    assert sent["input_ids"] == [[9, 5, 6]] * 2
+    assert sent["return_logprob"] is True
+    assert [name.rpartition(".")[2] for name in sent["rid"]] == ["0", "1"]
+    params = sent["sampling_params"]
+    assert [each.pop("sampling_seed") for each in params] == [sample_seed(8, index) % 2**31 for index in (3, 4)]
     assert params[0] == params[1]
     assert (params[0]["temperature"], params[0]["max_new_tokens"], params[0]["ignore_eos"]) == (0.5, 7, True)
     assert params[0]["stop_token_ids"] == []
+    for sample in output.samples:
+        torch.testing.assert_close(sample.log_probs, -sample.token_ids / 1000)
+        assert sample.versions.tolist() == [0] * 7
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_sglang_is_not_asked_for_log_probs_that_it_cannot_tell(rigs: Rigs, sampling: dict):
-    fake = FakeSGLang()
-    engine = rigs.engine(fake)
-    with pytest.raises(ValueError, match="before top-p and top-k"):
-        add(engine, [request(9)], Sampling(max_tokens=4, **sampling))
+def test_sampling_is_refused_where_sglang_reports_other_log_probs_or_rows_do_not_fit(rigs: Rigs):
+    engine = rigs.engine(fake := FakeSGLang(), max_rows=3)
+    for sampling in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+        with pytest.raises(ValueError, match="before top-p and top-k"):
+            add(engine, [request(9)], Sampling(max_tokens=4, **sampling))
+    with pytest.raises(ValueError, match="requests 4 samples and the server computes max_rows=3"):
+        add(engine, [request(9, num_samples=4)], SAMPLING)
     assert (engine.num_in_flight, fake.bodies("/generate")) == (0, [])
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs, kind: str):
-    fake = fake_of(kind)
+def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs):
+    fake = FakeVLLM()
     fake.held = {20: threading.Event(), 21: threading.Event()}
     engine = rigs.engine(fake)
     slow, middle, fast = add(engine, [request(20), request(21), request(22)], SAMPLING)
@@ -196,9 +172,10 @@ def test_a_step_without_anything_in_flight_does_not_wait(rigs: Rigs, monkeypatch
     assert step(rigs.engine(FakeVLLM())) == []
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "sglang without spans"])
 def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
-    fake = fake_of(kind)
+    """A server that reports no spans: all tokens have the oldest possible version."""
+    fake = FakeVLLM() if kind == "vllm" else FakeSGLang(spans=kind == "sglang")
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake)
     add(engine, [request(20, num_samples=1)], SAMPLING)
@@ -209,7 +186,8 @@ def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
     assert fake.weights["head"].tolist() == [[2.5, 2.5]] * 5
     fake.held[20].set()
     ((_, output),) = steps_until(engine)
-    assert output.samples[0].versions.tolist() == [0, 0, 0, 7, 7, 7]
+    assert output.samples[0].versions.tolist() == [0, 0, 0] + [0 if "without" in kind else 7] * 3
+    assert sampled(engine, SAMPLING).samples[0].versions.tolist() == [7] * 6
 
 
 def test_a_server_that_ended_with_its_folder_is_told_by_the_push(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
@@ -226,20 +204,6 @@ def test_a_server_that_ended_with_its_folder_is_told_by_the_push(rigs: Rigs, mon
     monkeypatch.setattr(engine, "_process", None)
 
 
-def test_an_sglang_that_tells_no_spans_gets_the_oldest_version_for_all_tokens(rigs: Rigs):
-    fake = FakeSGLang(spans=False)
-    fake.held = {20: threading.Event()}
-    engine = rigs.engine(fake)
-    add(engine, [request(20)], SAMPLING)
-    wait_for(lambda: fake.num_sampling == 1)
-    engine.update_weights(weights().items(), 7)
-    fake.held[20].set()
-    ((_, output),) = steps_until(engine)
-    assert output.samples[0].versions.tolist() == [0] * 6
-    (after,) = engine.generate([request(22)], SAMPLING)
-    assert after.samples[0].versions.tolist() == [7] * 6
-
-
 @pytest.mark.parametrize(("kind", "field"), [("vllm", "cache_salt"), ("sglang", "extra_key")])
 def test_cached_prompts_are_kept_apart_by_engine_and_push(rigs: Rigs, kind: str, field: str):
     fake = fake_of(kind)
@@ -252,17 +216,17 @@ def test_cached_prompts_are_kept_apart_by_engine_and_push(rigs: Rigs, kind: str,
     assert len(set(salts)) == 4
 
 
-def test_vllm_is_frozen_while_it_loads_and_its_file_is_gone_afterwards(rigs: Rigs):
-    fake = FakeVLLM()
-    engine = rigs.engine(fake)
+def test_vllm_is_paused_while_it_loads_and_wrong_weights_are_not_sent(rigs: Rigs):
+    engine = rigs.engine(fake := FakeVLLM())
     fake.calls.clear()
+    partial = weights()
+    del partial["head"]
+    with pytest.raises(ValueError, match="missing from the push, the first is head"):
+        engine.update_weights(partial.items(), 1)
+    assert (fake.calls, engine.version) == ([], 0)
     engine.update_weights(weights().items(), 1)
-    assert fake.paths() == [
-        "/pause?mode=keep&clear_cache=false",
-        "/collective_rpc",
-        "/update_weight_version",
-        "/resume",
-    ]
+    pause = "/pause?mode=keep&clear_cache=false"
+    assert fake.paths() == [pause, "/collective_rpc", "/update_weight_version", "/resume"]
     folder = fake.bodies("/collective_rpc")[0]["kwargs"]["weights_path"]
     with pytest.raises(FileNotFoundError):
         fake.load(folder)
@@ -338,17 +302,6 @@ def test_sglang_flushes_its_cache_only_when_nothing_is_in_flight(rigs: Rigs):
     fake.held[20].set()
 
 
-def test_wrong_weights_are_refused_before_the_server_hears_of_them(rigs: Rigs):
-    fake = FakeVLLM()
-    engine = rigs.engine(fake)
-    fake.calls.clear()
-    partial = weights()
-    del partial["head"]
-    with pytest.raises(ValueError, match="missing from the push, the first is head"):
-        engine.update_weights(partial.items(), 1)
-    assert (fake.calls, engine.version) == ([], 0)
-
-
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_cancelled_group_is_aborted_in_the_server_too(rigs: Rigs, kind: str):
     fake = fake_of(kind)
@@ -367,17 +320,6 @@ def test_a_cancelled_group_is_aborted_in_the_server_too(rigs: Rigs, kind: str):
     assert output.group_id == 5
 
 
-def test_a_group_that_somebody_else_aborted_is_an_error(rigs: Rigs):
-    fake = FakeVLLM()
-    fake.held = {20: threading.Event()}
-    engine = rigs.engine(fake)
-    add(engine, [request(20)], SAMPLING)
-    wait_for(lambda: fake.num_sampling == 1)
-    fake.aborted.add(fake.bodies(GENERATE["vllm"])[-1]["request_id"])
-    with pytest.raises(ServerError, match="finish_reason=abort"):
-        steps_until(engine)
-
-
 def test_a_connection_that_the_server_closed_is_opened_again(rigs: Rigs):
     fake = FakeVLLM()
     engine = rigs.engine(fake)
@@ -387,47 +329,31 @@ def test_a_connection_that_the_server_closed_is_opened_again(rigs: Rigs):
     assert output.samples[0].versions.tolist() == [1] * 6
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_an_error_of_the_server_names_what_was_asked_and_breaks_the_engine(rigs: Rigs, kind: str):
-    fake = fake_of(kind)
-    engine = rigs.engine(fake)
-    fake.answers[GENERATE[kind]] = lambda _: (500, {"error": {"message": "EngineCore has a problem"}})
+STEP_FAULTS = {
+    "an error": (
+        lambda body: (500, {"error": {"message": "EngineCore has a problem"}}),
+        "status 500: .*EngineCore",
+    ),
+    "another form": (lambda body: (200, {"choices": [{"index": 0, "text": "hello"}]}), "does not know.*hello"),
+    "fewer samples": (lambda body: (200, {"choices": []}), "answered 2 samples with 0"),
+    "an abort by another client": (
+        lambda body: (200, {"choices": [vllm_choice(0, [], [], [], "abort")]}),
+        "finish_reason=abort",
+    ),
+    "silence": (lambda body: (200, time.sleep(1.0)), "generate was not answered within 0.2 s"),
+}
+
+
+@pytest.mark.parametrize("fault", STEP_FAULTS)
+def test_a_faulty_response_is_an_error_that_breaks_the_engine(rigs: Rigs, fault: str):
+    answer, message = STEP_FAULTS[fault]
+    engine = rigs.engine(fake := FakeVLLM(), deadlines=Deadlines(generate=0.2 if fault == "silence" else 60))
+    fake.answers[GENERATE["vllm"]] = answer
     add(engine, [request(9)], SAMPLING)
-    with pytest.raises(
-        ServerError, match=rf"POST {fake.url}{GENERATE[kind]} .* status 500: .*EngineCore has a problem"
-    ):
+    with pytest.raises(ServerError, match=message):
         steps_until(engine)
-    with pytest.raises(RuntimeError, match=r"broken and has to be built anew: POST .*status 500"):
+    with pytest.raises(RuntimeError, match="broken and has to be built anew"):
         add(engine, [request(9)], SAMPLING)
-
-
-def test_an_answer_in_another_form_is_an_error_that_shows_it(rigs: Rigs):
-    fake = FakeVLLM()
-    engine = rigs.engine(fake)
-    fake.answers[GENERATE["vllm"]] = lambda _: (200, {"choices": [{"index": 0, "text": "hello"}]})
-    add(engine, [request(9)], SAMPLING)
-    with pytest.raises(ServerError, match=r"a form this client does not know.*hello"):
-        steps_until(engine)
-
-
-def test_fewer_samples_than_were_asked_for_are_an_error(rigs: Rigs):
-    fake = FakeSGLang()
-    engine = rigs.engine(fake)
-    whole = fake.answers["/generate"]
-    fake.answers["/generate"] = lambda body: (200, whole(body)[1][:1])
-    add(engine, [request(9, num_samples=2)], SAMPLING)
-    with pytest.raises(ServerError, match="answered 2 samples with 1"):
-        steps_until(engine)
-
-
-def test_a_silent_server_is_told_by_url_and_seconds(rigs: Rigs):
-    fake = FakeVLLM()
-    fake.held = {20: threading.Event()}
-    engine = rigs.engine(fake, deadlines=Deadlines(generate=0.2))
-    add(engine, [request(20)], SAMPLING)
-    with pytest.raises(ServerError, match=rf"POST {fake.url}/inference/v1/generate was not answered within 0.2 s"):
-        steps_until(engine)
-    fake.held[20].set()
 
 
 @pytest.mark.parametrize(("kind", "path"), [("vllm", "/weight_info"), ("sglang", "/health_generate")])
@@ -477,12 +403,6 @@ def test_weights_of_somebody_else_in_the_server_are_found(rigs: Rigs):
         steps_until(mine)
 
 
-def test_a_server_that_wants_another_key_is_named(rigs: Rigs):
-    with pytest.raises(UserError, match=r"refused the key; set engine.api_key"):
-        rigs.engine(FakeVLLM(key="right"), key="wrong")
-    rigs.engine(FakeVLLM(key="right"), key="right").close()
-
-
 @pytest.mark.parametrize(("kind", "path", "advice"), [
     ("vllm", "/update_weight_version", "VLLM_SERVER_DEV_MODE=1"),
     ("vllm", "/inference/v1/generate", "--enable-scale-out"),
@@ -495,24 +415,16 @@ def test_a_server_without_what_is_needed_is_refused_with_the_remedy(rigs: Rigs, 
         rigs.engine(fake)
 
 
-def test_a_vllm_that_reports_raw_log_probs_is_refused(rigs: Rigs):
-    fake = FakeVLLM()
-    fake.trial_log_prob = -0.25
-    with pytest.raises(UserError, match=r"log-prob of -0\.25.*--logprobs-mode processed_logprobs"):
-        rigs.engine(fake)
-
-
-def test_a_context_longer_than_the_servers_is_refused(rigs: Rigs):
+def test_a_server_with_another_key_context_or_log_prob_is_refused(rigs: Rigs):
+    with pytest.raises(UserError, match=r"refused the key; set engine.api_key"):
+        rigs.engine(FakeVLLM(key="right"), key="wrong")
+    assert rigs.engine(FakeVLLM(key="right"), key="right", max_model_len=20).max_model_len == 20
     with pytest.raises(UserError, match=f"context of {CONTEXT} tokens, max_model_len={CONTEXT + 1}"):
         rigs.engine(FakeVLLM(), max_model_len=CONTEXT + 1)
-    assert rigs.engine(FakeVLLM(), max_model_len=20).max_model_len == 20
-
-
-def test_more_samples_than_the_server_computes_at_once_are_refused(rigs: Rigs):
-    engine = rigs.engine(FakeVLLM(), max_rows=3)
-    with pytest.raises(ValueError, match="requests 4 samples and the server computes max_rows=3"):
-        add(engine, [request(9, num_samples=4)], SAMPLING)
-    assert engine.num_in_flight == 0
+    raw = FakeVLLM()
+    raw.trial_log_prob = -0.25
+    with pytest.raises(UserError, match=r"log-prob of -0\.25.*--logprobs-mode processed_logprobs"):
+        rigs.engine(raw)
 
 
 def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
