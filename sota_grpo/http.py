@@ -1,4 +1,4 @@
-"""HTTP to the servers that a run asks: engines, judges, sandboxes, environments. Every request has a deadline."""
+"""HTTP to engines, judges, sandboxes and environments. Every request has a deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 400
 
 
 class ServerError(RunFailed, RuntimeError):
-    """The server answered with an error, or with nonsense; ``status`` is the HTTP one."""
+    """The server answered with an error (HTTP ``status``), or with broken JSON."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -26,7 +26,7 @@ class ServerError(RunFailed, RuntimeError):
 
 
 class ServerSilent(ServerError):
-    """The server gave no answer: it is not there, it hung up, or the deadline passed (``is_late``)."""
+    """No answer: no server, a broken connection, or the deadline passed (``is_late``)."""
 
     def __init__(self, message: str, *, is_late: bool = False):
         super().__init__(message)
@@ -34,11 +34,11 @@ class ServerSilent(ServerError):
 
 
 class HttpClient:
-    """JSON over HTTP to one server; for use from several threads. Redirects, which would get the key, are not followed.
+    """JSON over HTTP to one server, from any thread. Redirects, which would get the key, are not followed.
 
     Args:
-        url: ``http://HOST:PORT``, with a path in front of the server's own where a proxy needs one.
-        api_key: sent as a bearer token with every request; None: none.
+        url: ``http://HOST:PORT``, with a proxy's path prefix where there is one.
+        api_key: bearer token of every request.
         headers: further headers of every request.
         option: of the config, that gave ``url``.
         max_connections: most requests at the same time; the connections are kept open.
@@ -46,7 +46,6 @@ class HttpClient:
 
     Raises:
         UserError: the url is not one of a server.
-
     """
 
     def __init__(
@@ -110,12 +109,11 @@ class HttpClient:
             try:
                 response = self._pool.urlopen(method, self._prefix + path, **options)
             except urllib3.exceptions.ProtocolError:
-                # A server closes idle connections, also in the moment in which one is used again. Our requests may be
-                # repeated: seeds make generation repeatable, pausing or pushing twice ends in the same state, programs
-                # are run anew; a judge may charge twice.
+                # A server may close an idle connection as it is used again. Requests may be repeated: generation is
+                # seeded, pausing or pushing twice ends in the same state; a judge may charge twice.
                 response = self._pool.urlopen(method, self._prefix + path, **options)
             try:
-                while piece := response.read1(1 << 16):  # what has come, so that the deadline is looked at
+                while piece := response.read1(1 << 16):  # returns what has come: the deadline is for the whole
                     content += piece
                     if self._max_bytes is not None and len(content) > self._max_bytes:
                         raise ServerError(f"{sent} was answered with more than {self._max_bytes} bytes.")

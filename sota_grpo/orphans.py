@@ -1,7 +1,4 @@
-"""No process outlives the one that it belongs to, however that one ended.
-
-Standard library only, and nothing of ours: what watches is this file, run alone, and does not load torch.
-"""
+"""No process outlives its owner. Standard library only: watching processes run this file alone."""
 
 from __future__ import annotations
 
@@ -27,19 +24,19 @@ _GRACE_S = 5.0
 
 
 def die_with_parent() -> None:
-    """Linux: have the kernel kill this process (SIGKILL) when the thread ends that started it."""
+    """Linux: have the kernel kill this process (SIGKILL) when the thread that started it ends."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Linux: a process that descends from this one becomes its child, not init's, when its parent ends."""
+    """Linux: become the parent of descendants whose parents end."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """Linux: the processes that this one has started or adopted."""
+    """Linux: the child processes, adopted ones included."""
     found: list[int] = []
     for of_thread in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -48,14 +45,14 @@ def children() -> list[int]:
 
 
 def end_group_with(owner: int) -> None:
-    """End with the process ``owner``, whatever this one is at; so does its process group."""
+    """End this process and its group when the process ``owner`` ends."""
     die_with_parent()
 
     def watch() -> None:
         if hasattr(os, "pidfd_open"):
             for handle in _handles([owner]):
                 select.select([handle], [], [])
-            time.sleep(_GRACE_S)  # a subreaper has been told, too, and ends more than the group, this process first
+            time.sleep(_GRACE_S)  # the subreaper ends more than the group, this process first
         else:
             while os.getppid() == owner:
                 time.sleep(_LOOK_EVERY_S)
@@ -65,11 +62,11 @@ def end_group_with(owner: int) -> None:
 
 
 def fork_under_subreaper() -> None:
-    """Linux: return in a child of this process, which itself only stays to end whatever the child leaves behind.
+    """Linux: return in a child of this process, which becomes the child's subreaper.
 
-    Processes that get away from the child, into a session of their own, become the subreaper's when their parents end.
-    It kills them all when the child has ended, and then ends as the child did. SIGTERM, or the end of the thread that
-    started it, has it kill the child first. To be called while there is one thread only.
+    It adopts descendants of the child whose parents end, also those in other sessions, kills them all when the child
+    has ended, and then ends as the child did. After SIGTERM, or the end of the thread that started it, it kills the
+    child first. Requires a process with one thread.
     """
     if _LIBC is None:
         return
@@ -83,7 +80,7 @@ def fork_under_subreaper() -> None:
         return
     code = -signal.SIGTERM
     with contextlib.suppress(SystemExit):
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the ends of these files are the child's
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the child has them
         ended = 0
         while ended != child:
             ended, status = os.wait()
@@ -103,7 +100,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _end_descendants() -> None:
-    """Kill and reap all children of this process, a subreaper, until there are none: theirs become its own."""
+    """Kill and reap all children of this subreaper, and those that it adopts meanwhile."""
     deadline = time.monotonic() + _GRACE_S
     with contextlib.suppress(OSError):  # ChildProcessError: there are none any more
         while time.monotonic() < deadline:
@@ -117,7 +114,7 @@ def _end_descendants() -> None:
 def guard(pids: Iterable[int]) -> subprocess.Popen[bytes] | None:
     """Start a process that sends SIGKILL to ``pids`` once this one is gone; None elsewhere than on Linux.
 
-    It is meant for processes that a killed parent leaves behind. Whoever has ended them himself kills the guard.
+    A caller that ends them itself kills the guard.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -126,11 +123,11 @@ def guard(pids: Iterable[int]) -> subprocess.Popen[bytes] | None:
 
 
 def launcher(scratch: Path) -> list[str]:
-    """What stands before a server's command, so that no process of it outlives this one.
+    """The words before a server's command, so that no process of it outlives this one.
 
-    The launcher is to lead a process group. It runs the server until that ends, SIGTERM comes, or this process is gone,
-    even by SIGKILL. Whichever it is: the server is asked to end and given 5 seconds, the folder ``scratch`` is deleted,
-    and the whole group, the launcher included, is killed. It prints how the server ended, after ``LAUNCHER_SAYS``.
+    The launcher must lead a process group. It runs the server until that ends, SIGTERM comes, or this process is gone,
+    even by SIGKILL. Then it sends SIGTERM to the server, waits at most 5 seconds, deletes the folder ``scratch``, and
+    kills its whole group. It prints how the server ended, after ``LAUNCHER_SAYS``.
     """
     return [sys.executable, "-I", __file__, "--launch", str(os.getpid()), str(scratch)]
 
@@ -148,7 +145,7 @@ def ending(code: int) -> str:
 
 
 def _handles(pids: Iterable[int]) -> list[int]:
-    """Descriptors, which still mean the same processes when the pids mean others."""
+    """Descriptors of processes, which stay valid when pids are reused."""
     found = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

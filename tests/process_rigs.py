@@ -31,3 +31,11 @@ def wait_for(condition: Callable[[], object], within_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"this did not happen in {within_s:g} s"
         time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -1,7 +1,4 @@
-"""Rewards of untrusted texts: in this process, or in workers, where a hang or a crash costs one response, not the run.
-
-Imports no torch.
-"""
+"""Scores of untrusted texts, in this process or in workers, where a hang costs one response. Imports no torch."""
 
 from __future__ import annotations
 
@@ -66,8 +63,8 @@ def guarded_scores(
 ) -> list[Score]:
     """The scores of ``(response, example)`` pairs, in their order, each guarded as :func:`guarded_score` says.
 
-    A grader that has a method ``score_group(pairs) -> list of Score`` is given all pairs at once. Where that raises,
-    they are graded one by one, so that only the response that it cannot grade fails.
+    A grader with a method ``score_group(pairs) -> list of Score`` gets all pairs at once. Where that raises, they are
+    graded one by one, so that only the response that it cannot grade fails.
 
     Args:
         tick: called after every answer of the grader.
@@ -130,25 +127,25 @@ def graders_error(error: BaseException) -> str:
 
 
 class FailureLog:
-    """Tells each kind of grader failure once, so that a thousand of them do not fill the log."""
+    """Logs each kind of grader failure once as a warning."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def add(self, score: Score) -> Score:
         """Log the failure of ``score``, if it has one, and return the score."""
         if score.error is not None:
             kind = score.error.partition(":")[0]
-            logger.log(logging.DEBUG if kind in self._told else logging.WARNING, "grader failed: %s", score.error)
-            self._told.add(kind)
+            logger.log(logging.DEBUG if kind in self._logged else logging.WARNING, "grader failed: %s", score.error)
+            self._logged.add(kind)
         return score
 
 
 class Grader(Protocol):
-    """Gives texts their scores; may be called from any thread.
+    """Scores texts; may be called from any thread.
 
     ``scores`` takes ``(response, example)`` pairs, best the siblings of one group, and gives one score each, in order.
-    A response at which the grader fails has an ``error`` and all terms 0; the future itself fails only for what is no
+    A response at which the grader fails has an ``error`` and all terms 0; the future fails only for what is no
     response's fault. ``close`` is idempotent.
     """
 
@@ -180,9 +177,9 @@ class LocalGrader:
 
 
 class ProgressCounter:
-    """A number for each call, how many parts of it are done, in a nameless file that processes of this machine share.
+    """The number of finished parts of each call, in a nameless file that processes of this machine share.
 
-    A worker notes it *before* it begins the next part, by one system call (about 1 µs). So it is there even when the
+    A worker notes it before it begins the next part, by one system call (about 1 µs). So it is there even when the
     worker crashes next, or hangs with the interpreter locked, where it would answer no ping.
 
     Args:
@@ -206,19 +203,18 @@ class ProgressCounter:
         self.fd = fd
 
     def note(self, call: int, done: int) -> None:
-        """So many parts are done."""
+        """Note the number of finished parts."""
         os.pwrite(self.fd, done.to_bytes(8, "little"), 8 * call)
 
     def read(self, call: int) -> int:
-        """What was noted last, 0 before."""
+        """The last note, 0 before."""
         return int.from_bytes(os.pread(self.fd, 8, 8 * call), "little")
 
 
 class RewardWorker:
-    """Grades lists of responses, guarded as :func:`guarded_scores` says.
+    """Grades lists of responses, guarded as :func:`guarded_scores` says, on the main thread, for graders' signals.
 
-    On the thread that calls :meth:`run`: the main thread of a worker process, so that graders may use signals. The
-    grader's ``prepare()``, if it has one, is called first, when no response's deadline runs.
+    The grader's ``prepare()``, if it has one, is called first, when no response's deadline runs.
 
     Args:
         score, term_names: as in :class:`GradingPool`.
@@ -231,7 +227,7 @@ class RewardWorker:
         self._progress = ProgressCounter(progress_fd)
 
     def run(self, pairs: Sequence[tuple[str, Example]], call: int = 0) -> list[Score]:
-        """The scores of ``(response, example)`` pairs, in their order; ``call`` is this one's in the counter."""
+        """The scores of ``(response, example)`` pairs, in their order; ``call`` is the call's number in the counter."""
         answers = itertools.count(1)
         scores = guarded_scores(
             self._score, self._term_names, pairs, tick=lambda: self._progress.note(call, next(answers))
@@ -240,21 +236,20 @@ class RewardWorker:
         return scores
 
     def ping(self) -> float:
-        """No silence: of a response that takes long the pool knows by the counter."""
+        """0: the pool reads the progress from the counter."""
         return 0.0
 
 
 class GradingPool:
     """Grades in worker processes: a text that hangs or crashes its grader costs itself and one worker.
 
-    Contract. Consumes: groups of texts. Produces: their scores, equal to those of :class:`LocalGrader`. Waits for: a
-    worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. The response that
-    a worker hangs or crashes at (:class:`ProgressCounter`) is a failure (all terms 0) at once, and only its siblings
-    are graded by another worker. After SIGKILL or SIGTERM, which may come from a person or from the kernel out of
-    memory, the response is graded once more, alone, and is a failure when that worker dies, too. A grader of whole
-    groups (``score_group``) has ``timeout_s`` for the call; after a hang or a crash its responses are graded one by
-    one. Only what is no response's fault fails a future: no worker starts, the pool is closed, or the task returns
-    other terms than it names.
+    Scores equal those of :class:`LocalGrader`. A worker that takes longer than ``timeout_s`` for a response (at most an
+    eighth more) is killed. The response at which a worker hangs or crashes (:class:`ProgressCounter`) is a failure (all
+    terms 0) at once, and another worker grades its siblings. After SIGKILL or SIGTERM, which may come from a person or
+    from the kernel out of memory, the response is graded once more, alone, and is a failure when that worker dies, too.
+    A grader of whole groups (``score_group``) has ``timeout_s`` for the call; after a hang or a crash its responses are
+    graded one by one. A future fails only where no worker starts, the pool is closed, or the task returns other terms
+    than it names.
 
     Args:
         score: the task's grader, picklable (:func:`sota_grpo.rl.task.scorer_of`).
@@ -263,7 +258,7 @@ class GradingPool:
         timeout_s: longest time for one response.
 
     Attributes:
-        fleet: of the workers; it counts their replacements.
+        fleet: of the workers.
     """
 
     def __init__(self, score: Scorer, term_names: Collection[str], *, num_workers: int, timeout_s: float) -> None:
@@ -332,7 +327,7 @@ def done(value: Any) -> Future[Any]:
 
 
 def own_grader(grader: Grader) -> Grader:
-    """Who grades the task's own terms, where ``grader`` adds those of a judge; else ``grader``."""
+    """The grader of the task's own terms, where ``grader`` adds those of a judge; else ``grader``."""
     return getattr(grader, "grader", grader)
 
 

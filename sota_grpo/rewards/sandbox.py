@@ -1,7 +1,4 @@
-"""Runs programs that a model wrote where they can do no harm: in bubblewrap, or on a SandboxFusion server.
-
-Nothing that a model wrote is executed in this process. What a program prints is data of bounded size.
-"""
+"""Sandboxes for programs that a model wrote: bubblewrap, or a SandboxFusion server. Output has a bounded size."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from sota_grpo.http import HttpClient, ServerError
 MAX_OUTPUT_BYTES = 1 << 20
 _BWRAP = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
 _SETTLE_S = 5.0  # after its deadline, until a sandbox that was killed is gone
-# what a sandbox starts with: limits that nobody in it can raise, then the program as a main module
+# the first program of a sandbox: limits that cannot be raised in it, then the program as a main module
 _START = """
 import resource, sys
 limits = {{"AS": {memory}, "CPU": {cpu}, "FSIZE": {file}, "CORE": 0, "NOFILE": 64, "NPROC": {tasks}}}
@@ -37,11 +34,11 @@ with open("/program.py", encoding="utf-8", errors="surrogateescape") as file:
     source = file.read()
 exec(compile(source, "/program.py", "exec"), {{"__name__": "__main__"}})
 """
-# what runs a program and then tests on what it defined: marks say which passed; the program's own prints go nowhere
+# runs a program, then tests on its definitions, and prints the marks of those that pass; other output is discarded
 _TESTING = """
 import json, os, sys
 job = json.loads(sys.stdin.read())
-told = os.dup(1)
+marks = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 space = {"__name__": "program"}
 steps = [(mark, compile(step, "test", "exec")) for mark, step in job.pop("steps")]
@@ -53,14 +50,14 @@ try:
             run(step, space)
         except:  # a test that raises fails, and no other
             continue
-        write(told, (mark + "\\n").encode())
+        write(marks, (mark + "\\n").encode())
 finally:
     leave(0)
 """
 
 
 class Ran(NamedTuple):
-    """How a program ended: what it printed, and whether it ended by itself, without an error."""
+    """A program's output, and whether it ended by itself without an error."""
 
     stdout: str
     ended: bool
@@ -74,7 +71,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take; of one run, not of all tests together."""
+    """Limits of one run of a program."""
 
     wall_s: float = 8.0
     cpu_s: int = 6
@@ -85,9 +82,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class BwrapRunner:
-    """bubblewrap: namespaces of its own without network, a root of Python and the system's libraries only, all of it
-    read-only, a ``/tmp`` in memory, and the limits. Processes of a program end with it.
-    """
+    """bubblewrap: no network, a read-only root with Python and the system's libraries, a ``/tmp`` in memory, limits."""
 
     limits: Limits = Limits()
 
@@ -135,7 +130,7 @@ class BwrapRunner:
 
 @dataclass(frozen=True)
 class FusionRunner:
-    """A server that speaks SandboxFusion's ``POST /run_code``, whose own limits hold beside the times given here."""
+    """A server with SandboxFusion's ``POST /run_code``, whose own limits apply, too."""
 
     url: str
     limits: Limits = Limits()
@@ -173,7 +168,7 @@ def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
     """The runner that ``env.sandbox`` names: ``auto`` and ``bwrap`` are bubblewrap, a URL is a SandboxFusion server.
 
     Raises:
-        UserError: bubblewrap is not there, or this machine does not let it work; or it is neither.
+        UserError: bubblewrap is missing or does not work here, or ``sandbox`` is another word.
     """
     if is_url(sandbox):
         return FusionRunner(sandbox, limits)
@@ -182,15 +177,15 @@ def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
     reason = why_no_bwrap()
     if reason is not None:
         raise UserError(
-            f"Programs of the model are run in a sandbox only, and {reason}; install bubblewrap (apt-get install "
-            "bubblewrap) where user namespaces are allowed, or give env.sandbox=URL of a SandboxFusion server."
+            f"Programs of the model run in a sandbox only, and {reason}; install bubblewrap (apt-get install "
+            "bubblewrap) where user namespaces are allowed, or set env.sandbox=URL of a SandboxFusion server."
         )
     return BwrapRunner(limits)
 
 
 @cache
 def why_no_bwrap() -> str | None:
-    """Why bubblewrap cannot be used here, None where it can: a program is run once."""
+    """Why bubblewrap cannot be used here, None where it runs a program."""
     if sys.platform != "linux":
         return f"bubblewrap is not used on {sys.platform}"
     if _BWRAP is None:
@@ -204,12 +199,12 @@ def why_no_bwrap() -> str | None:
 
 
 def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
-    """Which tests a program passes; one that raises fails alone, one that does not end takes those behind it along.
+    """Which tests a program passes; one that raises fails alone, one that does not end fails the following, too.
 
     Args:
-        tests: Python code whose assertions at the top level are a test each (as a whole one test, where it has none),
-            or a list of such code and of ``{"stdin", "stdout"}`` pairs. Of a pair the program is given the input, and
-            passes where it prints the output, white space at the ends of lines and of the whole aside.
+        tests: Python code whose assertions at the top level are a test each (one test where it has none), or a list of
+            such code and of ``{"stdin", "stdout"}`` pairs. A pair passes where the program prints the output, white
+            space at the ends of lines and of the whole aside.
 
     Raises:
         OSError: the sandbox itself fails.
@@ -231,13 +226,13 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
         counted = [node for node in body if isinstance(node, ast.Assert)] or body[-1:]
         marks = {id(node): secrets.token_hex(16) for node in counted}
         steps = [(marks.get(id(node), ""), ast.unparse(node)) for node in body]
-        told = runner.run(_TESTING, json.dumps({"code": program, "steps": steps})).stdout.split()
-        passed += [mark in told for mark in marks.values()]
+        printed = runner.run(_TESTING, json.dumps({"code": program, "steps": steps})).stdout.split()
+        passed += [mark in printed for mark in marks.values()]
     return passed
 
 
 def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
-    """What comes until the end, and whether that came before the deadline and the bound."""
+    """The output, and whether it ended before the deadline and within the bound."""
     output = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
@@ -253,7 +248,7 @@ def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
 
 @cache
 def _libraries() -> list[str]:
-    """Folders that Python needs: its own, and those of the system's libraries; no site-packages of this run."""
+    """Folders of Python and of the system's libraries; no site-packages."""
     wanted = ["/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/bin", "/etc/ld.so.cache", sys.base_prefix]
     wanted += [name for name in ("/lib", "/lib64") if not os.path.islink(name)]
     kept: list[str] = []

@@ -1,4 +1,4 @@
-"""The worker process that holds environments of samples (:mod:`.instances`), and what it makes of their results."""
+"""The worker that holds the environments of samples (:mod:`.instances`), and the text of their results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ _LOCK = threading.Lock()
 
 
 class EnvironmentWorker:
-    """Makes environments, calls them and forgets them.
+    """Makes, calls and drops environments.
 
-    The user's file is run in the constructor, on the main thread, which also calls the environments, one after the
-    other. A process that a call has started is killed when its environment is gone. Environments of an adapter have a
-    thread each, and draw no random numbers here.
+    The main thread runs the user's file in the constructor, and calls the environments one after the other. A process
+    that a call has started is killed with its environment. Environments of an adapter have a thread each, and no seeds.
 
     Args:
         spec, max_chars: as in :class:`~.instances.Instances`.
@@ -49,15 +48,15 @@ class EnvironmentWorker:
         self._processes = {*children()}
 
     def ping(self) -> float:
-        """0: the fleet knows how long a call may take."""
+        """0: each call has the fleet's deadline."""
         return 0.0
 
     def run(self, kind: str, key: int, *content: Any) -> Any:
-        """Do what the method ``kind`` of :class:`_Environment` says, or forget one (``drop``).
+        """Call the method ``kind`` of an :class:`_Environment`, or end one (``drop``).
 
         Raises:
             UserError: the file cannot be used.
-            InstanceLost: there is no such environment, or it is of no use any more.
+            InstanceLost: there is no such environment, or it cannot go on.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -92,13 +91,7 @@ class EnvironmentWorker:
 
 
 class _Environment:
-    """The object of one sample; a method for each kind of request, which raises InstanceLost where it is of no use.
-
-    Args:
-        make: gives the object.
-        max_chars: of a text that is given back.
-        is_adapter: it is called on a thread of its own.
-    """
+    """The environment of one sample; its methods raise InstanceLost where it cannot go on."""
 
     def __init__(self, make: Callable[[], Any], max_chars: int, is_adapter: bool) -> None:
         self._make, self._max_chars = make, max_chars
@@ -135,7 +128,7 @@ class _Environment:
             return shown(_settled(self._object.call(name, arguments)), self._max_chars), False
         except InstanceLost:
             raise
-        except BaseException as error:  # SystemExit too: it is the tool's, and the policy may do better next time
+        except BaseException as error:  # the tool's SystemExit too: the policy may do better next time
             return cut(f"error: {_said(error)}", self._max_chars), True
 
     def state(self) -> dict[str, Any] | None:
@@ -169,7 +162,7 @@ class _Environment:
         return number
 
     def end(self) -> None:
-        """Close the object, after the calls that it has been given, and kill what these have left behind."""
+        """Close the object after its calls, and kill the processes that they have left."""
         if self.thread is not None:
             self.thread.submit(self._close)
             self.thread.close()
@@ -183,7 +176,7 @@ class _Environment:
             _settled(close())
 
     def _draw_on(self) -> None:
-        """Each call has random numbers of its own, whatever other environments have drawn."""
+        """Seed each call by itself, so that other environments' draws do not matter."""
         if self._seed is not None and self.thread is None:
             _seed(sample_seed(self._seed, self._num_calls))
         self._num_calls += 1
@@ -200,7 +193,7 @@ class _Environment:
 
 
 def _seed(seed: int) -> None:
-    """Seed the random numbers that a user's file draws, of whatever it has imported."""
+    """Seed Python, and NumPy and torch where they are imported."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % (1 << 32))
@@ -209,7 +202,7 @@ def _seed(seed: int) -> None:
 
 
 def _settled(value: Any) -> Any:
-    """The value; of an awaitable its result, from one event loop that runs as long as the process."""
+    """The value; of an awaitable its result, from the process's one event loop."""
     if not inspect.isawaitable(value):
         return value
     import asyncio  # only here: most tools are plain functions
@@ -238,12 +231,12 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 def _said(error: BaseException) -> str:
     try:
         return sentence(error)
-    except Exception:  # an exception of the user's may do anything when it is asked
+    except Exception:  # the user's exception class may raise in its own methods
         return type(error).__name__
 
 
 def shown(value: Any, max_chars: int) -> str:
-    """What a tool returned, as the policy is told: text as it is, else JSON, else what ``str`` makes of it.
+    """A tool's result as text for the policy: text as it is, else JSON, else ``str(value)``.
 
     >>> shown("é", 9), shown({"a": [1, None]}, 99), shown({1, 1}, 99), shown(float("nan"), 99)
     ('é', '{"a": [1, null]}', '{1}', 'nan')
@@ -258,14 +251,14 @@ def shown(value: Any, max_chars: int) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """``text``, of which at most ``max_chars`` characters are left, the note about the rest included.
+    """At most ``max_chars`` characters of ``text``, the note about the rest included.
 
-    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+    Halves of surrogate pairs, which no tokenizer accepts, become question marks.
 
     >>> cut("x" * 50, 40), cut("x\\ud800", 40)
     ('xxxxxxx\\n[only 7 of 50 characters shown]', 'x?')
     """
-    text = str.__str__(text)  # of a subclass, what it was made of
+    text = str.__str__(text)  # of a subclass
     if len(text) > max_chars:
         kept = max_chars
         while kept and len(note := f"\n[only {kept} of {len(text)} characters shown]") + kept > max_chars:

@@ -1,7 +1,4 @@
-"""Environments with state: one object per sample, in worker processes that may hang, crash and be killed.
-
-Imports no torch.
-"""
+"""Environments with state: one object per sample, in worker processes that may hang and crash. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,20 +21,20 @@ _SILENCE_S = 60.0  # longest without an answer to a ping, beyond the deadline of
 
 
 class InstanceLost(RuntimeError):
-    """An environment is of no use any more; the message is the reason. Adapters raise it, too."""
+    """An environment cannot go on; the message is the reason. Adapters raise it, too."""
 
 
 @dataclass(frozen=True)
 class InstanceSpec:
-    """What every environment is made by.
+    """How environments are made.
 
     Args:
         kind: ``functions`` (plain tools), ``factory`` (TRL's protocol), or ``package.module:function`` of an adapter,
             which is called with ``options``. What it returns has ``schemas``, ``reset(**row)``,
             ``call(name, arguments)``, and perhaps ``get_reward()`` and ``close()``; results may be awaitable.
-        path: of the user's file, or of a pickle of functions and factories that were passed in Python; of an adapter
-            what the user wrote.
-        names: of the functions in it, or of the one factory; of a pickle none are all.
+        path: of the user's file, or of a pickle of functions and factories that were passed in Python; the user's
+            word for an adapter.
+        names: of the functions in it, or of the one factory; none of a pickle means all.
         options: of an adapter.
     """
 
@@ -51,18 +48,13 @@ class InstanceSpec:
 
     @property
     def is_adapter(self) -> bool:
-        """The environment is elsewhere, and a call mostly waits: those of one worker are called concurrently."""
+        """Whether the environment is elsewhere and calls mostly wait: a worker then calls several concurrently."""
         return ":" in self.kind
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one tool call.
-
-    Args:
-        content: text for the policy.
-        is_error: the tool raised, or there is no such tool; the content then begins with ``error:``.
-    """
+    """The result of one tool call as text; that of a tool that raised, or is missing, begins with ``error:``."""
 
     content: str
     is_error: bool
@@ -70,7 +62,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Opened:
-    """An environment that has been reset; ``observation`` is what its ``reset`` returned."""
+    """An environment and the observation that its ``reset`` returned."""
 
     key: int
     observation: str | None
@@ -79,25 +71,22 @@ class Opened:
 class Instances:
     """Live environments of one kind, each from :meth:`open` to :meth:`finish` or :meth:`drop`.
 
-    Contract. Consumes: rows and tool calls, from any thread. Produces: one future per request, answered exactly once.
-    Waits for: a worker, at one request no longer than ``timeout_s``. A worker that is late or dies is replaced, and the
-    futures of its environments fail with :class:`InstanceLost`; other workers do not notice. A future that fails with
-    :class:`~.base.WorkerDied` says that no worker starts any more, or that this was closed. The futures' callbacks must
-    be quick.
-
     A worker is a process that runs the user's file once, and then calls its environments one after the other, on its
-    main thread (an adapter's concurrently). Workers are added when all have ``per_worker`` environments, and live on.
+    main thread (an adapter's concurrently). Workers are added when all have ``per_worker`` environments. A worker that
+    takes longer than ``timeout_s`` for a request, or dies, is replaced, and the futures of its environments fail with
+    :class:`InstanceLost`. They fail with :class:`~.base.WorkerDied` where no worker starts any more, or after
+    :meth:`close`. Methods may be called from any thread; the futures' callbacks must be quick.
 
     Args:
-        spec: what an environment is.
+        spec: of the environments.
         timeout_s: longest for a reset, a tool call or a reward.
         max_chars: of an observation, or of the answer to one call; the rest is cut with a note.
-        per_worker: most environments that one worker has at a time, hence most that one of them can cost by hanging.
+        per_worker: most environments of one worker, hence most that one hang can cost.
 
     Attributes:
         schemas: of the tools, as chat templates take them, after :meth:`wait_ready`.
         has_reward: whether there is a ``get_reward``, after :meth:`wait_ready`.
-        workers: fleets of one worker each, because an environment stays where it was made.
+        workers: fleets of one worker each, because an environment cannot move.
 
     Example::
 

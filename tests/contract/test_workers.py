@@ -156,13 +156,6 @@ def test_a_construction_that_raises_fails_every_call_with_its_cause(place: Place
     worker.kill()
 
 
-def test_a_factory_that_does_not_exist_is_named(place: Place) -> None:
-    worker = place.start("no_such_factory")
-    with pytest.raises(ConstructionFailed, match="no_such_factory"):
-        worker.call("ping").result(WAIT_S)
-    worker.kill()
-
-
 def test_kill_fails_open_and_later_calls_and_is_idempotent(place: Place) -> None:
     worker = place.start()
     assert worker.call("ping").result(WAIT_S) == 0.0
@@ -189,7 +182,7 @@ def test_a_shared_value_arrives_as_itself(place: Place, worker: Worker) -> None:
 # What only processes can show
 
 
-def test_unpicklable_arguments_and_results_fail_their_call_only(steady: Worker) -> None:
+def test_what_cannot_be_pickled_fails_its_call_only_and_failures_and_prints_come_whole(steady: Worker) -> None:
     with pytest.raises(Exception, match="pickle"):
         steady.call("note", lambda: None).result(WAIT_S)
     with pytest.raises(TypeError, match="pickle"):
@@ -197,17 +190,10 @@ def test_unpicklable_arguments_and_results_fail_their_call_only(steady: Worker) 
     with pytest.raises(RuntimeError, match="Refused: 3: because"):
         steady.call("fail", "odd").result(WAIT_S)
     assert steady.call("notes").result(WAIT_S) == []
-
-
-def test_a_remote_traceback_comes_along(steady: Worker) -> None:
-    error = steady.call("fail", "key").exception(WAIT_S)
-    assert error is not None
-    assert "worker_rigs.py" in "".join(error.__notes__)
-
-
-def test_printing_does_not_disturb(steady: Worker) -> None:
     text = "x" * 70_000
-    assert steady.call("speak", text).result(WAIT_S) == text
+    assert steady.call("speak", text).result(WAIT_S) == text  # what it prints disturbs nothing
+    error = steady.call("fail", "key").exception(WAIT_S)
+    assert "worker_rigs.py" in "".join(error.__notes__)  # the remote traceback
 
 
 def test_pid_and_environment_are_its_own(steady: Worker) -> None:
@@ -259,16 +245,11 @@ def test_kill_from_outside_is_noticed(own: Worker) -> None:
     assert is_gone(pid)
 
 
-def test_an_exit_code_is_told(places: dict[str, Place]) -> None:
-    worker = places["process"].start()
-    with pytest.raises(WorkerDied, match="exit code 5"):
-        worker.call("exit", 5).result(WAIT_S)
-
-
-def test_a_worker_of_a_process_is_on_its_main_thread(places: dict[str, Place]) -> None:
+def test_a_worker_of_a_process_is_on_its_main_thread_and_its_exit_code_is_told(places: dict[str, Place]) -> None:
     worker = places["process"].start()
     assert worker.call("thread_is_main").result(WAIT_S)
-    worker.kill()
+    with pytest.raises(WorkerDied, match="exit code 5"):
+        worker.call("exit", 5).result(WAIT_S)
 
 
 # What Ray alone can show

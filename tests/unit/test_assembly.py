@@ -453,7 +453,7 @@ def test_a_cluster_that_asks_for_another_token_is_named_at_once(
     has = rf"the one of this machine \({tmp_path}/.ray/auth_token\) is another" if held else "this machine has none"
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        with pytest.raises(UserError, match=rf"cluster at {address} asks for its token, and {has}: copy"):
+        with pytest.raises(UserError, match=rf"cluster at {address} requires its token, and {has}: copy"):
             ray_cluster.each_node(address, lambda: None, deadline_s=1.0)
     assert os.environ.get("RAY_AUTH_MODE") == ("token" if held else None)
     raylet.Config.initialize("")

@@ -23,16 +23,10 @@ import pytest
 from sota_grpo.workers.base import Activity, Worker, WorkerDied, descendants, starter
 from sota_grpo.workers.fleet import Fleet, PatientLoop
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
+from tests.process_rigs import wait_for
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
-
-
-def until(condition: Callable[[], Any], seconds: float = WAIT_S) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "this did not happen in time"
-        time.sleep(0.005)
 
 
 class Puppet:
@@ -112,16 +106,16 @@ def stage() -> Iterator[Stage]:
 def test_tasks_go_to_the_least_loaded_worker_and_never_beyond_its_capacity(stage: Stage) -> None:
     fleet = stage.fleet(3, capacity=2)
     futures = [fleet.submit(number) for number in range(8)]
-    until(lambda: sum(len(stage.now(index).tasks) for index in range(3)) == 6)
+    wait_for(lambda: sum(len(stage.now(index).tasks) for index in range(3)) == 6)
     assert sorted(stage.now(index).tasks for index in range(3)) == [[0, 3], [1, 4], [2, 5]]
     worker = next(stage.now(index) for index in range(3) if 1 in stage.now(index).tasks)
     worker.open[1].set_result("one")
     assert futures[1].result(WAIT_S) == "one"
-    until(lambda: worker.tasks == [1, 4, 6])
+    wait_for(lambda: worker.tasks == [1, 4, 6])
     worker.open[4].set_exception(KeyError("missing"))  # is the client's, and the worker stays
     with pytest.raises(KeyError, match="missing"):
         futures[4].result(WAIT_S)
-    until(lambda: worker.tasks == [1, 4, 6, 7])
+    wait_for(lambda: worker.tasks == [1, 4, 6, 7])
     assert fleet.restarts == 0
     assert sum(len(stage.now(index).tasks) for index in range(3)) == 8
 
@@ -129,15 +123,15 @@ def test_tasks_go_to_the_least_loaded_worker_and_never_beyond_its_capacity(stage
 def test_tasks_of_a_dead_worker_go_first_in_their_order(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     fleet = stage.fleet(2, capacity=2)
     futures = [fleet.submit(number) for number in range(8)]
-    until(lambda: len(stage.now(0).tasks) + len(stage.now(1).tasks) == 4)
+    wait_for(lambda: len(stage.now(0).tasks) + len(stage.now(1).tasks) == 4)
     first, second = stage.now(0), stage.now(1)
     mine = list(first.tasks)
     first.kill()
-    until(lambda: len(stage.puppets[0]) == 2 and len(stage.now(0).tasks) == 2)
+    wait_for(lambda: len(stage.puppets[0]) == 2 and len(stage.now(0).tasks) == 2)
     assert stage.now(0).tasks == mine == sorted(mine)
     for number in second.tasks:
         second.open[number].set_result(number)
-    until(lambda: second.tasks[2:] == [4, 5])
+    wait_for(lambda: second.tasks[2:] == [4, 5])
     assert (fleet.restarts, fleet.requeued) == (1, 2)
     assert not any(futures[number].done() for number in mine)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -147,13 +141,13 @@ def test_tasks_of_a_dead_worker_go_first_in_their_order(stage: Stage, caplog: py
 def test_what_a_replaced_worker_says_is_ignored(stage: Stage) -> None:
     fleet = stage.fleet(1, capacity=2, task_deadline_s=0.2)
     late = fleet.submit("late")
-    until(lambda: stage.now(0).tasks)
+    wait_for(lambda: stage.now(0).tasks)
     old = stage.now(0)
     old.kill = lambda: None  # type: ignore[method-assign]  # a worker that goes on for a while
     with pytest.raises(TimeoutError):
         late.result(WAIT_S)
     again = fleet.submit("again")
-    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["again"])
+    wait_for(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["again"])
     old.open["late"].set_result("from the old one")
     stage.now(0).open["again"].set_result("from the new one")
     assert again.result(WAIT_S) == "from the new one"
@@ -166,7 +160,7 @@ def test_a_task_that_takes_too_long_fails_and_its_neighbours_are_queued_again(st
     other = fleet.submit("other")
     with pytest.raises(TimeoutError, match=r"puppet-0\.0 was at one task for more than 0\.3 s"):
         stuck.result(WAIT_S)
-    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["other"])
+    wait_for(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["other"])
     stage.now(0).open["other"].set_result("done")
     assert other.result(WAIT_S) == "done"
     assert (fleet.restarts, fleet.requeued) == (1, 1)
@@ -176,7 +170,7 @@ def test_a_task_that_kills_its_workers_is_given_up(stage: Stage) -> None:
     fleet = stage.fleet(1, max_attempts=3)
     poison = fleet.submit("poison")
     for life in range(3):
-        until(lambda life=life: len(stage.puppets[0]) == life + 1 and stage.now(0).tasks == ["poison"])
+        wait_for(lambda life=life: len(stage.puppets[0]) == life + 1 and stage.now(0).tasks == ["poison"])
         stage.now(0).kill()
     with pytest.raises(WorkerDied, match=r"3 puppet workers that died, at last puppet-0\.2"):
         poison.result(WAIT_S)
@@ -189,18 +183,18 @@ def test_a_task_that_kills_its_workers_is_given_up(stage: Stage) -> None:
 def test_a_worker_without_progress_is_replaced(stage: Stage) -> None:
     fleet = stage.fleet(1, silence_s=0.4)
     fleet.submit("task")
-    until(lambda: stage.now(0).tasks)
+    wait_for(lambda: stage.now(0).tasks)
     time.sleep(0.6)
     assert fleet.restarts == 0  # it answers, and is not quiet for too long
     stage.now(0).quiet_s = 0.5
-    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["task"])
+    wait_for(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["task"])
 
 
 def test_a_worker_that_answers_no_ping_is_replaced(stage: Stage) -> None:
     fleet = stage.fleet(1, silence_s=0.2)
     stage.now(0).mute.add("ping")
-    until(lambda: len(stage.puppets[0]) == 2)
-    until(lambda: [method for method, _ in stage.now(0).calls].count("ping") > 4)
+    wait_for(lambda: len(stage.puppets[0]) == 2)
+    wait_for(lambda: [method for method, _ in stage.now(0).calls].count("ping") > 4)
     assert fleet.restarts == 1  # its successor answers
 
 
@@ -231,9 +225,9 @@ def test_the_newest_sticky_call_comes_before_a_replacements_first_task(stage: St
         fleet.broadcast("update", version, deadline_s=WAIT_S, sticky=True)
     fleet.broadcast("update", 3, deadline_s=WAIT_S)  # not sticky
     fleet.submit("task")
-    until(lambda: stage.now(0).tasks)
+    wait_for(lambda: stage.now(0).tasks)
     stage.now(0).kill()
-    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks)
+    wait_for(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks)
     calls = [call for call in stage.now(0).calls if call[0] != "ping"]
     assert calls == [("update", (2,)), ("run", ("task",))]
 
@@ -243,9 +237,9 @@ def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: St
     fleet.broadcast("update", 1, deadline_s=WAIT_S, sticky=True)
     stage.prepare = lambda puppet: puppet.mute.update({"ping", "update"})
     fleet.submit("first")
-    until(lambda: stage.now(0).tasks)
+    wait_for(lambda: stage.now(0).tasks)
     stage.now(0).kill()
-    until(lambda: len(stage.puppets[0]) == 2 and len(stage.now(0).calls) == 2)
+    wait_for(lambda: len(stage.puppets[0]) == 2 and len(stage.now(0).calls) == 2)
     assert fleet.broadcast("update", 2, deadline_s=WAIT_S, sticky=True) == [("puppet-1.0", 2)]
     fleet.submit("second")
     worker = stage.now(0)
@@ -255,7 +249,7 @@ def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: St
     time.sleep(0.05)
     assert not worker.tasks  # it does not hold the second one yet
     worker.open[2].set_result(2)
-    until(lambda: worker.tasks)
+    wait_for(lambda: worker.tasks)
     updates_first = [call for call in worker.calls if call[0] != "ping"]
     assert updates_first == [("update", (1,)), ("update", (2,)), ("run", ("second",))]
 
@@ -264,9 +258,9 @@ def test_a_late_worker_is_replaced_and_left_out(stage: Stage) -> None:
     fleet = stage.fleet(2)
     stage.now(0).mute.add("update")
     assert fleet.broadcast("update", 1, deadline_s=0.2, sticky=True) == [("puppet-1.0", 1)]
-    until(lambda: len(stage.puppets[0]) == 2 and ("update", (1,)) in stage.now(0).calls)
+    wait_for(lambda: len(stage.puppets[0]) == 2 and ("update", (1,)) in stage.now(0).calls)
     assert stage.puppets[0][0].killed
-    until(lambda: len(fleet.names) == 2)
+    wait_for(lambda: len(fleet.names) == 2)
     assert fleet.broadcast("update", 7, deadline_s=WAIT_S) == [("puppet-0.1", 7), ("puppet-1.0", 7)]
 
 
@@ -286,7 +280,7 @@ def test_where_all_are_lost_a_replacement_is_asked(stage: Stage, fate: str) -> N
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(fleet.broadcast, "update", 1, deadline_s=0.2 if fate == "late" else WAIT_S, sticky=True)
         if fate == "dies":
-            until(lambda: 1 in first.open)
+            wait_for(lambda: 1 in first.open)
             first.kill()
         assert pushed.result(WAIT_S) == [("puppet-0.1", 1)]
 
@@ -301,7 +295,9 @@ def test_what_was_broadcast_is_kept_no_longer_than_needed(stage: Stage) -> None:
         fleet.broadcast("update", payload, deadline_s=60.0, sticky=True)
         stage.now(0).calls.clear()
         del payload
-    until(lambda: [found() is None for found in seen] == [True] * 4 + [False])  # the newest is there for late starters
+    wait_for(
+        lambda: [found() is None for found in seen] == [True] * 4 + [False]
+    )  # late starters get it
 
 
 def test_a_refused_sticky_broadcast_is_raised_and_forgotten() -> None:
@@ -312,7 +308,7 @@ def test_a_refused_sticky_broadcast_is_raised_and_forgotten() -> None:
     with pytest.raises(ValueError, match="version -1 is negative"):
         fleet.broadcast("update", -1, deadline_s=WAIT_S, sticky=True)
     fleet._slots[0].worker.kill()  # type: ignore[union-attr]
-    until(lambda: fleet.names == ["echo-0.1", "echo-1"])
+    wait_for(lambda: fleet.names == ["echo-0.1", "echo-1"])
     assert {fleet.submit(task, 0.1).result(WAIT_S) for task in "ab"} == {("a", 4), ("b", 4)}
     fleet.close()
     launcher.close()
@@ -332,9 +328,9 @@ def test_a_callback_cannot_wait_for_a_broadcast(stage: Stage) -> None:
 
     future = fleet.submit("task")
     future.add_done_callback(wait)
-    until(lambda: stage.now(0).open)
+    wait_for(lambda: stage.now(0).open)
     stage.now(0).open["task"].set_result(None)
-    until(lambda: raised)
+    wait_for(lambda: raised)
     assert "own thread" in str(raised[0])
 
 
@@ -406,11 +402,11 @@ def test_others_go_on_when_a_slot_is_given_up(stage: Stage) -> None:
 
     stage.prepare = fails
     first, second = fleet.submit("first"), fleet.submit("second")
-    until(lambda: stage.now(0).tasks and stage.now(1).tasks)
+    wait_for(lambda: stage.now(0).tasks and stage.now(1).tasks)
     stage.now(0).kill()
-    until(lambda: fleet._slots[0].state == "retired")
+    wait_for(lambda: fleet._slots[0].state == "retired")
     stage.now(1).open["second"].set_result(2)
-    until(lambda: stage.now(1).tasks == ["second", "first"])
+    wait_for(lambda: stage.now(1).tasks == ["second", "first"])
     stage.now(1).open["first"].set_result(1)
     assert (first.result(WAIT_S), second.result(WAIT_S)) == (1, 2)
 
@@ -418,7 +414,7 @@ def test_others_go_on_when_a_slot_is_given_up(stage: Stage) -> None:
 def test_close_fails_what_is_open_and_what_comes_later(stage: Stage) -> None:
     fleet = stage.fleet(1, capacity=1)
     futures = [fleet.submit(number) for number in range(3)]
-    until(lambda: stage.now(0).tasks)
+    wait_for(lambda: stage.now(0).tasks)
     fleet.close()
     fleet.close()
     futures.append(fleet.submit("later"))
@@ -434,7 +430,7 @@ def test_a_worker_that_arrives_after_the_end_is_killed(stage: Stage) -> None:
     gate, closing = threading.Event(), threading.Event()
     stage.prepare = lambda puppet: gate.wait(WAIT_S) and None
     fleet = Fleet("puppet", stage.start, 1, capacity=1)
-    until(lambda: 0 in stage.puppets)
+    wait_for(lambda: 0 in stage.puppets)
     threading.Thread(target=lambda: (fleet.close(), closing.set())).start()
     time.sleep(0.05)
     gate.set()
@@ -459,10 +455,10 @@ def test_who_waits_for_a_replacement_without_end_hears_what_else_has_ended(stage
         puppet.mute.add("update")
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(fleet.broadcast, "update", 1, deadline_s=WAIT_S, sticky=True)
-        until(lambda: 1 in stage.now(0).open and 1 in stage.now(1).open)
+        wait_for(lambda: 1 in stage.now(0).open and 1 in stage.now(1).open)
         for puppet in (stage.now(0), stage.now(1)):
             puppet.kill()
-        until(lambda: fleet.restarts == 2)
+        wait_for(lambda: fleet.restarts == 2)
         assert not pushed.done()
         ended.set()
         with pytest.raises(ConnectionError, match="the learner is gone"):
@@ -481,7 +477,7 @@ def sleepers(stage: Stage) -> Callable[..., Fleet]:
 
 def dies(fleet: Fleet, puppet: Puppet) -> None:
     puppet.kill()
-    until(lambda: puppet.name not in fleet.names)
+    wait_for(lambda: puppet.name not in fleet.names)
 
 
 def test_sleep_returns_when_the_last_one_sleeps_and_wake_when_all_are_awake(stage: Stage, sleepers) -> None:
@@ -489,7 +485,7 @@ def test_sleep_returns_when_the_last_one_sleeps_and_wake_when_all_are_awake(stag
     stage.now(1).mute.add("sleep")
     with ThreadPoolExecutor(1) as pool:
         sleeping = pool.submit(fleet.sleep, WAIT_S)
-        until(lambda: "sleep" in stage.now(1).open and stage.now(0).is_asleep)
+        wait_for(lambda: "sleep" in stage.now(1).open and stage.now(0).is_asleep)
         assert not sleeping.done()
         stage.now(1).open["sleep"].set_result(None)
         sleeping.result(WAIT_S)
@@ -515,7 +511,7 @@ def test_one_that_dies_asleep_is_replaced_when_the_others_wake_or_a_task_comes(
     tasks = [fleet.submit(number) for number in range(2 + 2 * others)] if by == "task" else []
     if by == "wake":
         fleet.wake(WAIT_S)
-    until(lambda: len(stage.puppets[0]) == 2 and (by == "wake" or len(stage.now(0).tasks) == 2))
+    wait_for(lambda: len(stage.puppets[0]) == 2 and (by == "wake" or len(stage.now(0).tasks) == 2))
     assert "sleep" not in [call for call, _ in stage.now(0).calls]
     assert not any(task.done() for task in tasks)
     if by == "wake" and others:
@@ -528,7 +524,7 @@ def test_one_that_is_being_replaced_is_waited_for_and_sleeps_before_its_first_ta
     dies(fleet, stage.now(1))
     with ThreadPoolExecutor(1) as pool:
         sleeping = pool.submit(fleet.sleep, WAIT_S)
-        until(lambda: stage.now(0).is_asleep)
+        wait_for(lambda: stage.now(0).is_asleep)
         assert not sleeping.done()
         constructed.set()
         sleeping.result(WAIT_S)
@@ -540,7 +536,7 @@ def test_a_fleet_with_a_task_does_not_sleep(stage: Stage, sleepers) -> None:
     """Its worker would wake, while others compute on the device."""
     fleet = sleepers(1)
     task = fleet.submit("a")
-    until(lambda: stage.now(0).tasks)
+    wait_for(lambda: stage.now(0).tasks)
     with pytest.raises(RuntimeError, match="1 tasks of puppet are open"):
         fleet.sleep(WAIT_S)
     stage.now(0).open["a"].set_result("done")
@@ -554,7 +550,7 @@ def test_close_ends_a_wait_for_sleep_and_starts_no_worker(stage: Stage, sleepers
     stage.now(1).mute.add("sleep")
     with ThreadPoolExecutor(1) as pool:
         sleeping = pool.submit(fleet.sleep, WAIT_S)
-        until(lambda: "sleep" in stage.now(1).open)
+        wait_for(lambda: "sleep" in stage.now(1).open)
         fleet.close()
         with pytest.raises(WorkerDied):
             sleeping.result(WAIT_S)
@@ -607,7 +603,7 @@ def test_every_task_is_answered_once_under_random_kills() -> None:
             os.kill(dice.choice([pid for pid in fleet.pids if pid is not None]), kind)
     for future in futures:
         future.exception(WAIT_S)
-    until(lambda: len(answered) == 30)
+    wait_for(lambda: len(answered) == 30)
     processes.close()
     assert sorted(answered) == [(task, 1) for task in range(30)], f"seed {seed}"
 
@@ -619,12 +615,12 @@ def test_a_stopped_process_and_one_that_died_idle_are_found_and_replaced() -> No
     assert dead is not None
     assert stopped is not None
     os.kill(dead, signal.SIGKILL)
-    until(lambda: fleet.restarts == 1 and len(fleet.names) == 2)
+    wait_for(lambda: fleet.restarts == 1 and len(fleet.names) == 2)
     futures = [fleet.submit(task, 0.05) for task in range(4)]
     os.kill(stopped, signal.SIGSTOP)
-    until(lambda: fleet.restarts == 2)
+    wait_for(lambda: fleet.restarts == 2)
     assert sorted(future.result(WAIT_S) for future in futures) == [(task, 0) for task in range(4)]
-    until(lambda: fleet.names == ["echo-0.1", "echo-1.1"])
+    wait_for(lambda: fleet.names == ["echo-0.1", "echo-1.1"])
     assert not {dead, stopped} & set(fleet.pids)
     processes.close()
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,13 +72,6 @@ def test_scores_are_equal_to_those_of_this_process() -> None:
         ], SEED
 
 
-def test_a_grader_of_whole_groups_gets_them_whole(pool_of: PoolOf) -> None:
-    group = asked("a", "abc", "ab")
-    scores = pool_of(Together()).scores(group).result(WAIT_S)
-    assert [score.terms["right"] for score in scores] == [0, 2, 1]
-    assert scores == here(Together(), group)
-
-
 @pytest.mark.parametrize("mood", ["hang", "spin", "crash", "exit"])
 def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pool_of: PoolOf, mood: str) -> None:
     """A group of 8, one failed: its siblings keep their scores, and nobody else waits for a deadline."""
@@ -97,13 +91,8 @@ def test_memory_that_runs_out_is_a_failure_of_the_response_alone(pool_of: PoolOf
     scores = pool.scores(asked("say 4", "memory", "say 4")).result(WAIT_S)
     assert [(score.error or "").partition(":")[0] for score in scores] == ["", "MemoryError", ""]
     assert pool.fleet.restarts == 0
-
-
-def test_the_kernel_ends_a_grader_before_the_trainer(pool_of: PoolOf) -> None:
-    pool = pool_of(moody)
-    pool.wait_ready()
     (pid,) = pool.fleet.pids
-    assert open(f"/proc/{pid}/oom_score_adj").read().strip() == "1000"  # noqa: SIM115
+    assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"  # the kernel ends it before the trainer
 
 
 def test_one_that_is_shot_is_graded_once_more_alone(pool_of: PoolOf) -> None:
@@ -117,7 +106,10 @@ def test_one_that_is_shot_is_graded_once_more_alone(pool_of: PoolOf) -> None:
 
 @pytest.mark.parametrize("mood", ["hang", "crash"])
 def test_a_group_graded_at_once_is_graded_one_by_one_after_a_fault(pool_of: PoolOf, mood: str) -> None:
-    pool = pool_of(Together(), timeout_s=0.5)
+    pool, whole = pool_of(Together(), timeout_s=0.5), asked("a", "abc", "ab")
+    scores = pool.scores(whole).result(WAIT_S)
+    assert [score.terms["right"] for score in scores] == [0, 2, 1]
+    assert scores == here(Together(), whole)
     scores = pool.scores(asked("say 4", mood, "say 12")).result(WAIT_S)
     assert [score.error is not None for score in scores] == [False, True, False]
     assert [score.terms["length"] for score in scores] == [5, 0, 6]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 from sota_grpo.errors import UserError
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances, InstanceSpec
+from tests.process_rigs import is_gone, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -64,21 +64,6 @@ def marked(marker: str) -> list[int]:
         if f"SOTA_GRPO_TEST_MARKER={marker}".encode() in environment:
             found.append(int(name))
     return found
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state == "Z"
 
 
 def act(instances: Instances, key: int, *moods: str) -> list[Answer]:
@@ -127,13 +112,16 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mood", MISTAKES)
-def test_a_tool_that_fails_tells_the_policy_and_the_instance_goes_on(steady: Instances, mood: str) -> None:
+def test_a_tool_that_fails_tells_the_policy_and_the_instance_goes_on(steady: Instances) -> None:
     key = opened(steady, start=1)
-    answers = steady.call(key, [("act", {"mood": mood}), ("add", {"number": 2})]).result(WAIT_S)
-    assert answers[0].content.startswith(MISTAKES[mood])
-    assert "\n" not in answers[0].content
-    assert [answer.is_error for answer in answers] == [True, False]
+    *answers, last = steady.call(key, [*(("act", {"mood": mood}) for mood in MISTAKES), ("add", {"number": 2})]).result(
+        WAIT_S
+    )
+    for answer, begin in zip(answers, MISTAKES.values(), strict=True):
+        assert answer.is_error
+        assert answer.content.startswith(begin)
+        assert "\n" not in answer.content
+    assert not last.is_error
     assert steady.finish(key).result(WAIT_S) == 3
 
 
@@ -163,14 +151,6 @@ def test_values_become_text_of_bounded_length(steady: Instances) -> None:
     assert not any(answer.is_error for answer in answers)
 
 
-def test_calls_of_one_turn_are_answered_in_their_order(steady: Instances) -> None:
-    key = opened(steady)
-    calls = [("later", {"number": 1}), ("add", {"number": 1}), ("nothing", {}), ("add", {"number": 1})]
-    answers = steady.call(key, calls).result(WAIT_S)
-    assert [answer.content[:2] for answer in answers] == ["1", "1", "er", "2"]
-    assert steady.call(key, []).result(WAIT_S) == []
-
-
 def test_coroutines_share_one_loop_that_goes_on(steady: Instances) -> None:
     key = opened(steady)
     answers = steady.call(key, [("later", {"number": 1}), ("later", {"number": -3}), ("later", {"number": 2})])
@@ -190,11 +170,7 @@ def test_coroutines_share_one_loop_that_goes_on(steady: Instances) -> None:
 )
 def test_an_instance_that_cannot_be_reset_is_lost(steady: Instances, row: dict[str, Any], expected: str) -> None:
     assert reason(steady.open(row)).startswith(expected)
-
-
-def test_a_reset_gives_what_it_says(steady: Instances) -> None:
     assert steady.open({"mood": "hello", "unknown": 1}).result(WAIT_S).observation == "hello"
-    assert steady.open({}).result(WAIT_S).observation is None
 
 
 @pytest.mark.parametrize(
@@ -243,7 +219,7 @@ def test_one_that_misbehaves_costs_its_worker_and_nobody_waits_for_it(
     assert instances.call(good, [("add", {"number": 1})]).result(WAIT_S)[0].content == "2"
     for key, pid, future, (fate, expected) in zip(bad, pids, lost, FATES.items(), strict=True):
         assert expected in reason(future), fate
-        until(lambda pid=pid: is_gone(pid))
+        wait_for(lambda pid=pid: is_gone(pid))
         assert reason(instances.finish(key)), fate
     assert instances.finish(good).result(WAIT_S) == 2.0
     assert [worker.restarts for worker in instances.workers] == [0] + [1] * len(FATES)
@@ -252,9 +228,7 @@ def test_one_that_misbehaves_costs_its_worker_and_nobody_waits_for_it(
     assert len(printed) < 1 << 18, "of a flood only the beginning is shown"
 
 
-def test_a_hang_costs_the_environments_of_its_worker_only(
-    make: Callable[..., Instances],
-) -> None:
+def test_a_hang_costs_the_environments_of_its_worker_only(make: Callable[..., Instances]) -> None:
     instances = make(timeout_s=2.0, per_worker=2)
     bad, sibling, other = (opened(instances) for _ in range(3))
     lost = instances.call(bad, [("act", {"mood": "hang"})])
@@ -273,7 +247,7 @@ def test_a_worker_that_dies_between_two_calls_costs_its_environments(make: Calla
     (pid,) = instances.workers[0].pids
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    until(lambda: is_gone(pid))
+    wait_for(lambda: is_gone(pid))
     assert all(reason(instances.finish(key)) for key in keys)
     assert instances.finish(opened(instances, start=5)).result(WAIT_S) == 5
     assert instances.workers[0].restarts == 1
@@ -286,7 +260,7 @@ def test_what_an_environment_leaves_behind_ends_with_it(
     instances, note = make(), tmp_path / "pid"
     key, sibling = opened(instances), opened(instances)
     future = instances.call(key, [("act", {"mood": f"away {note} {then}"})])
-    until(note.exists)
+    wait_for(note.exists)
     pid = int(note.read_text())
     if then == "exit 1":
         assert "exit code 1" in reason(future)
@@ -295,17 +269,17 @@ def test_what_an_environment_leaves_behind_ends_with_it(
         instances.finish(sibling).result(WAIT_S)
         assert not is_gone(pid), "its environment still lives"
         (instances.drop if then == "drop" else instances.finish)(key)
-    until(lambda: is_gone(pid))
+    wait_for(lambda: is_gone(pid))
 
 
-@pytest.mark.parametrize("pending", ["hang", "away", "none"])
+@pytest.mark.parametrize("pending", ["hang", "away"])
 def test_closing_ends_everything_at_once(make: Callable[..., Instances], tmp_path: Path, pending: str) -> None:
     instances, note = make(), tmp_path / "pid"
     keys = [opened(instances) for _ in range(3)]
-    moods = {"hang": "deaf", "away": f"away {note} hang", "none": "none"}
+    moods = {"hang": "deaf", "away": f"away {note} hang"}
     futures = [instances.call(key, [("act", {"mood": moods[pending]})]) for key in keys]
     if pending == "away":
-        until(note.exists)
+        wait_for(note.exists)
     late = instances.open({})
     instances.close()
     instances.close()
@@ -333,7 +307,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(make: Callable[..., Instances
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     assert subprocess.run([sys.executable, script], env=environment, timeout=WAIT_S).returncode == -signal.SIGKILL
     assert note.exists()
-    until(lambda: marked(os.environ["SOTA_GRPO_TEST_MARKER"]) == [])
+    wait_for(lambda: marked(os.environ["SOTA_GRPO_TEST_MARKER"]) == [])
 
 
 def test_described_before_the_first_sample(make: Callable[..., Instances]) -> None:
@@ -355,13 +329,8 @@ def test_described_before_the_first_sample(make: Callable[..., Instances]) -> No
     [
         ("import nowhere", r"env.py, line 1: it cannot be imported \(ModuleNotFoundError: .*mend it there"),
         ("", r"env.py has no class or function 'Env'; it has none: correct the name."),
-        ("class Env: ...", r"env.py:Env cannot be used: a Env has no method reset"),
         ("def Env(): raise OSError('offline')", r"cannot be used: its construction raised OSError: offline"),
         ("import os\nclass Env:\n  def __init__(self): os._exit(3)", "WorkerDied: .* ended with exit code 3"),
-        (
-            "class Env:\n  def reset(self): ...\n  def tool(self): ...",
-            "the tool tool has no docstring",
-        ),
         ("import os; os._exit(3)", "exit code 3"),
     ],
 )
@@ -407,4 +376,4 @@ def test_an_adapter_may_be_asynchronous_throughout_and_is_closed(
         False
     ] * 3
     assert instances.finish(key.key).result(WAIT_S) == 0.25
-    until(note.exists)
+    wait_for(note.exists)

@@ -18,7 +18,7 @@ from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import ReferenceKL
-from sota_grpo.workers.base import WorkerDied, WorkerSpec, starter
+from sota_grpo.workers.base import WorkerSpec, starter
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, reference_worker
@@ -176,10 +176,3 @@ def test_a_reference_process_that_stops_is_replaced_and_its_rows_answered(saved)
     torch.testing.assert_close(service(rows), FrozenReference(deepcopy(model), temperature=0.7)(rows))
     service.close()
     launcher.close()
-
-
-def test_a_model_that_does_not_load_is_named_at_once(tmp_path, in_threads) -> None:
-    service = service_of(in_threads, str(tmp_path), 2)
-    with pytest.raises(WorkerDied, match=r"not a folder with a config.json"):
-        service.fleet.wait_ready()
-    service.close()
