@@ -427,8 +427,8 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
     ``turns`` are in the order of the tokens, each with ``role``, ``trained`` (whether the policy wrote it; the others
     are masked out of the loss), ``tokens`` (how many) and ``text`` (decoded, special tokens included). A turn of the
     policy with calls has ``calls``: ``name``, ``arguments``, ``reply`` (None: there was none) and ``error`` (whether
-    the call failed). Of a dialog with tools, ``ended`` says how it ended (:class:`sota_grpo.envs.agents.ToolTalk`) and
-    ``error`` why its environment was lost.
+    the call failed). Of a dialog with tools, ``ended`` says how it ended and ``error`` why its environment was lost
+    (:class:`sota_grpo.envs.dialogs.ToolEpisode`).
 
     Three tokens of the policy, two of a tool, one of the policy::
 
