@@ -21,8 +21,7 @@ from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import PromptSource
-from sota_grpo.envs.agents import ToolPartner
-from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
+from sota_grpo.envs.dialogs import GradedTurns, Responder, Rules, ToolResponder, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import automatic_precision
 from sota_grpo.policy.end_tokens import end_token_ids
@@ -184,10 +183,10 @@ def dialog_rules(
         if each.env.max_steps > 1:
             own, options = instances.get(name), each.env
             turns = TurnTokens(env.tokenizer, template_kwargs(each, own))
-            partner: Partner = GradedTurns(own_grader(env.grader), turns)
+            responder: Responder = GradedTurns(own_grader(env.grader), turns)
             if own is not None:
-                partner = ToolPartner(env, own, options.chat_template_kwargs)
-            rules[name if config.env.mixture else None] = Rules(partner, turns, options.max_steps, max_model_len)
+                responder = ToolResponder(env, own, options.chat_template_kwargs)
+            rules[name if config.env.mixture else None] = Rules(responder, turns, options.max_steps, max_model_len)
     return rules
 
 

@@ -1,7 +1,7 @@
-r"""How a chat template writes tool calls, and where they stand in what a policy said.
+r"""The formats in which chat templates write tool calls, and how calls are found in a turn of the policy.
 
-A format is the tokenizer's own ``response_template``, or is read off what the template makes of two calls that are
-known. Around the calls ``a(x=1)`` and ``b()`` the templates of Qwen, Llama and Mistral write::
+A format is the tokenizer's own ``response_template``, or is derived from two known calls that the template renders.
+Around the calls ``a(x=1)`` and ``b()`` the templates of Qwen, Llama and Mistral write::
 
     <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>\n{"name": "b", ..
     {"name": "a", "parameters": {"x": 1}}
@@ -38,11 +38,8 @@ _SPACE = re.compile(rf"[\s{OTHER}]*+")
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
-class SaidCall(NamedTuple):
-    """A call as it stands in the text; ``untyped`` where its format writes strings and numbers alike.
-
-    ``id`` is whatever stands where a call has one.
-    """
+class ParsedCall(NamedTuple):
+    """A call as it was written; ``untyped`` if its format writes strings and numbers alike, ``id`` unchecked."""
 
     name: str
     arguments: Any
@@ -56,10 +53,10 @@ class BadCall(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """JSON to the letter: no NaN or infinity, no key twice, no half surrogates, at most :data:`MAX_DEPTH` deep.
+    """Read strict JSON: no NaN or infinity, no duplicate keys or half surrogates, at most :data:`MAX_DEPTH` deep.
 
     Raises:
-        BadCall: it is none.
+        BadCall: it is not.
 
     >>> read_json('{"a": [1, 2.5, "é"]}')
     {'a': [1, 2.5, 'é']}
@@ -80,11 +77,7 @@ def read_json(text: str) -> Any:
 
 
 def check_json(value: Any) -> None:
-    """Whether ``value`` can be written as JSON in UTF-8, and is no deeper than :data:`MAX_DEPTH`.
-
-    Raises:
-        BadCall: it cannot.
-    """
+    """Raise BadCall unless ``value`` can be written as JSON in UTF-8 and is at most :data:`MAX_DEPTH` deep."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()
@@ -105,7 +98,7 @@ def _no_constant(name: str) -> None:
 
 
 def _extent(text: str, start: int) -> int | None:
-    """Where the value that begins with a bracket at ``start`` ends; None where it does not.
+    """Return the end of the value that begins with a bracket at ``start``; None if it has none.
 
     Raises:
         BadCall: too deep.
@@ -123,7 +116,7 @@ def _extent(text: str, start: int) -> int | None:
     return None
 
 
-_TOO_MANY = SaidCall("", {}, f"a turn can have {MAX_CALLS} calls; this and what follows is more")
+_TOO_MANY = ParsedCall("", {}, f"a turn can have {MAX_CALLS} calls; this and what follows is more")
 
 
 @dataclass(frozen=True)
@@ -150,13 +143,10 @@ class MarkedCalls:
     thinks_until: str = ""
     before_id: str = ""
 
-    def scan(self, text: str) -> tuple[str, list[SaidCall]]:
-        """What was said, and the calls; what cannot be read is a call with an error.
-
-        Every call is read once, their number is bounded: time is linear.
-        """
+    def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """Return the text outside of the calls, and the calls; an unreadable one has an error. Takes linear time."""
         said: list[str] = []
-        calls: list[SaidCall] = []
+        calls: list[ParsedCall] = []
         spoken = False
         call = re.escape(self.opening)
         if not self.opening and self.keys is not None:
@@ -179,8 +169,8 @@ class MarkedCalls:
                 position = self._opened(text, match.start(), calls)
         return "".join((*said, text[position:])), calls
 
-    def _opened(self, text: str, start: int, calls: list[SaidCall]) -> int:
-        """Add the calls behind an opening text; where the text goes on behind them."""
+    def _opened(self, text: str, start: int, calls: list[ParsedCall]) -> int:
+        """Add the calls after an opening text; return the position after them."""
         position = _skip(text, start)
         listed = self.listed and text.startswith("[", position)
         try:
@@ -203,7 +193,7 @@ class MarkedCalls:
                 calls.append(call)
             return position
         except BadCall as error:
-            calls.append(SaidCall("", {}, f"the call cannot be read: {error}"))
+            calls.append(ParsedCall("", {}, f"the call cannot be read: {error}"))
             ends = text.find(self.closing, start) if self.closing else -1
             return ends + len(self.closing) if ends >= 0 else len(text)
 
@@ -214,8 +204,8 @@ class MarkedCalls:
             return position  # the turn ends here, too
         raise BadCall(f"behind its JSON stands no {self.closing}")
 
-    def _call(self, text: str, start: int) -> tuple[SaidCall, int]:
-        """The call that begins at ``start``, and where it ends."""
+    def _call(self, text: str, start: int) -> tuple[ParsedCall, int]:
+        """Return the call that begins at ``start``, and its end."""
         name = identity = ""
         if self.keys is None:
             ends = text.find(self.between or "{", start, start + MAX_NAME + max(1, len(self.between)))
@@ -235,19 +225,15 @@ class MarkedCalls:
             raise BadCall(f"it has {end - start} characters, more than {MAX_CHARS}")
         value = read_json(without_specials(text[start:end], self.specials))
         if self.keys is None:
-            return SaidCall(name, value, id=identity.strip()), end
+            return ParsedCall(name, value, id=identity.strip()), end
         name_key, arguments_key = self.keys
         if name_key not in value or arguments_key not in value:
             raise BadCall(f"its object needs the keys {name_key} and {arguments_key}")
-        return SaidCall(value[name_key], value[arguments_key], id=value.get("id")), end
+        return ParsedCall(value[name_key], value[arguments_key], id=value.get("id")), end
 
 
 def without_specials(text: str, specials: Sequence[str]) -> str:
-    """What stands in a call, as it was spelled.
-
-    Raises:
-        BadCall: a special token stands in it.
-    """
+    """Return the text of a call as it was spelled; BadCall if it contains a special token."""
     if OTHER in text or any(name in text for name in specials):
         raise BadCall("a special token stands in it")
     return text.replace(SPELLED, "")
@@ -259,16 +245,16 @@ def _skip(text: str, position: int) -> int:
 
 
 def _after(text: str, ends: str, position: int) -> int:
-    """Behind the end of a thinking; one that does not end is all that follows."""
+    """Return the position after the end of thinking; the end of the text if it does not end."""
     at = text.find(ends, position)
     return at + len(ends) if at >= 0 else len(text)
 
 
 class TemplateCalls:
-    """Calls by the ``response_template`` of a tokenizer, which transformers reads.
+    """Read calls by the ``response_template`` of a tokenizer, with transformers.
 
-    Its regular expressions came with the model and may take any time, so they have :data:`TEMPLATE_SECONDS`. Every call
-    is read by itself: a broken one is an error of its own.
+    Its regular expressions come with the model and may take any time, so they have :data:`TEMPLATE_SECONDS`. An invalid
+    call is an error of its own.
 
     Args:
         template: as transformers takes it.
@@ -298,8 +284,8 @@ class TemplateCalls:
         parser = self._calls.content_args.get("value_parser") or {"name": "text"}
         self._untyped = self._calls.content in ("xml-inline", "kv-lines") and parser.get("name", "text") == "text"
 
-    def scan(self, text: str) -> tuple[str, list[SaidCall]]:
-        """As :meth:`MarkedCalls.scan`; a turn that the template cannot read at all is one call with an error."""
+    def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """Return what :meth:`MarkedCalls.scan` does; an unreadable turn is one call with an error."""
         from transformers.utils.chat_parsing import parse_response
 
         deadline = time.monotonic() + TEMPLATE_SECONDS
@@ -311,10 +297,10 @@ class TemplateCalls:
         try:
             message = parse_response(text, timed, prefix=self._prefix)
         except Exception as error:  # whatever text and template make of each other
-            return "", [SaidCall("", {}, f"the turn cannot be read: {sentence(error)}")]
+            return "", [ParsedCall("", {}, f"the turn cannot be read: {sentence(error)}")]
         said = message.get("content")
         raw = message.get("tool_calls") or []
-        calls: list[SaidCall] = []
+        calls: list[ParsedCall] = []
         for entry in raw if isinstance(raw, list) else [raw]:
             if len(calls) >= MAX_CALLS:
                 calls.append(_TOO_MANY)
@@ -322,10 +308,10 @@ class TemplateCalls:
             try:
                 calls += self._call(entry, deadline)
             except Exception as error:
-                calls.append(SaidCall("", {}, f"the call cannot be read: {sentence(error)}"))
+                calls.append(ParsedCall("", {}, f"the call cannot be read: {sentence(error)}"))
         return said if isinstance(said, str) else "", calls
 
-    def _call(self, entry: Mapping[str, Any], deadline: float) -> list[SaidCall]:
+    def _call(self, entry: Mapping[str, Any], deadline: float) -> list[ParsedCall]:
         from transformers.utils.chat_parsing.content_parsers import parse_content, process_field
 
         body = without_specials(entry["body"], self._specials)
@@ -346,12 +332,12 @@ class TemplateCalls:
         calls = made if isinstance(made, list) else [made]
         functions = [call.get("function", call) for call in calls]
         return [
-            SaidCall(function.get("name"), function.get("arguments"), untyped=self._untyped, id=call.get("id"))
+            ParsedCall(function.get("name"), function.get("arguments"), untyped=self._untyped, id=call.get("id"))
             for call, function in zip(calls, functions)
         ]
 
     def _tags(self, body: str, deadline: float) -> dict[str, Any]:
-        """As transformers reads ``xml-inline``, in bounded time."""
+        """Read ``xml-inline`` as transformers does, in bounded time."""
         import regex  # transformers' own, whose searches have a timeout
         from transformers.utils.chat_parsing.content_parsers import parse_content
 
@@ -367,7 +353,7 @@ class TemplateCalls:
 
 
 class _Timed(NamedTuple):
-    """A regular expression that has until ``deadline``."""
+    """A regular expression with a deadline."""
 
     pattern: Any
     deadline: float
@@ -388,14 +374,14 @@ def _left(deadline: float) -> float:
 
 
 def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], ending: str) -> MarkedCalls | None:
-    """The format of a template that was seen at work; None where its calls are not JSON.
+    """Derive the format of calls from rendered turns; None if its calls are not JSON.
 
     Args:
-        one: the turn that the template makes of one call.
-        two: of this call twice; None where it writes only one.
-        name: of the tool that is called.
-        arguments: with which.
-        ending: what the template writes behind every turn.
+        one: a rendered turn of one call.
+        two: of this call twice; None if the template supports only one.
+        name: of the called tool.
+        arguments: of the call.
+        ending: what the template writes after every turn.
 
     >>> turn = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
     >>> derive(turn, turn + "\\n" + turn, "f", {"x": 1}, "").opening
@@ -429,7 +415,7 @@ def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], e
 def _call_in(
     text: str, start: int, name: str, arguments: Mapping[str, Any]
 ) -> tuple[int, int, tuple[str, str] | None] | None:
-    """The first object from ``start`` on that is the call or its arguments: where, and the keys of the call."""
+    """Find the first object from ``start`` that is the call or its arguments: its range and the keys of the call."""
     for opened in re.finditer(r"\{", text[start:]):
         begin = start + opened.start()
         try:

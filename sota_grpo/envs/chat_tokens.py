@@ -1,4 +1,4 @@
-"""Messages as token ids: a special token stands where the chat template writes it, and nowhere else."""
+"""Messages as token ids, of prompts and between turns: special tokens are the chat template's, never the text's."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
+import torch
 from tokenizers import AddedToken
 
 from sota_grpo.errors import UserError
+from sota_grpo.policy.end_tokens import response_text
+from sota_grpo.rl.tool_schemas import call_id
 
 Messages = Sequence[Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
-_PLAIN = "plaintext"  # plain letters, which every template and every filter in it leaves alone
+# plain letters, which every template and every filter in it leaves alone
+_PLAIN, _EARLIER, _PROBE = "plaintext", "earlierassistantturn", "laterturn"
 
 
 class ChatTokens:
-    """Renders messages and tokenises what comes out, with what the messages themselves say read as text only.
+    """Render and tokenise messages so that names of special tokens in their contents are text.
 
     A chat template makes one text of markers and contents, in which ``<|im_end|>`` in a question, a table or a tool's
-    answer would end the turn as the template's own does. Here the special tokens of a rendering are those that the same
-    roles have around plain words. Where they are, its ids are the tokenizer's; where contents name or add some, it is
-    rendered and tokenised once more with other names for the template's own tokens, so that those of contents are text.
+    answer would end the turn as the template's own does. The special tokens of a rendering must be those that the same
+    roles have around plain words. If they are, the ids are the tokenizer's own; if contents name or add some, the
+    messages are rendered and tokenised again with other names for the template's own tokens.
 
-    Markers that the tokenizer has no special token for (``[INST]`` of Llama 2, ``User:``) are text wherever they stand.
+    Markers that are no special token of the tokenizer (``[INST]`` of Llama 2, ``User:``) are text everywhere.
 
     Args:
         tokenizer: of the policy.
-        render: what the chat template makes of messages.
-        add_special_tokens: as the tokenizer takes it.
+        render: renders messages by the chat template.
+        add_special_tokens: of the tokenizer.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -56,14 +60,13 @@ class ChatTokens:
         longest_first = sorted((token.content for token in self._special.values()), key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._framings: dict[str, list[int]] = {}
-        self._was_told = False
+        self._has_warned = False
 
     def ids(self, messages: Messages) -> tuple[int, ...]:
-        """The rendered messages ``[P]``; equal to the tokenizer's own wherever no content names a special token.
+        """Return the ids of the rendered messages ``[P]``, the tokenizer's own unless a content names a special token.
 
         Raises:
-            UserError: a content names one, and the template does more with it than to write it down; or it cannot
-                render such messages at all.
+            UserError: the template changes a content that names one, or cannot render such messages.
         """
         text = self._render(messages)
         ids = self._tokenizer(text, add_special_tokens=self._add_special_tokens)["input_ids"]
@@ -77,9 +80,9 @@ class ChatTokens:
                     f"a text holds {name!r}, a special token that could begin or end a turn, and this chat template "
                     "and tokenizer leave no way to read it as text; take it out."
                 )
-            if not self._was_told:
+            if not self._has_warned:
                 logger.warning("A prompt or reply says %r: it is read as text, not as the special token.", name)
-                self._was_told = True
+                self._has_warned = True
         return tuple(ids)
 
     def _render(self, messages: Messages) -> str:
@@ -98,7 +101,7 @@ class ChatTokens:
         return [number for number in ids if number in self._special]
 
     def _framing(self, messages: Messages) -> list[int]:
-        """The special tokens that the template writes around plain words."""
+        """Return the special tokens that the template writes around plain words."""
 
         def plain(name: str, value: Any) -> Any:
             if name == "content" and isinstance(value, str) and value.strip():
@@ -113,7 +116,7 @@ class ChatTokens:
         return self._framings[key]
 
     def _replaced(self, value: Any, by: str | Callable[[re.Match[str]], str]) -> Any:
-        """``value`` with the names of special tokens replaced, however deep they stand in it."""
+        """Return ``value`` with the names of special tokens replaced at every depth."""
         if isinstance(value, str):
             return self._names.sub(by, value)
         if isinstance(value, Mapping):
@@ -123,7 +126,7 @@ class ChatTokens:
         return value
 
     def _read_as_text(self, messages: Messages, text: str) -> list[int]:
-        """The ids of ``text`` with only the template's own special tokens as tokens; none where it has mixed them."""
+        """Return the ids of ``text`` with only the template's special tokens as tokens; none if it mixes them."""
         reader, numbers, words = self._reader
         quoted = {name: word.replace("x", "y") for name, word in words.items()}
         rendered = self._render([self._replaced(message, lambda name: quoted[name[0]]) for message in messages])
@@ -141,10 +144,9 @@ class ChatTokens:
 
     @cached_property
     def _reader(self) -> tuple[Any, dict[int, int], dict[str, str]]:
-        """A copy of the tokenizer that knows the special tokens by other names; what they are, what they are called.
+        """A copy of the tokenizer with other names for the special tokens, their ids by its ids, and those names.
 
-        The names are new words that nobody can have written beforehand, and no special tokens: a tokenizer that splits
-        special tokens leaves them whole.
+        The names are random words, and no special tokens: a tokenizer that splits special tokens leaves them whole.
         """
         reader, salt = copy.deepcopy(self._tokenizer), secrets.token_hex(8)
         words = {token.content: f"zq{salt}x{number}z" for number, token in self._special.items()}
@@ -164,8 +166,93 @@ class ChatTokens:
         return name[0] if name else said[:60]
 
 
+class TurnTokens:
+    """The token ids between two turns of a policy, as the chat template writes them.
+
+    Without a chat template a reply is surrounded by blank lines, as the turns of a prompt are. Where a template cannot
+    render the role ``tool``, a user turn takes its place, and the log says so once.
+
+    Args:
+        tokenizer: of the policy.
+        template_kwargs: further arguments of ``apply_chat_template``.
+
+    >>> from sota_grpo.policy.load import load_tokenizer
+    >>> tokenizer = load_tokenizer("tiny")
+    >>> tokenizer.decode(TurnTokens(tokenizer).ids([{"role": "user", "content": "Again?"}], tokenizer.eos_token_id))
+    '\\n<|im_start|>user\\nAgain?<|im_end|>\\n<|im_start|>assistant\\n'
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._chat = ChatTokens(tokenizer, self._rendered)
+        self._reply_ids = lru_cache(maxsize=1024)(self._tokenised)
+        self._role_of = cache(self._supported)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._tokenizer, self._template_kwargs)  # without the caches
+
+    def text(self, token_ids: torch.Tensor) -> str:
+        """Return the text of a turn of the policy ``[R]`` without end tokens and padding, as its grader reads it."""
+        return response_text(self._tokenizer, token_ids)
+
+    def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
+        """Return the ids between the policy's last token and its next turn.
+
+        The template's end-of-turn token is left out if the policy sampled it.
+
+        Args:
+            replies: messages with ``role`` (``user`` or ``tool``), ``content`` and perhaps ``name`` and
+                ``tool_call_id``; names of special tokens in contents are text (:class:`ChatTokens`).
+            last_id: last token that the policy sampled.
+
+        Raises:
+            UserError: the chat template cannot render a conversation of several turns.
+        """
+        ids = self._reply_ids(tuple(tuple(reply.items()) for reply in replies))
+        return ids[1:] if ids and ids[0] == last_id else ids
+
+    def _tokenised(self, replies: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:
+        messages = [dict(items) for items in replies]
+        for number, message in enumerate(messages):
+            if message["role"] not in ("user", "tool"):
+                raise ValueError(f"a reply has the role {message['role']!r}; use user or tool.")
+            if self._has_template:
+                message["role"] = self._role_of(message["role"])
+            if message["role"] == "tool":
+                message.setdefault("tool_call_id", call_id(number))  # of a task's own, that no call has asked for
+        return self._chat.ids(messages)
+
+    def _supported(self, role: str) -> str:
+        """Return ``role``, or ``user`` if the template does not render the content of a ``tool``."""
+        try:
+            of_tool = {"name": _EARLIER, "tool_call_id": call_id(0)} if role == "tool" else {}
+            if _PROBE in self._rendered([{"role": role, "content": _PROBE, **of_tool}]):
+                return role
+            reason = "leaves it out"
+        except Exception as error:  # a template is a program that came with the model: it raises what it likes
+            reason = f"{type(error).__name__}: {error}"
+        if role == "tool":
+            logger.info("The chat template has no tool turns (%s): answers of tools are user turns.", reason)
+            return self._role_of("user")
+        raise UserError(
+            f"The chat template cannot render a user turn after an assistant turn ({reason}); use env.max_steps=1, or "
+            "a model whose template is made for conversations."
+        )
+
+    def _rendered(self, replies: Messages) -> str:
+        if not self._has_template:
+            return "".join(f"\n\n{reply['content']}\n\n" for reply in replies)
+        before = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _EARLIER}]
+        text = self._tokenizer.apply_chat_template(
+            [*before, *replies], tokenize=False, add_generation_prompt=True, **self._template_kwargs
+        )
+        return text.partition(_EARLIER)[2]
+
+
 def num_shared(sequences: Sequence[Sequence[Any]]) -> int:
-    """How many tokens, or characters, all begin with.
+    """Return the length of the common beginning of token or character sequences.
 
     >>> num_shared([(1, 2, 3), (1, 2, 4, 5)]), num_shared(["<call>", "<call>"])
     (2, 6)

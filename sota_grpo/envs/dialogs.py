@@ -1,22 +1,26 @@
-"""Dialogs of several turns over any engine: the policy speaks, is answered by its partner, and speaks again.
+"""Dialogs of several turns over any engine: the policy's turns are answered by its task, by tools or an environment.
 
-Between two turns of the policy stand the end of its turn, what it is answered, and the start of its next turn. In a
-ChatML template, after the policy ended its turn with ``<|im_end|>`` itself, the reply ``Think again.`` is::
+Between two turns of the policy are the end of its turn, the answer, and the start of its next turn. In a ChatML
+template, after the policy ended its turn with ``<|im_end|>`` itself, the reply ``Think again.`` is::
 
     sampled      ...  18  <|im_end|>
     inserted     \\n  <|im_start|>user  \\n  Think again.  <|im_end|>  \\n  <|im_start|>assistant  \\n
     sampled      I see, it is 19  <|im_end|>
 
-What was sampled stays as it is, also where a template would render an earlier turn differently (without its thinking).
+Tools answer with a turn of the role ``tool``; a turn without a call is the final answer and ends the dialog::
+
+    sampled      <tool_call>{"name": "multiply", "arguments": {"a": 347, "b": 28}}</tool_call> <|im_end|>
+    inserted     \\n  <|im_start|>tool  \\n  9716  <|im_end|>  \\n  <|im_start|>assistant  \\n
+    sampled      It is 9716. <|im_end|>
+
+Sampled tokens stay as they are, also where a template would render an earlier turn differently (without its thinking).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,12 +30,13 @@ import torch
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Streams, Task, result
-from sota_grpo.envs.chat_tokens import ChatTokens, Messages, num_shared
+from sota_grpo.envs.chat_tokens import Messages, TurnTokens, num_shared
+from sota_grpo.envs.prompts import PromptSource
+from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
-from sota_grpo.policy.end_tokens import response_text
-from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import (
+    TURNS,
     Example,
     GroupOutput,
     GroupRequest,
@@ -42,111 +47,22 @@ from sota_grpo.rl.records import (
     sample_seed,
     task_of_example,
 )
-from sota_grpo.rl.tool_schemas import call_id
+from sota_grpo.rl.tool_schemas import ToolCall, call_id
+from sota_grpo.tasks.wrappers import reward_inputs
 from sota_grpo.workers.base import resolve
+from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 
 Ask = Callable[[GroupRequest], Future[GroupOutput]]
 
-logger = logging.getLogger(__name__)
 
-_EARLIER = "earlierassistantturn"  # plain letters, which every template and every filter in it leaves alone
-_PROBE = "laterturn"
-
-
-class TurnTokens:
-    """Reads the turns of a policy and writes the turns that answer them, as the chat template frames them.
-
-    Without a chat template a reply stands between blank lines, as the turns of a prompt do. A template that cannot
-    render the role ``tool`` is given a user turn instead, which is said once in the log.
-
-    Args:
-        tokenizer: of the policy.
-        template_kwargs: further arguments of ``apply_chat_template``.
-
-    >>> from sota_grpo.policy.load import load_tokenizer
-    >>> tokenizer = load_tokenizer("tiny")
-    >>> tokenizer.decode(TurnTokens(tokenizer).ids([{"role": "user", "content": "Again?"}], tokenizer.eos_token_id))
-    '\\n<|im_start|>user\\nAgain?<|im_end|>\\n<|im_start|>assistant\\n'
-    """
-
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
-        self._tokenizer = tokenizer
-        self._template_kwargs = dict(template_kwargs or {})
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        self._chat = ChatTokens(tokenizer, self._rendered)
-        self._reply_ids = functools.lru_cache(maxsize=1024)(self._tokenised)
-        self._role_of = functools.cache(self._supported)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._tokenizer, self._template_kwargs)  # without what is remembered
-
-    def text(self, token_ids: torch.Tensor) -> str:
-        """One turn of the policy ``[R]`` as its grader reads it: end tokens and padding left out."""
-        return response_text(self._tokenizer, token_ids)
-
-    def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
-        """What stands between the policy's last token and its next turn.
-
-        The end-of-turn token with which the template begins is left out where the policy has sampled it.
-
-        Args:
-            replies: messages with ``role`` (``user`` or ``tool``), ``content`` and perhaps ``name`` and
-                ``tool_call_id``. What they say may repeat what a model wrote: names of special tokens in it are text
-                (:class:`~sota_grpo.envs.chat_tokens.ChatTokens`).
-            last_id: last token that the policy sampled.
-
-        Raises:
-            UserError: the chat template cannot render a conversation of several turns.
-        """
-        ids = self._reply_ids(tuple(tuple(reply.items()) for reply in replies))
-        return ids[1:] if ids and ids[0] == last_id else ids
-
-    def _tokenised(self, replies: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:
-        messages = [dict(items) for items in replies]
-        for number, message in enumerate(messages):
-            if message["role"] not in ("user", "tool"):
-                raise ValueError(f"a reply has the role {message['role']!r}; use user or tool.")
-            if self._has_template:
-                message["role"] = self._role_of(message["role"])
-            if message["role"] == "tool":
-                message.setdefault("tool_call_id", call_id(number))  # of a task's own, that no call has asked for
-        return self._chat.ids(messages)
-
-    def _supported(self, role: str) -> str:
-        """``role``, or ``user`` where the template does not show what a ``tool`` says."""
-        try:
-            of_tool = {"name": _EARLIER, "tool_call_id": call_id(0)} if role == "tool" else {}
-            if _PROBE in self._rendered([{"role": role, "content": _PROBE, **of_tool}]):
-                return role
-            reason = "leaves it out"
-        except Exception as error:  # a template is a program that came with the model: it raises what it likes
-            reason = f"{type(error).__name__}: {error}"
-        if role == "tool":
-            logger.info("The chat template has no tool turns (%s): what a tool says is a user turn.", reason)
-            return self._role_of("user")
-        raise UserError(
-            f"The chat template cannot render a user turn after an assistant turn ({reason}); use env.max_steps=1, or "
-            "a model whose template is made for conversations."
-        )
-
-    def _rendered(self, replies: Messages) -> str:
-        if not self._has_template:
-            return "".join(f"\n\n{reply['content']}\n\n" for reply in replies)
-        before = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _EARLIER}]
-        text = self._tokenizer.apply_chat_template(
-            [*before, *replies], tokenize=False, add_generation_prompt=True, **self._template_kwargs
-        )
-        return text.partition(_EARLIER)[2]
-
-
-class Talk(Protocol):
-    """The partner's side of one dialog; its methods are called one after the other, from any thread.
+class Episode(Protocol):
+    """The environment's side of one dialog; its methods are called one after the other, from any thread.
 
     The coroutines may wait for futures (:func:`~sota_grpo.engines.stepping.result`). ``prompt_ids`` is the prompt of
-    this dialog, None where it is the group's. ``answer`` takes the ids of a turn of the policy and gives the messages
-    that answer it, None where the dialog is over. ``end`` takes the last turn where it was not answered (it was
-    truncated, or the last that is allowed) and whether the dialog was cut for length, and gives its record
-    (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead after the request was cancelled.
+    this dialog, None where it is the group's. ``answer`` maps the ids of a turn of the policy to the messages that
+    answer it, None where the dialog is over. ``end`` takes the last turn if it was not answered (it was truncated, or
+    the last allowed one) and whether the dialog was cut for length, and returns the dialog's record
+    (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead of ``end`` when the request was cancelled.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -158,14 +74,14 @@ class Talk(Protocol):
     def leave(self) -> None: ...
 
 
-class Partner(Protocol):
-    """Whom the policy talks with; ``begin`` opens the dialog of sample ``index`` of a group."""
+class Responder(Protocol):
+    """What answers the policy; ``begin`` opens the dialog of sample ``index`` of a group."""
 
-    async def begin(self, request: GroupRequest, index: int) -> Talk: ...
+    async def begin(self, request: GroupRequest, index: int) -> Episode: ...
 
 
 class GradedTurns:
-    """A partner that has every turn graded: the score's reply is its answer; without one the dialog is over.
+    """Grade every turn; the reply of the score is the answer, and without a reply the dialog is over.
 
     Args:
         grader: of the task.
@@ -175,13 +91,12 @@ class GradedTurns:
     def __init__(self, grader: Grader, turns: TurnTokens):
         self._grader, self._turns = grader, turns
 
-    async def begin(self, request: GroupRequest, index: int) -> Talk:
-        """At once; nothing but the example is remembered."""
+    async def begin(self, request: GroupRequest, index: int) -> Episode:
         assert request.example is not None
-        return GradedTalk(self._grader, self._turns, request.example)
+        return GradedEpisode(self._grader, self._turns, request.example)
 
 
-class GradedTalk:
+class GradedEpisode:
     """One dialog of :class:`GradedTurns`."""
 
     prompt_ids: tuple[int, ...] | None = None
@@ -204,31 +119,176 @@ class GradedTalk:
     def leave(self) -> None: ...
 
 
+#: How a dialog may end beside :data:`~sota_grpo.rl.records.TURNS`: with an answer, cut, or without its instance.
+ANSWERED, TRUNCATED, LOST = "answer", "truncated", "lost"
+
+
+class ToolResponder:
+    """Answer turns with tools: each sample has an instance of its own (:mod:`sota_grpo.workers.instances`).
+
+    Calls are read from the ids that the policy sampled. An instance that misses its deadline, dies, or cannot begin
+    costs its sample: the dialog ends, and its record says why.
+
+    Args:
+        env: its prompts describe the tools.
+        instances: of the tools' environment.
+        template_kwargs: further arguments of ``apply_chat_template``.
+
+    Raises:
+        UserError: the chat template has no tools.
+    """
+
+    def __init__(
+        self, env: PromptSource, instances: Instances, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._env, self.instances = env, instances
+        self.reader = ToolCallReader(env.tokenizer, instances.schemas, template_kwargs)
+        #: Whether records hold the attributes that the environment had at the end.
+        self.reads_environments = getattr(env.task, "reads_environments", False)
+
+    async def begin(self, request: GroupRequest, index: int) -> Episode:
+        """Open and reset an instance.
+
+        Siblings are reset with the random numbers of their group, so that they begin alike; later numbers differ.
+        """
+        example = request.example
+        assert example is not None
+        seeds = sample_seed(request.seed), sample_seed(request.seed, request.first_sample + index)
+        inputs = reward_inputs(self._env.task, "", example)
+        row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}  # under TRL's names
+        try:
+            there = await result(self.instances.open(row, seeds))
+        except InstanceLost as error:
+            return ToolEpisode(self, None, error=str(error))
+        if not there.observation:
+            return ToolEpisode(self, there.key)
+        try:
+            return ToolEpisode(self, there.key, self._env.prompt_ids(example, there.observation))
+        except UserError as error:  # it is the environment's text, not the user's: it costs the sample
+            self.instances.drop(there.key)
+            return ToolEpisode(self, None, error=f"what reset returned cannot be said: {error}")
+
+
+class ToolEpisode:
+    """One dialog with tools.
+
+    Graders read its record as ``response.record``: ``messages`` in TRL's form (``role``, ``content``, ``tool_calls`` of
+    the policy, ``name`` and ``tool_call_id`` of a tool), ``failed`` (indices of the answers to calls that failed),
+    ``tool_calls``, ``tool_errors``, ``ended`` (how), ``reward`` (of ``get_reward``, None without one), ``error`` (why
+    the instance was lost, else None) and, if reward functions read it, ``environment`` (its attributes at the end, by
+    name). The id of a call is the one that the policy sampled, if every template accepts it, else its number.
+
+    Args:
+        responder: shared by all dialogs.
+        key: of the instance; None where there is none.
+        prompt_ids: of this dialog, where the environment added to its prompt.
+        error: why there is none.
+    """
+
+    def __init__(
+        self,
+        responder: ToolResponder,
+        key: int | None,
+        prompt_ids: tuple[int, ...] | None = None,
+        error: str | None = None,
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self._responder, self._key, self._error = responder, key, error
+        self._messages: list[dict[str, Any]] = []
+        self._num_said = self._num_calls = 0
+        self._failed: list[int] = []
+        self._ended = ANSWERED if error is None else LOST
+
+    async def answer(self, said: torch.Tensor) -> Messages | None:
+        """Return the tools' answers in the order of the calls, errors included; None if the turn calls no tool."""
+        calls = self._heard(said)
+        if not calls or self._error is not None:
+            return None
+        self._num_calls += len(calls)
+        sound = [(call.name, call.arguments) for call in calls if call.error is None]
+        answers: list[Answer] = []
+        if sound:
+            assert self._key is not None
+            try:
+                answers = await result(self._responder.instances.call(self._key, sound))
+            except InstanceLost as error:
+                self._key, self._error, self._ended = None, str(error), LOST
+                return None
+        left = iter(answers)
+        replies: list[dict[str, str]] = []
+        for call in calls:
+            answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
+            if answer.is_error:
+                self._failed.append(len(self._messages) + len(replies))
+            name = call.name or "unknown"
+            replies.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": answer.content})
+        self._messages += replies
+        return replies
+
+    async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None:
+        """Ask the instance for its reward, close it, and return the record."""
+        calls = () if unanswered is None else self._heard(unanswered)
+        if truncated:
+            self._ended = TRUNCATED
+        elif calls:
+            self._ended = TURNS
+        key, self._key = self._key, None
+        reward = state = None
+        if key is not None:
+            instances = self._responder.instances
+            seen = instances.state(key) if self._responder.reads_environments else None
+            rewarded = instances.finish(key)
+            try:
+                known = None if seen is None else await result(seen)
+                reward, state = await result(rewarded), known
+            except InstanceLost as error:
+                self._error = str(error)
+        counts = {"tool_calls": self._num_calls, "tool_errors": len(self._failed)}
+        ended = {"ended": self._ended, "reward": reward, "error": self._error}
+        environment = {} if state is None else {"environment": state}
+        return {"messages": self._messages, "failed": self._failed, **counts, **ended, **environment}
+
+    def leave(self) -> None:
+        """Drop the instance."""
+        key, self._key = self._key, None
+        if key is not None:
+            self._responder.instances.drop(key)
+
+    def _heard(self, said: torch.Tensor) -> tuple[ToolCall, ...]:
+        turn = self._responder.reader.read(said.tolist())
+        calls = tuple(
+            replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, self._num_said)
+        )
+        self._num_said += len(calls)
+        self._messages.append(message_of(turn.content, calls))
+        return calls
+
+
 @dataclass(frozen=True)
 class Rules:
-    """How a dialog goes on: ``max_steps`` turns of the policy at most, ``max_model_len`` tokens, prompt included."""
+    """The responder of a dialog, and its limits: ``max_steps`` turns, ``max_model_len`` tokens with the prompt."""
 
-    partner: Partner
+    responder: Responder
     turns: TurnTokens
     max_steps: int
     max_model_len: int
 
 
 class Dialog:
-    """One sample of a group: what the policy and the others have said so far.
+    """One sample of a group: its turns so far.
 
     Args:
-        talk: the partner's side.
+        episode: the environment's side.
         prompt_ids: of the dialog.
-        rules: when it goes on, and with what. Without both it only keeps what is added.
+        rules: its limits. Without ``episode`` and ``rules`` it only stores turns.
 
     Attributes:
-        ids: all that was said, the prompt included; what the policy speaks after.
-        is_over: there is no further turn, and ``record`` is the partner's.
+        ids: the prompt and all turns: what the policy's next turn continues.
+        is_over: there is no further turn, and ``record`` is set.
     """
 
-    def __init__(self, talk: Any, prompt_ids: Sequence[int], rules: Any = None):
-        self.talk, self.prompt_ids, self._rules = talk, tuple(prompt_ids), rules
+    def __init__(self, episode: Any, prompt_ids: Sequence[int], rules: Any = None):
+        self.episode, self.prompt_ids, self._rules = episode, tuple(prompt_ids), rules
         self.ids = [*prompt_ids]
         self.num_turns = 0
         self.last = torch.zeros(0, dtype=torch.int64)  # what the policy said last
@@ -237,42 +297,42 @@ class Dialog:
         self._parts: list[Sample] = []
 
     async def follow(self, said: Sample, ends: Callable[[], object] = lambda: None) -> None:
-        """Add a turn of the policy and what answers it, or the record of the dialog that :attr:`is_over` then.
+        """Add a turn of the policy and its answer, or end the dialog.
 
         Args:
             said: the turn.
-            ends: called as soon as it is known that no turn follows, before the partner has said what came of it.
+            ends: called as soon as no further turn will follow, before the record is complete.
         """
-        self.speak(said)
+        self.add_turn(said)
         unanswered: torch.Tensor | None = self.last
         if not self.truncated and self.num_turns < self._rules.max_steps:
-            unanswered, replies = None, await self.talk.answer(self.last)
+            unanswered, replies = None, await self.episode.answer(self.last)
             if replies is not None:
                 between = self._rules.turns.ids(replies, self.ids[-1])
                 self.truncated = len(self.ids) + len(between) >= self._rules.max_model_len
                 if not self.truncated:
-                    self.hear(between)
+                    self.add_observation(between)
                     return
         ends()
-        self.record = await self.talk.end(unanswered, self.truncated)
+        self.record = await self.episode.end(unanswered, self.truncated)
         self.is_over = True
 
-    def speak(self, said: Sample) -> None:
+    def add_turn(self, said: Sample) -> None:
         """Add a turn of the policy."""
         self._parts.append(replace(said, assistant_mask=torch.ones(len(said.token_ids), dtype=torch.bool)))
         self.ids += said.token_ids.tolist()
         self.num_turns += 1
         self.last, self.truncated = said.token_ids, said.truncated
 
-    def hear(self, token_ids: Sequence[int]) -> None:
-        """Add what stands between two turns of the policy."""
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """Add the tokens between two turns of the policy."""
         self._parts.append(_heard(token_ids))
         self.ids += token_ids
 
     def sample(self, common: int) -> Sample:
-        """All that follows the first ``common`` tokens of the prompt, which the group's dialogs share.
+        """Return everything after the first ``common`` tokens of the prompt, which the group's dialogs share.
 
-        In a dialog of one turn that is what the engine gave.
+        A dialog of one turn returns the engine's own sample.
         """
         own = self.prompt_ids[common:]
         if self.num_turns == 1 and not own:
@@ -291,7 +351,7 @@ def _heard(token_ids: Sequence[int]) -> Sample:
 
 
 def _joined(turns: Sequence[Sample]) -> KeptTokens | None:
-    """The kept sets of all parts, where the policy's have some; what others said has none."""
+    """Join the sampling supports of the policy's turns; inserted tokens have none."""
     known = [turn.kept for turn in turns]
     if not any(known):
         return None
@@ -303,15 +363,15 @@ def _joined(turns: Sequence[Sample]) -> KeptTokens | None:
 
 
 class TurnOrder:
-    """The order in which an engine is asked for turns; no moment at which an answer comes is in it.
+    """Submit turns to an engine in an order that does not depend on when answers arrive.
 
-    What rows of :class:`~sota_grpo.engines.transformers_engine.TransformersEngine` compute differs, in the last bits,
-    with the rows beside them. So turns are asked for in the order in which those before them ended, and none of them
-    while an answer is missing without which the engine would begin a batch.
+    Rows of :class:`~sota_grpo.engines.transformers_engine.TransformersEngine` depend, in the last bits, on the other
+    rows of the batch. So turns are submitted in the order in which the turns before them ended, and none of them while
+    an answer is pending and the engine would begin a batch without it.
 
     Args:
-        may_start: ``may_start(n)`` is whether the engine would begin anything if it were asked for ``n`` turns now;
-            None: its rows do not depend on each other, and it is asked for each turn at once.
+        may_start: ``may_start(n)`` is whether the engine would begin a batch if ``n`` turns were submitted now; None:
+            its rows do not depend on each other, and each turn is submitted at once.
 
     >>> order, asked = TurnOrder(lambda n: n >= 2), []
     >>> first, second = order.expect(), order.expect()
@@ -338,7 +398,7 @@ class TurnOrder:
         return number
 
     def ask(self, number: int, submit: Callable[[], None]) -> None:
-        """The turn follows: ``submit`` asks the engine for it and never raises, now or in :meth:`release`."""
+        """Call ``submit``, which must not raise, for the turn now or in :meth:`release`."""
         if self._may_start is None:
             submit()
             return
@@ -347,12 +407,12 @@ class TurnOrder:
                 self._turns[number] = submit
 
     def drop(self, number: int) -> None:
-        """The turn does not follow."""
+        """Cancel the turn."""
         with self._lock:
             self._turns.pop(number, None)
 
     def release(self) -> bool:
-        """Before a step of the engine: ask for the turns that are due; False where one is missing first."""
+        """Submit the turns that are due, before a step of the engine; False if one has to be waited for first."""
         if self._may_start is None or not self._may_start(self._num_expected):
             return True
         with self._lock:
@@ -381,21 +441,21 @@ class _Turn(Future[GroupOutput]):
 
 
 class GroupDialogs:
-    """Samples the dialogs of a group, each by itself, until the last has ended.
+    """Sample the dialogs of a group independently of each other, until the last one has ended.
 
-    Every turn of every sample is a request of its own: the first turn of sample ``i`` has the stream that it would have
-    in a request for the group, turn ``t >= 2`` the seed ``sample_seed(request.seed, i, t)``. A dialog is a coroutine,
-    which goes on in the thread that resolves what it waits for.
+    Every turn of every sample is a request of its own: the first turn of sample ``i`` has the random stream that it
+    would have in a request for the group, turn ``t >= 2`` the seed ``sample_seed(request.seed, i, t)``. A dialog is a
+    coroutine, which continues in the thread that resolves its future.
 
     Args:
         request: the group, with its example.
-        rules: when a dialog goes on, and with what.
-        ask: asks the engine.
-        order: when.
+        rules: of its dialogs.
+        ask: submits a request to the engine.
+        order: of the submissions.
 
     Attributes:
-        done: the group's output, or the first failure of the engine, the partner or the chat template. Cancelled, it
-            cancels what the engine was asked for.
+        done: the group's output, or the first failure of the engine, the responder or the chat template. Cancelling it
+            cancels the pending requests.
     """
 
     def __init__(self, request: GroupRequest, rules: Rules, ask: Ask, order: TurnOrder):
@@ -410,7 +470,7 @@ class GroupDialogs:
         self._finished = False
 
     def begin(self) -> None:
-        """Open the dialogs, and ask for the first turns of those that are open at once.
+        """Open the dialogs, and submit the first turns of those that open at once.
 
         Raises:
             ValueError: the engine refuses them.
@@ -427,14 +487,14 @@ class GroupDialogs:
             raise
 
     async def _dialog(self, index: int) -> None:
-        """One sample, from its partner's beginning to its record."""
-        talk = await self._rules.partner.begin(self._request, index)
-        prompt_ids = self._request.prompt_ids if talk.prompt_ids is None else talk.prompt_ids
-        dialog = Dialog(talk, prompt_ids, self._rules)
+        """One sample, from the opening of its dialog to its record."""
+        episode = await self._rules.responder.begin(self._request, index)
+        prompt_ids = self._request.prompt_ids if episode.prompt_ids is None else episode.prompt_ids
+        dialog = Dialog(episode, prompt_ids, self._rules)
         with self._lock:
             self._dialogs[index] = dialog
         if self._is_left():  # meanwhile
-            talk.leave()
+            episode.leave()
             return
         request = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
         while True:
@@ -446,7 +506,7 @@ class GroupDialogs:
             request = GroupRequest(self._request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
 
     def _go_on(self, index: int, dialog: Callable[[], object]) -> None:
-        """After the request was cancelled there is no further turn; a partner that begins later is left."""
+        """Continue a dialog, unless the request was cancelled; one that opens later is abandoned."""
         if index not in self._dialogs or not self._is_left():
             dialog()
 
@@ -490,9 +550,9 @@ class GroupDialogs:
             self._order.drop(number)
         if done.cancelled() or done.exception() is not None:
             with self._lock:
-                talks = [dialog.talk for dialog in self._dialogs.values()]
-            for talk in talks:
-                talk.leave()
+                episodes = [dialog.episode for dialog in self._dialogs.values()]
+            for episode in episodes:
+                episode.leave()
 
     def _output(self) -> GroupOutput:
         dialogs = [dialog for _, dialog in sorted(self._dialogs.items())]
@@ -502,29 +562,24 @@ class GroupDialogs:
 
 
 class DialogEngine(Streams):
-    """Groups of dialogs: each turn of the policy is answered by its partner, and the policy goes on.
+    """An engine whose samples are dialogs: each turn of the policy is answered, and the policy continues.
 
-    A sample then holds all that follows the prompt, as it was sampled and inserted: nothing that was sampled is ever
-    tokenised again. On the tokens of user and tool turns ``assistant_mask`` is False, log-probs are 0, versions -1.
-    A dialog ends where the partner has no answer, with a truncated turn, its ``max_steps``-th turn, or where the
-    context has no room for the answer and one more token (truncated too). ``sampling.max_tokens`` bounds one turn.
-    Where a partner adds to the prompts, what these begin with alike is the group's prompt, and the rest stands before
-    the first turn of each sample, masked like other turns. Weights may be pushed in the middle of dialogs: every token
-    keeps the version that sampled it.
+    A sample holds everything after the prompt as it was sampled and inserted; nothing is tokenised again. On the tokens
+    of user and tool turns ``assistant_mask`` is False, log-probs are 0, versions -1. A dialog ends when the responder
+    has no answer, with a truncated turn, with turn ``max_steps``, or when the context has no room for the answer and
+    one more token (truncated too). ``sampling.max_tokens`` bounds one turn. If a responder adds to the prompts, their
+    common beginning is the group's prompt, and the rest precedes the first turn of each sample, masked like other
+    turns. Weights may be pushed during dialogs: every token keeps the version that sampled it.
 
-    Contract. Consumes: requests with their examples. Produces: groups, as soon as all their dialogs have ended; a
-    dialog's next turn begins while others, siblings too, are in the middle of theirs. Waits for: the engine and the
-    partner, which have deadlines of their own. Unblocked by: the last dialog of a group. A failure of either fails the
-    group.
-
-    The random numbers of turn ``t`` of sample ``i`` derive from ``(request.seed, i, t)``, so a dialog depends on no
-    other, up to the rounding of the engine's batches.
+    A group is finished when all its dialogs have ended; no dialog waits for a sibling. A failure of the engine or of
+    the responder, which have deadlines of their own, fails the group. The random numbers of turn ``t`` of sample ``i``
+    derive from ``(request.seed, i, t)``, so a dialog depends on no other, up to the rounding of the engine's batches.
 
     Args:
         engine: samples single turns, and the groups of tasks without rules.
-        rules: of each task of a mixture that has dialogs, by name; those under None are of examples of no mixture.
+        rules: by the name of its task in a mixture; without a mixture under None.
 
-    Example, with a grader that is never content and answers of two tokens between the turns of the policy:
+    Example, with a grader that rejects every turn and answers of two tokens between the turns of the policy:
 
     >>> from types import SimpleNamespace
     >>> from sota_grpo.engines.scripted import ScriptedEngine
@@ -564,11 +619,15 @@ class DialogEngine(Streams):
         return group.done
 
     def advance(self) -> bool:
-        """A step of the engine, unless an answer is missing that decides what it begins (:class:`TurnOrder`)."""
+        """Step the engine, unless :class:`TurnOrder` has to wait for an answer first."""
         return self._order.release() and self.engine.advance()
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        """As :meth:`~sota_grpo.engines.stepping.Streams.generate`; a request without an example is refused too."""
+        """Yield each group once, as :meth:`~sota_grpo.engines.stepping.Streams.generate` does.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response, or a request has no example; raised at the call.
+        """
         self._check(requests)
         return super().generate(requests, sampling)
 
@@ -577,36 +636,8 @@ class DialogEngine(Streams):
             if request.example is None:
                 raise ValueError(f"Group {request.group_id} has no example to grade its dialogs against; give it one.")
 
-    @property
-    def version(self) -> int:
-        """The version that the engine serves."""
-        return self.engine.version
-
-    @version.setter
-    def version(self, version: int) -> None:  # the protocol's attribute is one that can be set
-        self.engine.version = version
-
-    @property
-    def weight_dtype(self) -> torch.dtype | None:
-        """That of the engine."""
-        return self.engine.weight_dtype
-
-    def update_weights(self, weights: Iterable[Any], version: int) -> None:
-        """Push to the engine, in the middle of running dialogs too; every token keeps the version that sampled it."""
-        self.engine.update_weights(weights, version)
-
-    def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """Those of the engine."""
-        return self.engine.weight_sums()
-
-    def sleep(self) -> None:
-        """Free the engine's device until :meth:`wake`."""
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-        self.engine.wake()
-
-    def close(self) -> None:
-        """Close the engine; idempotent."""
-        self.engine.close()
+    def __getattr__(self, name: str) -> Any:
+        """Return the engine's attribute: a push of weights, sleep, wake and close are the engine's own."""
+        if name == "engine":  # before __init__
+            raise AttributeError(name)
+        return getattr(self.engine, name)

@@ -28,9 +28,8 @@ from torchrl.envs import EnvBase
 
 from sota_grpo import keys
 from sota_grpo.engines import stepping
-from sota_grpo.envs.agents import ToolPartner
 from sota_grpo.envs.chat_tokens import num_shared
-from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens
+from sota_grpo.envs.dialogs import Dialog, GradedTurns, Responder, Rules, ToolResponder, TurnTokens
 from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.rewards.functions import PICKLED, pickled
@@ -158,9 +157,9 @@ class TaskEnv(PromptSource, EnvBase):
                 template_kwargs=kwargs,
             )
             turns = TurnTokens(tokenizer, kwargs)
-            partner: Partner = ToolPartner(self, instances, own) if has_tools else GradedTurns(self.grader, turns)
+            responder: Responder = ToolResponder(self, instances, own) if has_tools else GradedTurns(self.grader, turns)
             bound = sys.maxsize if max_prompt_tokens is None else max_prompt_tokens + 1
-            self._rules = Rules(partner, turns, max_steps, bound)
+            self._rules = Rules(responder, turns, max_steps, bound)
             self._opened = opened.pop_all()
         self.compute_reward = compute_reward
         self._dialogs: list[Dialog | None] = [None] * num_envs
@@ -188,9 +187,9 @@ class TaskEnv(PromptSource, EnvBase):
         self._leave(indexes)
         begun = {index: self._begin(index) for index in indexes}
         for index, future in begun.items():
-            talk = future.result()
-            prompt_ids = talk.prompt_ids or self._rows[index].get(keys.PROMPT_TOKENS).tolist()
-            self._dialogs[index] = Dialog(talk, prompt_ids, self._rules)
+            episode = future.result()
+            prompt_ids = episode.prompt_ids or self._rows[index].get(keys.PROMPT_TOKENS).tolist()
+            self._dialogs[index] = Dialog(episode, prompt_ids, self._rules)
         first = min(self._episodes) * num_envs // self.repeats
         self._prompts = {number: drawn for number, drawn in self._prompts.items() if number >= first}
         return self._stack([TensorDict(self._observation(index), []) for index in range(num_envs)])
@@ -204,8 +203,8 @@ class TaskEnv(PromptSource, EnvBase):
             ((group_id, example),) = self.stream.draw(1)
             if self.group_size(example) != self.repeats:
                 raise ValueError(
-                    f"a prompt of this task has {self.group_size(example)} responses, and this environment gives "
-                    f"{self.repeats} rows of each prompt; use PromptGroupCollector, or one size."
+                    f"a prompt of this task has {self.group_size(example)} responses, and a reset gives "
+                    f"{self.batch_size[0]} rows, {self.repeats} of each prompt; use PromptGroupCollector, or one size."
                 )
             prompt_ids, seed = self.prompt_ids(example), sample_seed(self.stream.seed, group_id)
             request = GroupRequest(group_id, prompt_ids, self.repeats, seed, example)
@@ -214,7 +213,7 @@ class TaskEnv(PromptSource, EnvBase):
             self._num_drawn += 1
         request, rows = self._prompts[number]
         self._rows[index] = rows[sample]
-        return stepping.Task(self._rules.partner.begin(request, sample))
+        return stepping.Task(self._rules.responder.begin(request, sample))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         mask = tensordict.get("_step", None)
@@ -300,7 +299,7 @@ class TaskEnv(PromptSource, EnvBase):
         for index in indexes:
             dialog, self._dialogs[index] = self._dialogs[index], None
             if dialog is not None and not dialog.is_over:
-                dialog.talk.leave()
+                dialog.episode.leave()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the environment and its tools; a later call raises unless ``raise_if_closed=False``."""
@@ -435,8 +434,8 @@ class DialogRows:
                 "with what was said before; never tokenise a dialog again."
             )
         if turn:
-            dialog.hear(prompt[len(dialog.ids) :])
-        dialog.speak(self._turn(gathered, step, len(prompt)))
+            dialog.add_observation(prompt[len(dialog.ids) :])
+        dialog.add_turn(self._turn(gathered, step, len(prompt)))
         return gathered
 
     def _turn(self, gathered: _Gathered, step: TensorDictBase, num_before: int) -> Sample:

@@ -1,8 +1,8 @@
-"""The tool calls of a policy's turn, read from the ids that it sampled.
+"""Read the tool calls of a turn of the policy from the ids that it sampled.
 
-Special tokens count where they were sampled as tokens: ``<|python_tag|>`` spelled in characters is text, and so is a
-call that is spelled in somebody's arguments. What was thought is no call. What cannot be called is a call with an
-error, so that the policy can be told; nothing is executed here.
+Special tokens count only if they were sampled as tokens: ``<|python_tag|>`` spelled in characters is text, and so is a
+call inside the arguments of another. Calls inside thinking do not count. An invalid call is a call with an error, which
+the policy gets as its answer; nothing is executed here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sota_grpo.envs.call_formats import (
     THINKING,
     BadCall,
     MarkedCalls,
-    SaidCall,
+    ParsedCall,
     TemplateCalls,
     check_json,
     derive,
@@ -67,13 +67,12 @@ _NEEDED = "use a model whose chat template is made for tools, or set the tokeniz
 
 
 @dataclass(frozen=True)
-class SpokenTurn:
+class PolicyTurn:
     """A turn of the policy.
 
     Args:
-        content: what was said besides the calls and outside of thinking, without special tokens and without blanks
-            around it.
-        calls: in their order; those that cannot be called have an error.
+        content: the text outside of calls and thinking, without special tokens and without blanks around it.
+        calls: in their order; invalid ones have an error.
     """
 
     content: str
@@ -81,10 +80,10 @@ class SpokenTurn:
 
 
 class ToolCallReader:
-    """Reads turns of a policy that is told of tools by its tokenizer's chat template.
+    """Read turns of a policy whose chat template describes the tools.
 
-    The tokenizer's own ``response_template`` says how calls are written; where it has none, or one that cannot read
-    what the template writes, the format is read off calls that the template is given to write.
+    The tokenizer's own ``response_template`` defines the format of calls; without one that can read what the template
+    writes, the format is derived from calls that the template renders.
 
     Args:
         tokenizer: of the policy.
@@ -92,7 +91,7 @@ class ToolCallReader:
         template_kwargs: further arguments of ``apply_chat_template``.
 
     Raises:
-        UserError: the chat template does not write tools, calls or what tools answer, or its calls cannot be read back.
+        UserError: the chat template does not render tools, calls or answers, or its calls cannot be read back.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> from sota_grpo.rl.tool_schemas import function_schemas
@@ -127,25 +126,25 @@ class ToolCallReader:
         self._special = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
         self._num_ids = len(tokenizer)
         if not getattr(tokenizer, "chat_template", None):
-            raise UserError(f"the tokenizer has no chat template, so a policy cannot be told of tools; {_NEEDED}")
+            raise UserError(f"the tokenizer has no chat template, so a prompt cannot describe tools; {_NEEDED}")
         self._require_tools(schemas)
         self._use_format()
 
-    def read(self, token_ids: Iterable[int]) -> SpokenTurn:
-        """What a turn says and calls. It never raises, and takes time in proportion to the turn.
+    def read(self, token_ids: Iterable[int]) -> PolicyTurn:
+        """Return the content and the calls of a turn; never raises, in time linear in the turn.
 
         Args:
             token_ids: as they were sampled ``[R]``, special tokens included.
         """
         return self._read(token_ids, self._tools)
 
-    def _read(self, token_ids: Iterable[int], tools: Mapping[str, Mapping[str, Any]]) -> SpokenTurn:
+    def _read(self, token_ids: Iterable[int], tools: Mapping[str, Mapping[str, Any]]) -> PolicyTurn:
         said, calls = self._format.scan(self._text(token_ids))
         content = self._marks.sub("", said).replace(OTHER, "").replace(SPELLED, "").strip()
-        return SpokenTurn(content, tuple(_checked(call, tools) for call in calls))
+        return PolicyTurn(content, tuple(_checked(call, tools) for call in calls))
 
     def _text(self, token_ids: Iterable[int]) -> str:
-        """Names for the special tokens that count, :data:`OTHER` for the others, broken names for spelled ones."""
+        """Return text with names of the special tokens that count, :data:`OTHER` for others, broken spelled names."""
         parts: list[str] = []
         plain = range(self._num_ids)
         for is_plain, run in groupby(map(int, token_ids), lambda id: id in plain and id not in self._special):
@@ -205,7 +204,7 @@ class ToolCallReader:
         )
 
     def _written(self, prompt: str, said: Sequence[Mapping[str, Any]]) -> str | None:
-        """The policy's turn of calls with these arguments; None where the template takes only one call of a turn."""
+        """Return the policy's turn with these calls; None if the template supports only one call per turn."""
         calls = [ToolCall(_TOOL, arguments, id=call_id(number)) for number, arguments in enumerate(said)]
         turn = message_of("", calls)
         try:
@@ -221,7 +220,7 @@ class ToolCallReader:
         if own:
             try:
                 yield TemplateCalls(own, prompt, specials)
-            except Exception as error:  # made by whoever made the tokenizer
+            except Exception as error:  # of the tokenizer's authors
                 logger.warning("The tokenizer's response_template is of no use: %s", first_line(error))
         plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _SAID}], [])
         form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_SAID)[2])
@@ -241,7 +240,7 @@ _HALVES = re.compile("[\ud800-\udfff]")
 
 
 def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """A turn of the policy, as chat templates and TRL write it."""
+    """Return a turn of the policy as a message of chat templates and TRL."""
     made = [
         {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
         for call in calls
@@ -250,7 +249,7 @@ def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 
 
 def _behind(prompt: str, text: str) -> str:
-    """What the policy says behind a prompt, which may have begun a thinking that is written otherwise later."""
+    """Return the policy's text after a prompt, which may have begun thinking that is rendered differently later."""
     if text.startswith(prompt):
         return text[len(prompt) :]
     for begins, ends in THINKING:
@@ -264,8 +263,8 @@ def _behind(prompt: str, text: str) -> str:
     return text[num_shared([prompt, text]) :]
 
 
-def _checked(said: SaidCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:
-    """The call, with the reason why it cannot be made."""
+def _checked(said: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:
+    """Return the call, with its error if it is invalid."""
     name, arguments, error, untyped, said_id = said
     identity = said_id if isinstance(said_id, str) and _ID.fullmatch(said_id) else ""
     if error is not None:
@@ -289,7 +288,7 @@ def _checked(said: SaidCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall
 
 
 def _typed(value: Any, schema: Any) -> Any:
-    """An argument that its format writes as text: it stays a text where the tool takes one, else it is JSON."""
+    """Return an argument of a format without types: a string if the tool takes one, else read as JSON."""
     if not isinstance(value, str) or argument_error({"properties": {"it": schema}}, {"it": value}) is None:
         return value
     try:

@@ -186,7 +186,7 @@ class Sample:
     ``truncated`` is True when the engine stopped for length, never inferred from the ids. In a dialog of several turns
     ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, whose log-prob is 0 and whose version is
     -1; None means that the policy produced every token. ``record`` (JSON-serialisable) is what a dialog with tools has
-    to say of itself to its grader (:class:`~sota_grpo.envs.agents.ToolTalk`); of another dialog of several turns it is
+    to say of itself to its grader (:class:`~sota_grpo.envs.dialogs.ToolEpisode`); of another dialog of several turns,
     ``replies``, the turns (``role``, ``content``) after each turn of the policy that was answered. ``kept`` is there
     where sampling was truncated and the engine can say so; log-probs are then those over the kept sets. ``text`` is the
     response without end tokens and padding, where a rollout worker has decoded it, so that the trainer's process need

@@ -119,7 +119,7 @@ def make_env(**changes: Any) -> TaskEnv:
 
 
 def trained(env: TaskEnv, last_group: int) -> dict[int, list[TensorDictBase]]:
-    """The rows of training, by group: of the engine's dialogs with the environment's partner."""
+    """The rows of training, by group: of the engine's dialogs with the environment's responder."""
     rules = env._rules
     inner = engine(env)
     dialogs = DialogEngine(inner, {None: replace(rules, max_model_len=inner.max_model_len)})
@@ -284,8 +284,8 @@ def test_tools_are_functions_too_and_end_with_the_environment() -> None:
     said = TOKENIZER('<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>')["input_ids"]
     row = env.step(act(env.reset(), [[*said, TOKENIZER.eos_token_id]]))["next"]
     assert "tool\n42<|im_end|>" in TOKENIZER.decode(row[0]["tokens", "prompt"])
-    talk = env._dialogs[0].talk
-    instances, key = talk._partner.instances, talk._key
+    episode = env._dialogs[0].episode
+    instances, key = episode._responder.instances, episode._key
     env.reset()
     with pytest.raises(InstanceLost, match="dropped"):
         instances.call(key, [("double", {"number": 1})]).result()

@@ -17,8 +17,7 @@ import torch
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptSource
-from sota_grpo.envs.agents import ToolPartner
-from sota_grpo.envs.dialogs import DialogEngine, Rules, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, Rules, ToolResponder, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score
 from sota_grpo.source.rollouts import Prompt, Rollouts
@@ -123,8 +122,8 @@ class World:
         self.engine = ScriptedEngine(
             self._script, eos_token_id=tokenizer.eos_token_id, log_prob=-0.5, max_model_len=max_model_len
         )
-        self.partner = ToolPartner(self.env, instances)
-        rules = Rules(self.partner, TurnTokens(tokenizer), max_steps, max_model_len)
+        self.responder = ToolResponder(self.env, instances)
+        rules = Rules(self.responder, TurnTokens(tokenizer), max_steps, max_model_len)
         self.dialogs, self._row = DialogEngine(self.engine, {None: rules}), dict(row)
 
     def _script(self, request: GroupRequest, sample: int, version: int) -> list[int]:
@@ -260,15 +259,15 @@ def test_what_reset_says_stands_in_the_prompt_and_siblings_begin_alike(tokenizer
 
 
 class Greeting:
-    """A partner that tells every dialog something else before its first turn."""
+    """A responder that tells every dialog something else before its first turn."""
 
     def __init__(self, prompts: list[tuple[int, ...]]) -> None:
         self._prompts = prompts
 
     async def begin(self, request: GroupRequest, index: int) -> Any:
-        talk = _Silent()
-        talk.prompt_ids = self._prompts[index]
-        return talk
+        episode = _Silent()
+        episode.prompt_ids = self._prompts[index]
+        return episode
 
 
 class _Silent:
@@ -396,7 +395,7 @@ def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(ins
         lambda request, sample, version: tokenizer(next(lines), add_special_tokens=False)["input_ids"],
         eos_token_id=tokenizer.convert_tokens_to_ids("</s>"),
     )
-    rules = Rules(ToolPartner(env, instances), TurnTokens(tokenizer), 4, engine.max_model_len)
+    rules = Rules(ToolResponder(env, instances), TurnTokens(tokenizer), 4, engine.max_model_len)
     dialogs = DialogEngine(engine, {None: rules})
     (output,) = dialogs.generate([GroupRequest(7, (1, 2), 1, SEED, Example("?", "!"))], SAMPLING)
     (sample,) = output.samples

@@ -35,11 +35,6 @@ def test_an_epoch_draws_every_example_once_and_group_ids_never_repeat() -> None:
     assert len({tuple(order) for order in orders}) > 1
 
 
-def test_draws_do_not_depend_on_how_they_are_cut() -> None:
-    whole, cut = PromptStream(examples(5), seed=SEED), PromptStream(examples(5), seed=SEED)
-    assert whole.draw(23) == [draw for size in (1, 4, 0, 7, 11) for draw in cut.draw(size)]
-
-
 @pytest.mark.parametrize("before", [0, 1, 5, 6, 13])
 def test_resume_equals_uninterrupted(before: int) -> None:
     stream = PromptStream(examples(5), seed=SEED)

@@ -185,15 +185,15 @@ def test_what_others_say_in_a_dialog_has_no_set_and_a_cut_leaves_none_behind() -
     said = Sample(torch.tensor([5, 9, 7]), -torch.ones(3), torch.zeros(3).long(), truncated=False, kept=kept)
     dialog = Dialog(None, (1, 2))
     for number in range(2):
-        dialog.speak(said)
+        dialog.add_turn(said)
         if number == 0:
-            dialog.hear([3, 4])
+            dialog.add_observation([3, 4])
     whole = dialog.sample(common=2)
     assert whole.kept.counts.tolist() == [2, 1, 2, 0, 0, 2, 1, 2]
     assert whole.kept.ids.tolist() == [5, 6, 9, 7, 8] * 2
     plain = Dialog(None, (1, 2))
-    plain.speak(replace(said, kept=None))
-    plain.hear([3])
+    plain.add_turn(replace(said, kept=None))
+    plain.add_observation([3])
     assert plain.sample(common=2).kept is None
     tokenizer = load_tokenizer("tiny")
     ids = torch.tensor(tokenizer("it is not")["input_ids"])

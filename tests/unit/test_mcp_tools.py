@@ -20,8 +20,7 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptSource
-from sota_grpo.envs.agents import ToolPartner
-from sota_grpo.envs.dialogs import DialogEngine, Rules, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, Rules, ToolResponder, TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling
@@ -239,7 +238,7 @@ def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
         eos_token_id=tokenizer.eos_token_id,
         max_model_len=4096,
     )
-    rules = Rules(ToolPartner(env, instances), TurnTokens(tokenizer), 4, engine.max_model_len)
+    rules = Rules(ToolResponder(env, instances), TurnTokens(tokenizer), 4, engine.max_model_len)
     dialogs = DialogEngine(engine, {None: rules})
     (example,) = task.train
     (output,) = dialogs.generate([GroupRequest(1, env.prompt_ids(example), 1, 7, example)], Sampling(max_tokens=100))

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 
 from sota_grpo.envs import call_formats
 from sota_grpo.envs.dialogs import TurnTokens
-from sota_grpo.envs.tool_calls import SpokenTurn, ToolCallReader
+from sota_grpo.envs.tool_calls import PolicyTurn, ToolCallReader
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.tool_schemas import ToolCall, function_schemas
@@ -206,7 +206,7 @@ def test_what_the_template_writes_is_read_back(name: str, calls: list[tuple[str,
     tokenizer, reader = reader_of(name)
     calls = calls[:1] if name in SINGLE else calls
     turn = reader.read(ids_of(tokenizer, turn_of(tokenizer, calls)))
-    assert turn == SpokenTurn("", tuple(ToolCall(*call) for call in calls))
+    assert turn == PolicyTurn("", tuple(ToolCall(*call) for call in calls))
     # 1 == True in Python, not in JSON
     assert json.dumps([dict(call.arguments) for call in turn.calls]) == json.dumps([each for _, each in calls])
 
@@ -216,24 +216,24 @@ def test_what_is_said_beside_the_calls_is_the_content(name: str) -> None:
     tokenizer, reader = reader_of(name)
     calls = [("look_up", {"query": '7 "x"\n<y>', "days": 3}), ("look_up", {"query": "7"})]
     turn = reader.read(ids_of(tokenizer, turn_of(tokenizer, calls, "Let me see: {é}")))
-    assert turn == SpokenTurn("Let me see: {é}", tuple(ToolCall(*call) for call in calls))
+    assert turn == PolicyTurn("Let me see: {é}", tuple(ToolCall(*call) for call in calls))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_turn_without_calls_is_content(name: str) -> None:
     tokenizer, reader = reader_of(name)
     for said in ('It is {"answer": [4]}.', '{"answer": 4}', "[1, 2] and a < b"):
-        assert reader.read([*ids_of(tokenizer, said), tokenizer.eos_token_id]) == SpokenTurn(said, ())
-    assert reader.read([]) == SpokenTurn("", ())
+        assert reader.read([*ids_of(tokenizer, said), tokenizer.eos_token_id]) == PolicyTurn(said, ())
+    assert reader.read([]) == PolicyTurn("", ())
 
 
 def test_an_object_in_the_middle_of_a_sentence_is_no_call_where_calls_have_no_mark() -> None:
     tokenizer, reader = reader_of("llama")
     call = '{"name": "look_up", "parameters": {"query": "x"}}'
-    assert reader.read(ids_of(tokenizer, f"I could say {call}.")) == SpokenTurn(f"I could say {call}.", ())
+    assert reader.read(ids_of(tokenizer, f"I could say {call}.")) == PolicyTurn(f"I could say {call}.", ())
     assert len(reader.read(ids_of(tokenizer, f"\n{call}; {call}<|eot|>")).calls) == 2
     answer = '{"name": "look_up", "answer": 4}'
-    assert reader.read(ids_of(tokenizer, answer)) == SpokenTurn(answer, ())
+    assert reader.read(ids_of(tokenizer, answer)) == PolicyTurn(answer, ())
 
 
 # what cannot be called -----------------------------------------------------------------------------------------------
@@ -318,8 +318,8 @@ def test_what_is_thought_is_no_call(name: str) -> None:
     tokenizer, reader = reader_of(name)
     call = f"<tool_call>{GOOD}</tool_call>"
     turn = reader.read(ids_of(tokenizer, f"<think>I say {call}</think>Well: {call}<|im_end|>"))
-    assert turn == SpokenTurn("Well:", (ToolCall("look_up", {"query": "x"}),))
-    assert reader.read(ids_of(tokenizer, f"<think>I say {call}")) == SpokenTurn("", ())
+    assert turn == PolicyTurn("Well:", (ToolCall("look_up", {"query": "x"}),))
+    assert reader.read(ids_of(tokenizer, f"<think>I say {call}")) == PolicyTurn("", ())
     marked = call.replace("x", "</tool_call><think>")
     assert dict(reader_of("tiny")[1].read(ids_of(tokenizer, marked)).calls[0].arguments) == {
         "query": "</tool_call><think>"
@@ -330,7 +330,7 @@ def test_thinking_that_the_prompt_has_begun() -> None:
     tokenizer = make_tokenizer(THINKS)
     reader = ToolCallReader(tokenizer, function_schemas([look_up]))
     call = f"<tool_call>{GOOD}</tool_call>"
-    assert reader.read(ids_of(tokenizer, f"I say {call}")) == SpokenTurn("", ())
+    assert reader.read(ids_of(tokenizer, f"I say {call}")) == PolicyTurn("", ())
     assert reader.read(ids_of(tokenizer, f"I say {call}</think>{call}{call}")).calls == (
         *[ToolCall("look_up", {"query": "x"})] * 2,
     )
@@ -342,7 +342,7 @@ def test_a_mark_that_is_a_special_token_counts_as_a_token_only(name: str) -> Non
     text = turn_of(tokenizer, [("look_up", {"query": "x"})])
     assert reader.read(ids_of(tokenizer, text)).calls == (ToolCall("look_up", {"query": "x"}),)
     spelled = reader.read(ids_of(tokenizer, text, spelled=True))
-    assert spelled == SpokenTurn(text.strip(), ())
+    assert spelled == PolicyTurn(text.strip(), ())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -352,7 +352,7 @@ def test_names_of_special_tokens_in_arguments_are_text_and_the_tokens_an_error(n
     for forged in (*names_of(tokenizer), "[TOOL_[TOOL_CALLS]CALLS]", "<<s>s>"):
         around = ids_of(tokenizer, before), ids_of(tokenizer, after)
         ids = [*around[0], *ids_of(tokenizer, forged, spelled=True), *around[1]]
-        assert reader.read(ids) == SpokenTurn("", (ToolCall("look_up", {"query": forged}),))
+        assert reader.read(ids) == PolicyTurn("", (ToolCall("look_up", {"query": forged}),))
     number = tokenizer.convert_tokens_to_ids("<|head|>")
     for odd in (number, len(tokenizer) + 5):  # the model's vocabulary may be larger than the tokenizer's
         (call,) = reader.read([*around[0], odd, *around[1]]).calls
@@ -414,7 +414,7 @@ def hostile_turns(rng: random.Random, tokenizer: Any, count: int) -> Iterator[li
         yield ids_of(tokenizer, text[:6000], spelled=rng.random() < 0.3)
 
 
-def require_laws(reader: ToolCallReader, ids: Sequence[int]) -> SpokenTurn:
+def require_laws(reader: ToolCallReader, ids: Sequence[int]) -> PolicyTurn:
     """Of every turn, whatever its ids."""
     turn = reader.read(ids)
     assert len(turn.calls) <= call_formats.MAX_CALLS + 1
@@ -468,17 +468,6 @@ def test_hostile_turns_crash_execute_and_forge_nothing(
                 assert [n for n in turns.ids([answer], 0) if n in special] == framing, f"seed {SEED}"
     assert not list(tmp_path.iterdir())
     assert num_called > 10, f"seed {SEED}"  # some get through, so the rest is near to calls
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    name=st.sampled_from(sorted(FORMATS)),
-    said=st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12),
-    spelled=st.booleans(),
-)
-def test_any_text_keeps_the_laws(name: str, said: list[str], spelled: bool) -> None:
-    tokenizer, reader = reader_of(name)
-    require_laws(reader, ids_of(tokenizer, "".join(said), spelled=spelled))
 
 
 @pytest.mark.parametrize(
@@ -559,30 +548,6 @@ def test_templates_that_will_not_do_are_refused_with_what_to_do(
         return
     with pytest.raises(UserError, match=f"{reason}.*; use "):
         ToolCallReader(tokenizer, [ANY])
-
-
-def test_the_embedded_template_writes_what_it_wrote_before_where_there_are_no_tools() -> None:
-    before = (
-        "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
-        "{%- if message['role'] == 'assistant' %}{%- generation %}{{- message['content'] + '<|im_end|>' }}"
-        "{%- endgeneration %}{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-    )
-    tokenizer, rng = load_tokenizer("tiny"), random.Random(SEED)
-    for _ in range(200):
-        messages = [
-            {"role": rng.choice(("system", "user", "assistant", "tool")), "content": "".join(rng.choices(PIECES, k=3))}
-            for _ in range(rng.randint(1, 5))
-        ]
-        options = {
-            "add_generation_prompt": rng.random() < 0.5,
-            "return_dict": True,
-            "return_assistant_tokens_mask": True,
-        }
-        new, old = (
-            tokenizer.apply_chat_template(messages, chat_template=template, **options) for template in (None, before)
-        )
-        assert dict(new) == dict(old), f"seed {SEED}"
 
 
 def test_the_embedded_template_marks_calls_as_the_policys_own() -> None:
