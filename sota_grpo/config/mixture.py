@@ -1,4 +1,4 @@
-"""Several tasks in one run (``env.mixture``): a config per task, made of the run's own and what the entry gives.
+"""Several tasks in one run (``env.mixture``): a config per task, made of the run's and of its entry.
 
 An entry names options of one task without their section (``dataset``, ``tools``, ``repeats``), those of ``reward`` and
 the token limit with theirs in front (``reward_path``, ``max_tokens``), and its ``weight``.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from fractions import Fraction
@@ -48,13 +48,13 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
 def task_configs(config: Config) -> dict[str, Config]:
-    """By its name, in the order of the names, the config of each task of a mixture; else the config under its task's.
+    """Return the config of each task of a mixture by name, in the order of the names; else the config of the one task.
 
-    What an entry does not give is the run's own where its task reads it. An entry with a ``reward_path`` has functions
-    of its own, so their names and weights are not the run's either.
+    An option that an entry lacks is the run's own where its task reads it. The names and weights of functions belong
+    to their ``reward_path``, so an entry with one does not inherit them.
 
     Raises:
-        ValueError: an entry that :func:`a_mixture_names_tasks_and_their_options` has a sentence on.
+        ValueError: an entry that :func:`a_mixture_names_tasks_and_their_options` refuses.
 
     >>> config = Config()
     >>> config.env.mixture = {"maths": {"dataset_path": "a.jsonl"}, "easy": {"dataset": "arithmetic", "difficulty": 1}}
@@ -68,30 +68,28 @@ def task_configs(config: Config) -> dict[str, Config]:
 
 
 def weights(config: Config) -> dict[str, Fraction]:
-    """Of each task of a mixture, exactly as it is written: 0.1 is a tenth."""
+    """Return the weight of each task of a mixture, exactly as written: 0.1 is a tenth."""
     mixture = config.env.mixture or {}
     return {name: Fraction(str(mixture[name].get(WEIGHT, 1))) for name in sorted(mixture)}
 
 
 def group_sizes(config: Config) -> dict[str, int]:
-    """Responses to a prompt, by task."""
-    if config.env.mixture is None:
-        return {config.env.dataset: config.env.repeats}
-    return {name: _value(config, config.env.mixture[name], "env.repeats") for name in sorted(config.env.mixture)}
+    """Return the number of responses to a prompt, by task."""
+    return _by_task(config, lambda entry: _value(config, entry, "env.repeats"))
 
 
 def has_own_group_sizes(config: Config) -> bool:
-    """Whether groups of a batch may differ in size from ``env.repeats``."""
+    """Return whether groups of a batch may differ in size from ``env.repeats``."""
     return set(group_sizes(config).values()) != {config.env.repeats}
 
 
 def groups_per_step(config: Config) -> int:
-    """Prompts of a training step: as many as there would be if all had ``env.repeats`` responses."""
+    """Return the number of prompts of a training step, as if each had ``env.repeats`` responses."""
     return responses_per_step(config) // config.env.repeats
 
 
 def mean_group_size(config: Config) -> float:
-    """Responses to a prompt, on average over the draws.
+    """Return the number of responses to a prompt, on average over the draws.
 
     >>> config = Config()
     >>> config.env.mixture = {"hard": {"repeats": 16, "weight": 3}, "easy": {}}
@@ -104,42 +102,48 @@ def mean_group_size(config: Config) -> float:
 
 
 def mean_responses_per_step(config: Config) -> int:
-    """Responses of a training step; with group sizes of tasks' own on average over many, rounded."""
+    """Return the number of responses of a training step, on average over many where tasks differ, rounded."""
     return round(groups_per_step(config) * mean_group_size(config))
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Most turns of a dialog, by task: 1 where a response is not answered."""
-    mixture = config.env.mixture
-    if mixture is None:
+    """Return the most turns of a dialog, by task: 1 where a response is not answered."""
+    if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
-    return {name: _turns(config, mixture[name]) for name in sorted(mixture)}
+    return _by_task(config, lambda entry: _turns(config, entry))
 
 
 def longest_response(config: Config) -> int:
-    """Most tokens that the policy writes in one dialog, all its turns together; of a mixture the most of any task."""
-    mixture, turns = config.env.mixture, turns_of_tasks(config)
-    limits = {name: _value(config, (mixture or {}).get(name, {}), "inference_model.max_tokens") for name in turns}
-    return max(turns[name] * limits[name] for name in turns)
+    """Return the most tokens that the policy writes in one dialog of any task, all its turns together."""
+    limits = _by_task(config, lambda entry: _value(config, entry, "inference_model.max_tokens"))
+    return max(turns * limits[name] for name, turns in turns_of_tasks(config).items())
 
 
 def has_dialogs(config: Config) -> bool:
-    """Whether responses of any task may have several turns."""
+    """Return whether responses of any task may have several turns."""
     return max(turns_of_tasks(config).values()) > 1
 
 
 def tasks_named(config: Config) -> str:
-    """The run's tasks, for people."""
+    """Return the names of the run's tasks for messages."""
     return config.env.dataset if config.env.mixture is None else " + ".join(sorted(config.env.mixture))
 
 
 def replies(config: Config) -> bool:
-    """Whether the scores of the task of ``config`` may answer a response."""
+    """Return whether the scores of the task of ``config`` may answer a response."""
     return getattr(task_class(config.env.dataset), "replies", False)
 
 
+def _by_task(config: Config, value: Callable[[Mapping[str, Any]], int]) -> dict[str, int]:
+    """Return ``value`` of each entry of a mixture, in the order of the names; of one task, that of an empty entry."""
+    mixture = config.env.mixture
+    return (
+        {config.env.dataset: value({})} if mixture is None else {name: value(mixture[name]) for name in sorted(mixture)}
+    )
+
+
 def _value(config: Config, entry: Mapping[str, Any], option: str) -> Any:
-    """Of an option of :data:`ENTRY_OPTIONS`: what the entry gives, else the run's own where it is inherited."""
+    """Return the value of an option of :data:`ENTRY_OPTIONS`: the entry's, else the run's where it is inherited."""
     if _SHORT[option] in entry:
         return entry[_SHORT[option]]
     if option in _OFFERS and any(_SHORT[name] in entry for name in _OFFERS):
@@ -213,7 +217,7 @@ def _faults(place: str, name: Any, entry: Any) -> Iterator[str]:
 
 
 def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and default of options of the run that no task of its mixture reads, or that each gives itself."""
+    """Yield name, value and default of options of the run that no task of its mixture inherits."""
     entries = config.env.mixture
     for name, (value, default) in changed_options(config).items() if entries is not None else ():
         judged = name in READERS or (name in _DIALOGS.values() and name != "env.reasoning")
@@ -222,7 +226,7 @@ def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _reads(config: Config, entry: Mapping[str, Any], option: str) -> bool:
-    """Whether an entry that does not give ``option`` itself makes anything of the run's."""
+    """Return whether an entry without ``option`` uses the run's value."""
     if option in READERS:
         return READERS[option] in parameters(entry.get("dataset", config.env.dataset))
     return _turns(config, entry) > 1 if option == "env.max_steps" else _value(config, entry, option) is not None

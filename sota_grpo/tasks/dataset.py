@@ -318,7 +318,7 @@ class BaseTask:
         self, train: Sequence[Example] = (), heldout: Sequence[Example] = (), *, system_prompt: str | None = None
     ) -> None:
         self.train, self.heldout = train, heldout
-        self.system_prompt = self.default_prompt if system_prompt is None else system_prompt
+        self.system_prompt: str | None = self.default_prompt if system_prompt is None else system_prompt
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """Return a system turn, unless the system prompt is empty, and the question as a user turn."""

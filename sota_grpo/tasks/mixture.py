@@ -1,7 +1,7 @@
-"""Several tasks as one: whose prompt comes next, and who grades a response.
+"""Several tasks as one: the order of their prompts, and the grader of each response.
 
-Which task a draw is of depends on the weights and the number of the draw alone; which of its examples, on the seed and
-the draws of that task so far. So an order can be entered anywhere, and another task's data change nothing in it.
+The task of a draw depends on the weights and the number of the draw alone; the example, on the seed and the number of
+earlier draws of that task. So a run can resume at any draw, and the order is independent of the other tasks' data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sota_grpo.tasks.dataset import DatasetError
 
 
 def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
-    """Which task draw ``draw`` is of, and how many draws of that task came before it, in time of order ``T``.
+    """Return the task of draw ``draw``, and the number of earlier draws of that task, in time of order ``T``.
 
     The first task leaves the share ``r = 1 - w_0 / sum(w)`` of the draws to the others: of the first ``n`` that is
     ``R(n) = floor(r n + 1/2)``. So draw ``n`` is left to them where ``R(n + 1) = R(n) + 1``, as number ``R(n)`` of
@@ -47,7 +47,7 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 
 
 def place_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
-    """Which part element ``index`` is of, and its place there, where parts take turns and those that are used up pass.
+    """Return the part of element ``index`` and its index there, where parts take turns until they are used up.
 
     >>> [place_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]
@@ -64,11 +64,9 @@ def place_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
 
 
 class MixedExamples(Sequence[Example]):
-    """The examples of several tasks, tagged with their task's name; as a sequence the tasks take turns.
+    """The examples of several tasks (``parts``), tagged with their task's name; as a sequence the tasks take turns.
 
-    So the first examples, which are held out, checked or shown, are equally many of each task that has so many.
-
-    ``parts`` are the examples of each task; its weight says how often it is drawn.
+    So the first examples, which are evaluated, checked or shown, are of all tasks alike.
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:
@@ -87,12 +85,12 @@ class MixedExamples(Sequence[Example]):
         return self.example(self._names[which], place)
 
     def example(self, name: str, index: int) -> Example:
-        """Example ``index`` of the task called ``name``."""
+        """Return example ``index`` of the task called ``name``."""
         example = self.parts[name][index]
         return replace(example, extra={TASK: name, **example.extra})
 
     def only(self, examples: Iterable[Example], *, may_be_empty: bool) -> MixedExamples:
-        """With these of its examples alone.
+        """Return a mixture of these of its examples alone.
 
         Raises:
             DatasetError: none of a task is among them, and ``may_be_empty`` does not allow that.
@@ -106,22 +104,22 @@ class MixedExamples(Sequence[Example]):
         return MixedExamples(parts, self.weights)
 
     def drawn(self, draw: int) -> tuple[str, int]:
-        """The name of the task that draw ``draw`` is of, and the draws of that task before it."""
+        """Return the name of the task of draw ``draw``, and the number of earlier draws of that task."""
         which, count = task_of_draw(list(self.weights.values()), draw)
         return self._names[which], count
 
 
 class MixtureTask:
-    """Several tasks in one run: each example knows its task, which asks it, grades it and knows its answer.
+    """Several tasks in one run; each example is tagged with its task.
 
-    A term ``correct`` of the task ``maths`` is ``maths/correct``, with its weight there; to responses of other tasks it
-    does not apply.
+    A term ``correct`` of the task ``maths`` is ``maths/correct``, with the same weight; it does not apply to responses
+    of other tasks.
 
     Args:
-        tasks: by name; a name is what metrics are called by.
-        weights: how often each is drawn, against the others; None: equally often.
-        max_tokens: most tokens of a response, of the tasks that have a limit of their own.
-        group_sizes: responses to a prompt, of the tasks that have a number of their own.
+        tasks: by name; metrics have this name.
+        weights: relative frequencies; None: all alike.
+        max_tokens: most tokens of a response, of the tasks with a limit of their own.
+        group_sizes: responses to a prompt, of the tasks with a number of their own.
     """
 
     name = "mixture"
@@ -133,7 +131,7 @@ class MixtureTask:
         max_tokens: Mapping[str, int] | None = None,
         group_sizes: Mapping[str, int] | None = None,
     ) -> None:
-        names = sorted(tasks)  # whatever the order in which a file or a command has them
+        names = sorted(tasks)  # for any order in a file or command
         shares = dict.fromkeys(names, Fraction(1)) | dict(weights or {})
         self._set_tasks({name: without_examples(tasks[name]) for name in names})
         self.train: Sequence[Example] = MixedExamples({name: tasks[name].train for name in names}, shares)
@@ -148,36 +146,36 @@ class MixtureTask:
         self.score = MixtureScorer(self.tasks, self.term_weights)
 
     def with_tasks(self, change: Callable[[str, Task], Task]) -> MixtureTask:
-        """A copy in which ``change(name, task)`` stands for each task, with the same examples in the same order."""
+        """Return a copy with ``change(name, task)`` for each task, and the same examples in the same order."""
         changed = copy.copy(self)
         changed._set_tasks({name: change(name, task) for name, task in self.tasks.items()})
         return changed
 
     def own(self, example: Example) -> tuple[str, Task, Example]:
-        """Name and task of an example, and the example as that task made it."""
+        """Return name and task of an example, and the example as that task made it."""
         name, own = _untagged(example)
         return name, self.tasks[name], own
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """The chat of the example's task."""
+        """Return the chat of the example's task."""
         _, task, own = self.own(example)
         return task.messages(own)
 
     def gold_response(self, example: Example) -> str | None:
-        """That of the example's task."""
+        """Return that of the example's task."""
         _, task, own = self.own(example)
         return task.gold_response(own)
 
     def max_tokens(self, example: Example) -> int | float:
-        """Most tokens of a response; infinity where the task of the example has no limit of its own."""
+        """Return the most tokens of a response; infinity where the task has no limit of its own."""
         return self._max_tokens.get(self.own(example)[0], math.inf)
 
     def group_size(self, example: Example) -> int | None:
-        """Responses to the example; None where its task has no number of its own."""
+        """Return the number of responses; None where the task has no number of its own."""
         return self._group_sizes.get(self.own(example)[0])
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Hits and trials of the example's task, under its name, and what its benchmark counts, below it."""
+        """Return hits and trials of the example's task by its name, and those of its benchmark below it."""
         name, task, example = self.own(example)
         count = getattr(task, "counts", None)
         terms = {term: score.terms.get(f"{name}/{term}") for term in task.term_weights}
@@ -185,7 +183,7 @@ class MixtureTask:
         return {name: (float(score.success), 1.0), **{f"{name}/{each}": pair for each, pair in counted.items()}}
 
     def read_row(self, row: Mapping[str, Any], place: str) -> Example:
-        """A row that says in the column ``mixture/task`` whose it is, as that task reads it."""
+        """Read a row by the task in its column ``mixture/task``."""
         name = row.get(TASK)
         if name not in self.tasks:
             raise DatasetError(f"{place}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend or remove the row.")
@@ -211,7 +209,7 @@ class MixtureScorer:
         return self._joined(name, self._tasks[name].score(response, own))
 
     def prepare(self) -> None:
-        """What the scorers of the tasks do before their first response."""
+        """Prepare the scorers of the tasks."""
         for task in self._tasks.values():
             prepare(task.score)
 

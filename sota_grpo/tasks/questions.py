@@ -322,7 +322,7 @@ class ReasoningTask(QuestionTask):
         shared = {"answer_format": answer_format, "system_prompt": system_prompt}
         super().__init__(train, heldout, **shared, format_weight=format_weight)
         require_not_negative(thinking_weight=thinking_weight, min_think_words=min_think_words)
-        self.term_weights |= {"thinking": thinking_weight}
+        self.term_weights = {**self.term_weights, "thinking": thinking_weight}
         self.min_think_words = min_think_words
 
     def score(self, response: str, example: Example) -> Score:

@@ -1,15 +1,14 @@
-"""``env.environment`` as a server instead of a file: how one is written, and what a run needs for it.
+"""``env.environment`` as a server instead of a file: its forms, and what a run needs for it.
 
 ======================== ===========================================================================================
-``mcp:COMMAND``          an MCP server that the command starts, once per sample, spoken to over its stdin and stdout
+``mcp:COMMAND``          an MCP server that the command starts, once per sample, over its stdin and stdout
 ``mcp+http://HOST/mcp``  an MCP server that runs already (streamable HTTP; also ``mcp+https://``)
 ``openenv+http://HOST``  an OpenEnv server that runs already (also ``openenv+https://``)
 ======================== ===========================================================================================
 
-What a server wants to know a caller by is in the environment alone, and no part of a config: ``SOTA_GRPO_TOOLS_KEY`` is
-sent as ``Authorization: Bearer``, ``SOTA_GRPO_TOOLS_HEADERS`` are other headers, ``NAME: VALUE`` in a line each.
-
-Standard library only: configs are judged here before anything is loaded.
+Credentials are in environment variables, never in a config: ``SOTA_GRPO_TOOLS_KEY`` is sent as ``Authorization:
+Bearer``, ``SOTA_GRPO_TOOLS_HEADERS`` are further headers, a line ``NAME: VALUE`` each. Standard library only, because
+configs are validated here before anything is loaded.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from sota_grpo.rl.objective_files import in_file
 from sota_grpo.text import one_line
 from sota_grpo.workers.instances import InstanceSpec
 
-#: The forms, for sentences on a value that has none of them.
+#: The forms, for the message about another value.
 FORMS = "mcp:COMMAND, mcp+http://HOST:PORT/mcp or openenv+http://HOST:PORT"
 _WRITTEN = re.compile(r"mcp:(?P<command>.*)|(?P<protocol>mcp|openenv)\+(?P<url>https?://.*)", re.DOTALL)
-_ADAPTERS = {"mcp": "sota_grpo.tasks.mcp_tools:McpTools", "openenv": "sota_grpo.tasks.openenv:OpenEnv"}
+_ADAPTERS = {"mcp": "sota_grpo.tasks.server_tools:McpTools", "openenv": "sota_grpo.tasks.server_tools:OpenEnv"}
 KEY, HEADERS = "SOTA_GRPO_TOOLS_KEY", "SOTA_GRPO_TOOLS_HEADERS"  # variables
 _PACKAGES = {"mcp": "mcp", "openenv": "websockets"}  # by the extra that brings it
 
@@ -48,7 +47,7 @@ class ToolServer:
     url: str = ""
 
     def fault(self) -> str | None:
-        """Why the option cannot mean a server, in one sentence; None where it can."""
+        """Return what is wrong with the value, in one sentence; None for nothing."""
         option = f"env.environment={one_line(self.written)}"
         if self.url:
             try:
@@ -68,15 +67,11 @@ class ToolServer:
         if not words:
             return f"{option} has no command; write mcp:COMMAND, as in 'mcp:python server.py'."
         if "://" in words[0]:
-            return f"{option} names an address where a command stands; write mcp+{one_line(words[0])}."
+            return f"{option} has an address in place of a command; write mcp+{one_line(words[0])}."
         return None
 
     def require(self) -> None:
-        """What this machine needs must be there.
-
-        Raises:
-            UserError: the package, or the command, is missing; the key cannot be one, or would be seen on its way.
-        """
+        """Raise ``UserError`` where the package or the command is missing, or a key would be sent unencrypted."""
         if self.url:
             headers_of(self.url)
         package, option = _PACKAGES[self.protocol], f"env.environment={one_line(self.written)}"
@@ -89,7 +84,7 @@ class ToolServer:
             raise UserError(f"{option}: there is no command {shlex.split(self.command)[0]!r} here; correct its path.")
 
     def act(self) -> str:
-        """What a run does with it, for whoever is asked to consent."""
+        """Return what a run does with it, for the request for consent."""
         if self.command:
             return f"run the command {one_line(self.command.strip())}"
         sent = "calls" if self.protocol == "mcp" else "rows and calls"
@@ -97,7 +92,7 @@ class ToolServer:
 
 
 def server_of(value: str | None) -> ToolServer | None:
-    """The server that ``env.environment`` names; None where it names none.
+    """Return the server that ``env.environment`` names, or None.
 
     >>> server_of("mcp:npx -y some-server /data").command, server_of("guess.py:Guess")
     ('npx -y some-server /data', None)
@@ -108,7 +103,7 @@ def server_of(value: str | None) -> ToolServer | None:
 
 
 def instance_spec(value: str, kind: str) -> InstanceSpec:
-    """What the instances are made of that ``env.tools`` (``functions``) or ``env.environment`` (``factory``) names.
+    """Return the spec of the instances that ``env.tools`` (``functions``) or ``env.environment`` (``factory``) names.
 
     >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')
@@ -122,10 +117,10 @@ def instance_spec(value: str, kind: str) -> InstanceSpec:
 
 
 def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What requests to a server say beside what they ask: its key, and further headers of the user's.
+    """Return the headers of requests to a server: its key, and the further ones of the user.
 
     Raises:
-        UserError: a header cannot be sent, or would go where others can read it; no sentence repeats a value.
+        UserError: a header is malformed, or would be sent unencrypted; no message repeats a value.
     """
     headers = {"Authorization": f"Bearer {key}"} if (key := environ.get(KEY, "").strip()) else {}
     if key and not re.fullmatch(r"[\w.~+/=-]+", key, re.ASCII):
@@ -139,20 +134,14 @@ def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, s
     is_here = address.hostname == "localhost" or re.fullmatch(r"127(\.\d+){3}|::1", address.hostname or "")
     if headers and address.scheme != "https" and not is_here:
         raise UserError(
-            f"{one_line(url)} is not encrypted, and {KEY} or {HEADERS} would be sent there for everybody on the way to "
-            "read; use https, or a tunnel to this machine."
+            f"{one_line(url)} is not encrypted, and {KEY} or {HEADERS} would be readable on its way; use https, or "
+            "a tunnel to this machine."
         )
     return headers
 
 
-def function_schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as chat templates take it."""
-    function = {"name": name, "description": description or "", "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
-
-
 def content_text(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """What a tool of an MCP server answered, as text: its blocks line by line; of what is no text, the kind.
+    """Return the blocks of an MCP tool's result as text, line by line; of a block without text, its type.
 
     >>> content_text([{"type": "text", "text": "Two notes:"}, {"type": "resource", "resource": {"text": "a, b"}}])
     'Two notes:\\na, b'
@@ -165,8 +154,3 @@ def content_text(blocks: Sequence[Mapping[str, Any]]) -> str:
         text = inner.get("text") if isinstance(inner, Mapping) else block.get("text")
         texts.append(text if isinstance(text, str) else f"[{block.get('type')}, not shown]")
     return "\n".join(texts)
-
-
-def joined(text: str) -> str:
-    """Lines as one, because of an exception only the first line is told."""
-    return " ".join(text.split())

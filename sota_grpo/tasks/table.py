@@ -148,7 +148,6 @@ class TableTask(FileTask):
     """
 
     name = "table"
-    system_prompt: str | None
 
     def __init__(
         self,

@@ -1,17 +1,17 @@
-"""Tasks around a task: the user's functions as its reward, what a dialog with tools earned, a request to think again.
+"""Wrappers of a task: the user's functions as its reward, dialogs with tools, a request to think again.
 
-The functions are those written for verl or for TRL, unchanged. ``reward.path=reward_function.py`` names a Python file,
-``reward.name`` a function in it or several. Two forms are told apart by their parameters, and both may be ``async``:
+Reward functions are those written for verl or for TRL, unchanged. ``reward.path`` names a Python file, ``reward.name``
+one or several of its functions. The parameters of a function, plain or ``async``, tell its form:
 
 - verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``, called once per
-  response. Of a dict, ``score`` is the reward; the other entries are kept beside it, numbers as metrics.
+  response. Of a dict, ``score`` is the reward; the other entries are kept, numbers as metrics.
 - TRL's ``function(prompts, completions, **columns) -> list[float | None]``, called once with the whole group. Prompts
   and completions are text where the prompt is text, else lists of ``{"role", "content"}`` turns. None means that the
   function does not apply. Of a dialog with tools a completion is all its turns. ``completion_ids``, ``log_extra`` and
-  ``log_metric`` are passed, and ``environments`` as what their attributes were at the end; ``trainer_state`` and
-  ``prompt_ids`` are not, because graders read responses and nothing else.
+  ``log_metric`` are passed, and ``environments`` with their attributes at the end; not ``trainer_state`` and
+  ``prompt_ids``, because graders read responses only.
 
-A function is given those keywords that it takes. Functions can be passed as objects, too (:func:`sota_grpo.train`).
+A function gets the keywords that it takes. Functions can be passed as objects, too (:func:`sota_grpo.train`).
 """
 
 from __future__ import annotations
@@ -62,19 +62,18 @@ def with_reward_functions(
     success_above: float = 0.0,
     functions: Functions | None = None,
 ) -> Task:
-    """``task`` with a reward from functions of the user's own: ``reward = sum_k weight_k * function_k``.
+    """Return ``task`` with a reward from the user's functions: ``reward = sum_k weight_k * function_k``.
 
-    Everything else is the task's, but there is no gold response: nobody knows what a user's function rewards most.
-    A response is a success where a function says so (an entry ``success``, ``acc`` or ``correct`` of its dict, true or
-    at least 1), else where ``builtin`` does, else where the reward is greater than ``success_above``. What a function
-    raises or returns that is no reward is counted as an error of that response alone, with the line of the file. A
-    response to which no function applies has a reward of 0 and no terms.
+    The wrapped task has no gold response. A response is a success where a function says so (an entry ``success``,
+    ``acc`` or ``correct`` of its dict, true or at least 1), else where ``builtin`` does, else where the reward is
+    greater than ``success_above``. An exception, or a result that is no reward, is an error of that response alone,
+    with the line of the file. A response to which no function applies has a reward of 0 and no terms.
 
     Args:
         task: any task; functions of TRL's form get its columns, or ``question``, ``answer`` and what else its examples
             hold, and ``ground_truth`` is the final answer of a worked one.
-        path: the Python file. It is run here, so that mistakes are told at once, and again in every grader's process.
-            Or a file of pickled functions (:func:`~sota_grpo.rewards.functions.pickled`).
+        path: the Python file, run here, so that it is checked at once, and in every grader's process; or a file of
+            pickled functions (:func:`~sota_grpo.rewards.functions.pickled`).
         names: of the functions, each the name of its reward term; ``builtin`` is the task's own reward.
         weights: of the functions; None weighs each 1.
         success_above: see above.
@@ -102,7 +101,7 @@ def with_reward_functions(
 
 
 def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
-    """A copy of ``task`` that scores otherwise; what its benchmark counts does not hold for it."""
+    """Return a copy of ``task`` with another scorer, and without the counts of its benchmark."""
     wrapped = copy.copy(task)
     vars(wrapped).update({"score": score, "counts": None, **changes})
     return wrapped
@@ -128,7 +127,7 @@ class FunctionScorer:
         self._task, self.term_weights, self._success_above = task, dict(term_weights), success_above
         self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
         self._is_pickled = self._path.endswith(PICKLED)
-        # a task that replies answers turns, whoever rewards them
+        # a task that replies answers turns, with any reward
         self._asks_task = BUILTIN in term_weights or getattr(task, "replies", False)
         self._passed = functions
         if len(self._functions) == len(term_weights) == 1:  # the only function of a file needs no name
@@ -144,14 +143,14 @@ class FunctionScorer:
         return self._scores([(response, example)])[0]
 
     def prepare(self) -> None:
-        """Run the file now, so that what it imports does not count against the first response's deadline."""
+        """Run the file before the deadline of the first response begins."""
         _ = self._functions
         if self._asks_task:
             prepare(self._task.score)
 
     def _scores(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """The scores of a group; raises what a function of TRL's form raised, if there are several responses."""
-        # Copies: siblings share an example, and a function may change what it is given.
+        """Return the scores of a group; an exception of a function of TRL's form is raised for several responses."""
+        # Copies: siblings share an example, and a function may change its arguments.
         group = [reward_inputs(self._task, response, copy.deepcopy(example)) for response, example in pairs]
         builtin: Sequence[Score | None] = [None] * len(group)
         if self._asks_task:
@@ -161,7 +160,7 @@ class FunctionScorer:
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
     def require_columns(self, example: Example) -> None:
-        """See that every function gets the columns that it asks for."""
+        """Raise ``RewardFunctionError`` for a function with a required parameter that is no column."""
         offered = [*reward_inputs(self._task, "", example).columns, "ground_truth"]
         for function in self._functions.values():
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
@@ -173,7 +172,7 @@ class FunctionScorer:
 
     @property
     def reads_environments(self) -> bool:
-        """Whether a function takes ``environments``."""
+        """Return whether a function takes ``environments``."""
         return any(
             one.form == TRL and (one.taken is None or "environments" in one.taken) for one in self._functions.values()
         )
@@ -190,12 +189,12 @@ class FunctionScorer:
         return {name: recognise(functions[name], name, "reward") for name in names}
 
     def _file_of(self, function: RewardFunction) -> str:
-        """Where the code of ``function`` is written, to name the line at which it fails."""
+        """Return the file with the code of ``function``, to name the line at which it fails."""
         code = getattr(function.call, "__code__", None)
         return code.co_filename if self._is_pickled and code is not None else self._path
 
     def _total(self, outputs: Mapping[str, RewardOutput], builtin: Score | None) -> Score:
-        """One response's score of what its functions gave."""
+        """Return the score of one response from the outputs of its functions."""
         terms = {name: one.value for name, one in outputs.items()}
         errors = [one.error for one in outputs.values() if one.error is not None]
         verdicts = [
@@ -223,7 +222,7 @@ class FunctionScorer:
 
 
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
-    """What functions read of a response: the row of a table, or what another task's example holds."""
+    """Return the arguments of functions for a response: the row of a table, or another task's example."""
     if isinstance(task, MixtureTask):
         _, task, example = task.own(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
@@ -242,7 +241,7 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
 
 
 def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iterator[str]:
-    """What is wrong with the names of reward functions and their weights, in sentences."""
+    """Yield what is wrong with the names of reward functions and their weights."""
     if not names or not all(names) or len(set(names)) < len(names):
         yield f"reward.name names {list(names)}; give one function or several different ones."
     for name in names:
@@ -258,12 +257,12 @@ def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iter
 
 
 def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """The weighted sum of the terms that apply; None where none does."""
+    """Return the weighted sum of the terms that apply; None where none does."""
     return total_reward(terms, weights) if any(value is not None for value in terms.values()) else None
 
 
 def without_terms(task: Task) -> Task:
-    """``task`` without terms of its own: somebody else says what a response is worth."""
+    """Return ``task`` without terms of its own; a judge or an environment gives the reward."""
     return _scored_by(_no_score, task, term_weights={}, gold_response=_no_gold_response)
 
 
@@ -276,16 +275,15 @@ _COUNTED = ("tool_calls", "tool_errors")
 
 
 def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: float = 0.0) -> Task:
-    """``task`` whose responses are dialogs with tools: their record is read, and counts beside their score.
+    """Return ``task`` with responses that are dialogs with tools, whose record becomes part of their score.
 
-    The number of calls and of those that failed, and whether the dialog ended because something was used up, become
-    metrics. A dialog whose environment was lost has failed.
+    The numbers of calls and of failed ones, and whether the dialog ended at the limit of turns, become metrics. A
+    dialog with a lost environment is an error.
 
     Args:
         task: any task, its reward replaced by functions or not.
         has_reward: the environment has ``get_reward``, which is the term ``environment``, of weight 1.
-        asks_task: the task's terms count, too; else the environment's reward is all, and above ``success_above`` it
-            is a success.
+        asks_task: the task's terms count, too; else the environment's reward alone, above ``success_above`` a success.
     """
     weights = {**(task.term_weights if asks_task else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
     change = partial(_of_dialog, weights, asks_task, success_above)
@@ -296,7 +294,7 @@ def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: 
 
 
 class ChangedScorer:
-    """A scorer that changes what another one gives; it scores groups where that one does."""
+    """A scorer that changes the scores of another one; it scores groups where that one does."""
 
     def __init__(self, score: Scorer, change: Callable[[str, Score], Score]) -> None:
         self._score: Any = score
@@ -308,14 +306,14 @@ class ChangedScorer:
         return self._change(response, self._score(response, example))
 
     def prepare(self) -> None:
-        """What the scorer does before its first response."""
+        """Prepare the scorer."""
         prepare(self._score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """Dialogs whose environment was lost have no part in their group."""
+        """Score a group without the dialogs whose environment was lost."""
         sound = [pair for pair in pairs if not _record_of(pair[0]).get("error")]
         scores = self._score.score_group(sound) if sound else []
-        if len(scores) != len(sound):  # whoever has asked says so
+        if len(scores) != len(sound):  # the caller raises
             return scores
         left = iter(scores)
         return [
@@ -327,10 +325,10 @@ class ChangedScorer:
 def _of_dialog(
     term_weights: Mapping[str, float], asks_task: bool, success_above: float, response: str, score: Score
 ) -> Score:
-    """What a dialog with tools earned: see :func:`with_tools`."""
+    """Return the score of a dialog with tools (:func:`with_tools`)."""
     record = _record_of(response)
     if not record and NEEDS_ENVIRONMENTS in (score.error or ""):
-        score = Score(dict.fromkeys(score.terms), success=False)  # a text that no dialog has led to: the gate's
+        score = Score(dict.fromkeys(score.terms), success=False)  # a text of the gate, without a dialog
     error = record.get("error") or score.error
     if error is not None:
         return failed_score(term_weights, error)
@@ -354,10 +352,9 @@ MESSAGE = (
 
 
 def think_again(task: Task, message: str = MESSAGE) -> Task:
-    """``task`` whose responses, unless they are a success, are answered by a user turn.
+    """Return ``task`` with a user turn after each response that is no success.
 
-    A reply of the task's own (what a tool found, what is wrong with the response) takes the place of ``message``. A
-    grader that failed ends the dialog: nothing is known about the response. Everything else is the task's.
+    A reply of the task's own replaces ``message``. A failed grader ends the dialog.
 
     >>> from sota_grpo.tasks import make_task
     >>> task = think_again(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")

@@ -29,7 +29,7 @@ from websockets.sync.client import connect
 from websockets.sync.server import serve
 
 from sota_grpo.errors import UserError
-from sota_grpo.tasks import openenv
+from sota_grpo.tasks import server_tools
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
 
@@ -245,7 +245,7 @@ def test_a_key_is_sent_with_the_schema_and_the_session_and_to_no_other_server(
     monkeypatch.setenv("SOTA_GRPO_TOOLS_KEY", "0123456789abcdef")
     server = Replay(recorded["tower"])
     moved = Replay(recorded["tower"], moved_to=f"ws{server.url.removeprefix('http')}/ws")
-    session, lost = openenv.OpenEnv(server.url), openenv.OpenEnv(moved.url)
+    session, lost = server_tools.OpenEnv(server.url), server_tools.OpenEnv(moved.url)
     assert session.schemas
     session.reset(other=1)
     with pytest.raises(InstanceLost, match="no OpenEnv server answers"):
@@ -260,8 +260,8 @@ def test_a_key_is_sent_with_the_schema_and_the_session_and_to_no_other_server(
 def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(
     urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openenv, "_ROOM_WITHIN_S", 0.2)
-    first, second = openenv.OpenEnv(urls["guess"]), openenv.OpenEnv(urls["guess"])
+    monkeypatch.setattr(server_tools, "_ROOM_WITHIN_S", 0.2)
+    first, second = server_tools.OpenEnv(urls["guess"]), server_tools.OpenEnv(urls["guess"])
     with pytest.raises(InstanceLost, match=r"the OpenEnv server cannot begin .*invalid literal"):
         first.reset(ground_truth="x")
     with pytest.raises(InstanceLost, match=r"no room .*1/1.*; raise its max_concurrent_envs"):
@@ -287,7 +287,7 @@ def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(
 def test_what_no_server_answers_costs_the_sample(answer: str, recorded: dict[str, Any]) -> None:
     server = Replay(recorded["guess"], says=answer)
     refused = pytest.raises(InstanceLost, match="answered what no OpenEnv server answers")
-    with closing(server), closing(openenv.OpenEnv(server.url)) as game, refused:
+    with closing(server), closing(server_tools.OpenEnv(server.url)) as game, refused:
         game.reset()
 
 

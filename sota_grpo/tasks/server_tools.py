@@ -1,15 +1,13 @@
-"""An OpenEnv server as an environment: its actions are the policy's tools, and every sample has a session of its own.
+"""Adapters to tool servers: an MCP server's tools, or an OpenEnv server's actions, are the policy's tools.
 
-Spoken is what servers of OpenEnv 0.10 do: ``GET /schema`` describes the actions, and a connection to the WebSocket
-``/ws`` is a session, with one answer to each message::
+Every sample has a session of its own. An adapter is loaded by name (:class:`~.servers.ToolServer`) in an environment
+worker. The protocol of OpenEnv is that of version 0.10, whose package is not needed here: ``GET /schema`` describes the
+actions, and a connection to the WebSocket ``/ws`` is a session, with one answer to each message::
 
     > {"type": "reset", "data": {"seed": 3, "ground_truth": "42"}}
     < {"type": "observation", "data": {"observation": {"text": "0 to 99?"}, "reward": null, "done": false}}
     > {"type": "step", "data": {"number": 42}}
     < {"type": "observation", "data": {"observation": {"text": "right"}, "reward": 1.0, "done": true}}
-
-Loaded by name (:class:`~.servers.ToolServer`), in an environment worker. OpenEnv itself is not
-needed here.
 """
 
 from __future__ import annotations
@@ -18,20 +16,135 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-from functools import cached_property
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import cached_property, partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
-from sota_grpo.tasks.servers import KEY, content_text, function_schema, headers_of, joined
+from sota_grpo.tasks.servers import KEY, content_text, headers_of
 from sota_grpo.text import sentence
 from sota_grpo.workers.instances import InstanceLost
 
-with suppress(ImportError):  # ToolServer.require says so; here, once, and not for every sample
+# ToolServer.require says what is missing
+with suppress(ImportError):
+    import httpx2
+    import mcp
+    from anyio.from_thread import start_blocking_portal
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
+with suppress(ImportError):
     from websockets.exceptions import ConnectionClosed
     from websockets.sync.client import connect
+
+
+class ToolFailed(Exception):
+    """The server answered a call with an error, which is the message."""
+
+
+class McpTools:
+    """A session with an MCP server, open from the beginning.
+
+    It begins with the handshake of the protocol before 2026-07-28, under which a server over HTTP knows the session of
+    a call and can keep a state for it; a server that refuses it is used without sessions.
+
+    Args:
+        command: starts a server that uses stdin and stdout, in the directory and with the stderr of the run, and with
+            ``HOME``, ``PATH`` and the like as its only environment variables.
+        url: of a running server, over streamable HTTP. The key and the headers of the environment
+            (:func:`~.servers.headers_of`) are sent to it, and not to another server after a redirect.
+
+    Raises:
+        InstanceLost: there is no such server, or it cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str] = (), url: str = "") -> None:
+        self._command, self._url = command, url
+        self._refused = 0  # the HTTP status of a server that requires a key
+        with ExitStack() as opened:
+            # one task of one event loop enters the session and leaves it, as anyio asks
+            self._portal = opened.enter_context(start_blocking_portal())
+            try:
+                self._client = self._connected(opened)
+            except Exception as error:
+                where, said = " ".join(command) if command else url, sentence(_cause(error))
+                if self._refused:
+                    said = f"it refuses us, HTTP status {self._refused}: set {KEY}"
+                raise InstanceLost(f"no MCP server answers at {where} ({said})") from error
+            self._opened = opened.pop_all()
+
+    def _connected(self, opened: ExitStack) -> Any:
+        try:
+            return self._entered(opened, mode="legacy")
+        except Exception as error:
+            refused = _cause(error)
+            if not isinstance(refused, mcp.MCPError) or refused.code == CONNECTION_CLOSED:
+                raise
+        return self._entered(opened)
+
+    @asynccontextmanager
+    async def _over_http(self) -> AsyncIterator[Any]:
+        """Yield the transport, whose redirects stay on the server; its timeouts are those of MCP's own client."""
+
+        async def look(response: Any) -> None:
+            if response.status_code in (401, 403):
+                self._refused = response.status_code
+
+        headers, timeout = headers_of(self._url), httpx2.Timeout(30.0, read=300.0)
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [look]}) as client,
+            streamable_http_client(self._url, http_client=client) as streams,
+        ):
+            yield streams
+
+    def _entered(self, opened: ExitStack, **options: Any) -> Any:
+        server: Any = self._over_http()
+        if not self._url:
+            server = mcp.StdioServerParameters(command=self._command[0], args=list(self._command[1:]))
+        return opened.enter_context(self._portal.wrap_async_context_manager(mcp.Client(server, **options)))
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the schemas of the tools that the server lists."""
+        tools: list[Any] = []
+        cursor = None
+        while True:
+            page = self._portal.call(partial(self._client.list_tools, cursor=cursor))
+            tools += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return [function_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
+
+    def reset(self, **row: Any) -> None:
+        """No-op: the session is new."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Return the text of a tool's result, or its data where it has no text."""
+        try:
+            result = self._portal.call(self._client.call_tool, name, dict(arguments))
+        except Exception as error:
+            said = _cause(error)
+            if isinstance(said, mcp.MCPError) and said.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
+                raise ToolFailed(joined(str(said))) from error
+            raise InstanceLost(f"the MCP server is gone ({sentence(said)})") from error
+        text = content_text([block.model_dump() for block in result.content])
+        if result.is_error:
+            raise ToolFailed(joined(text))
+        return text if result.content or result.structured_content is None else result.structured_content
+
+    def close(self) -> None:
+        """End the session, and the server that was started for it."""
+        with suppress(Exception):  # the server may be gone
+            self._opened.close()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the first error of tasks that ended together."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
 
 _MOST_BYTES = 1 << 24  # of one answer
 _ROOM_WITHIN_S = 5.0  # longest wait for a session that ends to make room for one that begins
@@ -40,8 +153,19 @@ _LEAVE_S = 1.0  # longest for the goodbye
 _MCP_ACTIONS = ("call_tool", "list_tools")  # what an action's field "type" says where the server lists tools
 
 
+def function_schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool in the form of chat templates."""
+    function = {"name": name, "description": description or "", "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
+
+
+def joined(text: str) -> str:
+    """Return the lines as one: only the first line of an exception reaches the policy."""
+    return " ".join(text.split())
+
+
 class ActionFailed(Exception):
-    """The server refused an action, or failed at it; the message is what it said."""
+    """The server refused an action, or failed at it, with this message."""
 
 
 class EpisodeOver(Exception):
@@ -52,12 +176,11 @@ class OpenEnv:
     """A session with an OpenEnv server, which begins at :meth:`reset`.
 
     Args:
-        url: of the server, without ``/ws``. It is sent the key and the headers of the environment
-            (:func:`~.servers.headers_of`), and a redirect to another server is not followed with them.
+        url: of the server, without ``/ws``; key and headers as in :class:`McpTools`.
     """
 
     def __init__(self, url: str) -> None:
-        self.seed = random.getrandbits(31)  # of the next reset; who opens siblings sets it, so that they begin alike
+        self.seed = random.getrandbits(31)  # of the next reset; the same for all samples of a group
         self._url = url.rstrip("/")
         self._connection: Any = None
         self._opened = ExitStack()  # of the connection
@@ -65,7 +188,7 @@ class OpenEnv:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of the tools, as chat templates take them: one for each type of action, or those that the server lists."""
+        """Return the schemas of the tools: one for each type of action, or those that the server lists."""
         if not self._lists_tools:
             return [schema for schema, _ in self._actions.values()]
         listed = self._first({"type": "step", "data": {"type": "list_tools"}})["observation"].get("tools", [])
@@ -75,14 +198,11 @@ class OpenEnv:
             raise self._unlike() from error
 
     def reset(self, **row: Any) -> str | None:
-        """Begin an episode; the server hands on those columns of ``row`` that its environment's ``reset`` takes.
-
-        A column ``seed`` counts instead of the seed that is drawn here.
-        """
+        """Begin an episode with the columns of ``row`` that the environment's ``reset`` takes; one may be ``seed``."""
         return self._observed(self._first({"type": "reset", "data": {"seed": self.seed, **row}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """What the environment lets see of an action's outcome."""
+        """Return the observation of an action."""
         if self._is_over:
             raise EpisodeOver("the episode is over")
         if self._lists_tools:
@@ -94,7 +214,7 @@ class OpenEnv:
         return self._observed(self._ask({"type": "step", "data": action}))
 
     def get_reward(self) -> float:
-        """The last reward that the environment gave, as OpenEnv's own rollouts count it; 0 where it gave none."""
+        """Return the last reward of the environment, as OpenEnv's own rollouts count it; 0 where there is none."""
         return self._reward
 
     def close(self) -> None:
@@ -107,7 +227,7 @@ class OpenEnv:
 
     @cached_property
     def _action(self) -> Mapping[str, Any]:
-        """The JSON schema of the actions."""
+        """Return the JSON schema of the actions."""
         server = HttpClient(self._url, headers=headers_of(self._url), option="env.environment", max_bytes=_MOST_BYTES)
         try:
             described = server.get("/schema", timeout_s=30.0)
@@ -156,7 +276,7 @@ class OpenEnv:
                         f"ws{self._url.removeprefix('http')}/ws",
                         proxy=None,
                         max_size=_MOST_BYTES,
-                        ping_timeout=None,  # whoever waits for this has a deadline
+                        ping_timeout=None,  # a call has a deadline of its own
                         close_timeout=_LEAVE_S,
                         **options,
                     )
@@ -177,7 +297,7 @@ class OpenEnv:
 
     def _ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            with suppress(ConnectionClosed):  # what it said before it left can still be read
+            with suppress(ConnectionClosed):  # its last messages can still be read
                 self._connection.send(json.dumps(message))
             answer = json.loads(self._connection.recv())
             kind, data = answer["type"], answer["data"]
@@ -195,7 +315,7 @@ class OpenEnv:
         return data
 
     def _observed(self, data: Mapping[str, Any]) -> str | None:
-        """An observation as text: its one text, else its fields as JSON; of a tool's answer the content."""
+        """Return an observation as text: its one text, else its fields as JSON; of a tool's result the content."""
         seen = {name: value for name, value in data["observation"].items() if name != "metadata"}
         if self._lists_tools and "tool_name" in seen:
             return _tool_answer(seen)
@@ -213,7 +333,7 @@ class _NoRoom(Exception):
 
 
 def _error(data: Mapping[str, Any]) -> Exception:
-    """What an error of the server means here."""
+    """Return the exception for an error of the server."""
     message, code = str(data.get("message")), data.get("code")
     if code == "CAPACITY_REACHED":
         return _NoRoom(message)
@@ -225,7 +345,7 @@ def _error(data: Mapping[str, Any]) -> Exception:
 
 
 def _tool_answer(seen: Mapping[str, Any]) -> str:
-    """Of a tool that the server lists."""
+    """Return the result of a tool that the server lists as text."""
     result, error = seen.get("result"), seen.get("error")
     if isinstance(error, Mapping):
         raise ActionFailed(joined(str(error.get("message"))))
@@ -238,9 +358,9 @@ def _tool_answer(seen: Mapping[str, Any]) -> str:
 
 
 def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The types of action that a JSON schema describes: itself, or each branch of its union.
+    """Yield the types of action of a JSON schema: itself, or each branch of its union.
 
-    Each is a tool's schema, without the fields that the policy cannot choose, and these, which have one value.
+    Each is a tool's schema without the fields of one value, and these fields.
 
     >>> up = {"title": "GoUpAction", "properties": {"kind": {"const": "up"}, "steps": {"type": "integer"}}}
     >>> schema = {"oneOf": [{"$ref": "#/$defs/Up"}], "$defs": {"Up": {**up, "required": ["kind", "steps"]}}}
@@ -264,7 +384,7 @@ def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], di
 
 
 def tool_name(title: str) -> str:
-    """A tool's name from that of a class of actions.
+    """Return the name of a tool for a class of actions.
 
     >>> tool_name("GoUpAction"), tool_name("Action"), tool_name("TextArena[int]Action")
     ('go_up', 'step', 'text_arena_int')
