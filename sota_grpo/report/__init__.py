@@ -1,7 +1,6 @@
 """The report: one HTML file about one run or several, which needs no server and no network.
 
-Everything is read from run directories, finished or not; nothing here knows the trainer. Template, style, scripts
-(``assets/``) and the runs side by side as JSON are put together, under the file's name only once complete.
+It consists of a template, style and scripts (``assets/``), and the data of run directories, finished or not, as JSON.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _MOST_DATA = 4_500_000
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("base", "lines", "curves", "runs", "tokens", "dialogs", "groups", "tables", "start")  # in this order
 _PLACE = re.compile(r"@@(\w+)@@")
-_HIDDEN = "(hidden)"  # a page is passed on; a secret in it would be too
+_HIDDEN = "(hidden)"  # pages are passed on
 _SHARE = 0.005  # of the run's time at most
-_FIRST_S = 0.3  # what the first page is taken to cost
+_FIRST_S = 0.3  # assumed cost of the first page
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +48,17 @@ def write_report(
     *,
     on_left_out: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
-    """Write one page about these runs, and about all runs below a folder of runs; returns its path.
+    """Write one page about runs, atomically, and return its path.
 
-    The page is complete when it gets its name, and an older one of that name is replaced. It holds plotly's JavaScript,
-    and the browser is told to run nothing but the page's own scripts and to ask nobody for anything.
+    It contains plotly's JavaScript; its security policy allows its own scripts only, and no connections.
 
     Args:
         run_dirs: run directories, or folders that hold some (``multirun/DATE/TIME``).
         out: the file; its folder exists.
-        on_left_out: given, for each run or part of one that cannot be shown, the sentence that stands on the page too.
+        on_left_out: called with the sentence about each run or part of one that cannot be shown.
 
     Raises:
-        UserError: there is no run, or something cannot be read or written.
+        UserError: there is no run, or a file cannot be read or written.
     """
     runs, left_out = read_runs(find_runs(run_dirs))
     library = _plotly()
@@ -78,7 +76,7 @@ def write_report(
 
 
 def _html(library: str, data: str) -> str:
-    """The page: the library's JavaScript, and the data as JSON that is safe in HTML."""
+    """Return the page with plotly's JavaScript, and data as JSON that is safe in HTML."""
 
     def asset(name: str) -> str:
         return (_ASSETS / name).read_text(encoding="utf-8")
@@ -88,7 +86,6 @@ def _html(library: str, data: str) -> str:
         re.sub(r"</(?=script)", r"<\\/", text.replace("\r\n", "\n").replace("\r", "\n"), flags=re.IGNORECASE)
         for text in (library, f'(() => {{\n"use strict";\n{own}}})();\n')
     )
-    # by which the page's security policy knows a script
     known = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)]
     parts = {
         "POLICY": f"default-src 'none'; script-src 'sha256-{known[0]}' 'sha256-{known[1]}'; "
@@ -102,7 +99,7 @@ def _html(library: str, data: str) -> str:
 
 
 def _plotly() -> str:
-    """The library's JavaScript; found without importing its Python, which nobody needs here and takes a while."""
+    """Return plotly's JavaScript, without importing plotly, which is slow."""
     spec = importlib.util.find_spec("plotly")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("A report needs plotly: pip install plotly.")
@@ -114,9 +111,9 @@ def _plotly() -> str:
 
 
 def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
-    """The page's data as JSON that is safe in HTML, of ``budget`` bytes: curves first, then groups, each run the same.
+    """Return the page's data as JSON of at most ``budget`` bytes: curves first, then groups, equally for each run.
 
-    ``left_out`` has a sentence for each run that cannot be shown; unreadable groups and replays are added.
+    Sentences about unreadable groups and replays are added to ``left_out``.
     """
     stride = stride_for(runs)
     plots = [curves(run, stride) for run in runs]
@@ -144,7 +141,7 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
     for run, body in zip(runs, bodies):
         try:
             groups = choose_groups(run, share)
-        except UserError as error:  # of a damaged line: the curves are worth a page without them
+        except UserError as error:  # a damaged line; the curves are shown without groups
             groups = Groups([], 0, [], [])
             left_out.append(f"The groups of {run.path}: {error}")
         record = safe_json({"total": groups.total, "stored": groups.stored, "ages": groups.ages})
@@ -154,7 +151,7 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
 
 
 def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Every option of any run: its name, what it changes, its default, the value in each run (None: not there).
+    """Return every option of any run: its name, help, default and value in each run (None: not there).
 
     >>> from pathlib import Path
     >>> def run(path, config): return RunData(Path(path), [], config, None, "stopped", "", None, 0.0)
@@ -180,11 +177,11 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
-    """Indices of the runs that differ in nothing but their seed and what changes no result; each run is in one list."""
+    """Return lists of indices of runs that differ only in their seed and in options that change no result."""
     free = {*FREE_OPTIONS, "seed"}
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
-        # the path of what was passed in Python says nothing; its digest does
+        # of Python inputs the digest counts, not the path
         inputs = PATH_OPTIONS if run.passed else ()
         signed = frozenset(
             (name, shown(value))
@@ -199,7 +196,7 @@ def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
 
 
 def run_names(runs: Sequence[RunData]) -> list[str]:
-    """What distinguishes the runs' paths; of a single one its last two folders.
+    """Return the parts of the paths that distinguish the runs; of a single run the last two folders.
 
     >>> from pathlib import Path
     >>> def run(path): return RunData(Path(path), [], {}, None, "stopped", "", None, 0.0)
@@ -231,7 +228,7 @@ def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class TrainingReport:
-    """``report.html`` in a run's directory; before the run's first line of metrics nothing is written."""
+    """Writes ``report.html`` in a run's directory, once there are metrics."""
 
     def __init__(
         self,
@@ -250,14 +247,14 @@ class TrainingReport:
         return self.finish() if due else 0.0
 
     def finish(self) -> float:
-        """Write the page; the seconds that this took. A failure is a warning, and the last attempt."""
+        """Write the page and return the seconds that it took; a failure is a warning, and the last attempt."""
         metrics = self._run_dir / METRICS_FILE
         if not self._enabled or not metrics.is_file() or not metrics.stat().st_size:
             return 0.0
         began = self._clock()
         try:
             self._write([self._run_dir], self._run_dir / REPORT_FILE)
-        except Exception as error:  # whatever is wrong with a page, it is not worth a run
+        except Exception as error:  # a page is not worth a run
             self._enabled = False
             logger.warning(
                 "The report could not be written (%s); training goes on, and sota-grpo report %s writes it later.",

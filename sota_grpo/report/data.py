@@ -1,5 +1,4 @@
-"""A run directory as a page shows it, finished, interrupted, resumed, or being written at this moment: its curves, and
-what is said of their metrics."""
+"""The data of a report about run directories, which may be being written: curves, and charts of their metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from sota_grpo.text import json_line, one_line
 
 Row = Mapping[str, Any]
 NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it steps are left out
-#: Where a metric is shown: a title, and the names or, with a slash at their end, the families of names below it.
+#: Sections of the page: a title, and names or (with a slash at their end) prefixes of names.
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k", "eval/reward")),
     ("Tasks", ("task/*/reward", "task/*/success", "eval/task/*", "task/", "eval/task/")),
@@ -47,13 +46,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Responses", ("response_tokens/", "truncated", "prompt_tokens/mean")),
     (
         "Dialogs and tools",
-        (
-            "turns/mean",
-            "turn_tokens/mean",
-            "grader/tool_calls",
-            "grader/tool_errors",
-            "grader/ended_by_turns",
-        ),
+        ("turns/mean", "turn_tokens/mean", "grader/tool_calls", "grader/tool_errors", "grader/ended_by_turns"),
     ),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
     ("Judge", ("judge/",)),
@@ -67,7 +60,7 @@ _NO_CURVE = frozenset(
     ("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr", "eval/reward_stderr")
 )
 EVAL_TASK, EVAL_TASK_ERROR = "eval/task/", "eval/task_stderr/"
-#: Where each curve's band comes from.
+#: The standard error of a metric, in words and as a function of its row.
 BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "reward": ("reward/std over the root of the responses", lambda row: _of_mean(row.get("reward/std"), row)),
     "success": ("that of a share, responses taken as independent", lambda row: _of_share(row.get("success"), row)),
@@ -76,7 +69,7 @@ BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "eval/reward": ("eval/reward_stderr, over problems", lambda row: row.get("eval/reward_stderr")),
     "eval/avg_at_k": ("eval/avg_at_k_stderr, over problems", lambda row: row.get("eval/avg_at_k_stderr")),
 }
-#: What a chart is called where its metric's name would say too little.
+#: Titles of charts whose metric's name says too little.
 TITLES = {
     "turns/mean": "Turns per dialog",
     "turn_tokens/mean": "Tokens per turn",
@@ -93,27 +86,27 @@ TITLES = {
     "task/*/responses": "Responses in the batch",
     "eval/task/*": "Held-out accuracies",
 }
-_OF_A_TASK = "*"  # in the key of a chart: where the names of its lines stand
+_OF_A_TASK = "*"  # in the key of a chart: the position of the names of its lines
 _BAND_OF_TASK = f"{EVAL_TASK_ERROR}.., over problems"
-_LAST = ("reward/", "eval/reward/", "grader/")  # of a mixture they have a task's name before their own
-_HEAD, _TAIL = 16_000, 4_000  # characters that are kept of a longer text
-_DEPTH = 4  # folders between the one named and a run: DATE/TIME/JOB and one to spare
+_LAST = ("reward/", "eval/reward/", "grader/")  # of a mixture a task's name precedes the rest
+_HEAD, _TAIL = 16_000, 4_000  # characters of a longer text
+_DEPTH = 4  # folders between the given one and a run: DATE/TIME/JOB and one to spare
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run directory says, apart from its rollouts."""
+    """The content of a run directory without its rollouts."""
 
-    path: Path  # as the user named it, or found below what they named
-    rows: list[dict[str, Any]]  # metrics by step, ascending; what was measured before a step and in it is one row
+    path: Path  # given by the user, or found below
+    rows: list[dict[str, Any]]  # metrics by step, ascending; evaluations are part of their step's row
     config: dict[str, Any]  # nested, as resolved; empty where there is none
-    num_steps: int | None  # steps that it was started for
+    num_steps: int | None  # steps of the whole run
     state: str  # finished, running, failed or stopped
-    note: str  # why it failed; empty where it did not
+    note: str  # why it failed, or empty
     gate: dict[str, Any] | None  # of gate.json
     written: float  # when the metrics were last written, seconds since the epoch
     starts: tuple[str, ...] = ()  # command, code and machine of each, oldest first
-    passed: Any = None  # digests of what was passed in Python, of which the config has only the places
+    passed: Any = None  # digests of Python inputs
 
     @property
     def steps(self) -> int:
@@ -122,7 +115,7 @@ class RunData:
 
 
 def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The run directories among ``paths`` and below them, in natural order, each once."""
+    """Return the run directories among ``paths`` and below them, in natural order, each once."""
     runs: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -138,7 +131,7 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
-    """The runs that have something to show, and of each other one why it has not; an error where none has."""
+    """Return the runs with a finished step, and a sentence for each other run; an error where none has one."""
     runs, sentences = [], []
     for path in paths:
         try:
@@ -162,7 +155,7 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def read_run(path: Path) -> RunData:
-    """Read the run in ``path``, which has finished a step; a last line that is still being written is left alone."""
+    """Read the run in ``path``, which has finished a step; an incomplete last line is ignored."""
     rows: dict[int, dict[str, Any]] = {}
     for row in read_rows(path / METRICS_FILE):
         rows.setdefault(row["step"], {}).update(row)
@@ -187,12 +180,12 @@ def read_run(path: Path) -> RunData:
 
 
 def safe_json(value: Any) -> str:
-    """``value`` as JSON that can stand in an HTML ``<script>`` element, whatever the texts in it hold."""
+    """Return ``value`` as JSON that is safe in an HTML ``<script>`` element."""
     return json_line(value, html=True, allow_nan=False, separators=(",", ":"))
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
-    """A finite number with so many significant digits; anything else is None. Integers stay exact.
+    """Return a finite number with so many significant digits; of anything else None. Integers stay exact.
 
     >>> number(0.1234567), number(40.0), number(123456789), number(float("nan")), number("1"), number(10**400)
     (0.12346, 40, 123456789, None, None, None)
@@ -205,7 +198,7 @@ def number(value: Any, digits: int = 5) -> float | int | None:
 
 
 def clipped(text: str) -> str | dict[str, Any]:
-    """``text``, or of a very long one its beginning, its end, and how many characters are left out between them.
+    """Return ``text``; of a very long one its beginning, its end, and the number of characters between them.
 
     >>> clipped("short")
     'short'
@@ -219,7 +212,7 @@ def clipped(text: str) -> str | dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """The value of an option or a note of a grader, as one writes it in a config.
+    """Return the value of an option, or a grader's note, as it is written in a config.
 
     >>> shown(None), shown(True), shown("auto"), shown([1, 2]), shown(1e-6)
     ('null', 'true', 'auto', '[1, 2]', '1e-06')
@@ -232,13 +225,10 @@ def shown(value: Any) -> str:
 
 
 def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
-    """The run's columns, ready for JSON.
+    """Return the run's columns, ready for JSON; every ``stride``-th step, all evaluations and the last step are kept.
 
-    ``steps``, ``responses`` and ``seconds`` are the three x-axes, aligned; ``columns`` and ``errors`` hold by metric
-    either ``{"v": values}``, aligned with them, or ``{"i": positions, "v": values}`` where most steps lack it.
-
-    Args:
-        stride: every how many steps one is kept; evaluations and the last step always are.
+    ``steps``, ``responses`` and ``seconds`` are the three x-axes; ``columns`` and ``errors`` have, by metric, either
+    ``{"v": values}``, aligned with them, or ``{"i": positions, "v": values}`` where most steps lack it.
     """
     seconds, kept = 0.0, []
     last = len(run.rows) - 1
@@ -254,7 +244,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     errors |= {name: _column([error(row) for row in rows]) for name, (_, error) in BANDS.items()}
     return {
         "steps": [row["step"] for row in rows],
-        "responses": list(accumulate(responses, max)),  # an evaluation does not count them
+        "responses": list(accumulate(responses, max)),  # an evaluation has no count
         "seconds": [number(spent) for _, spent in kept],
         "columns": {name: column for name, column in columns.items() if column},
         "errors": {name: column for name, column in errors.items() if column},
@@ -262,7 +252,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
 
 
 def names(rows: Iterable[Row]) -> list[str]:
-    """The metrics with a curve, those of the glossary first, in its order.
+    """Return the metrics with a curve, in the order of their declaration, others last.
 
     >>> names([{"step": 0, "zeal": 1, "kl": None}, {"step": 1, "reward": 0.5, "version": 1}])
     ['reward', 'kl', 'zeal']
@@ -274,13 +264,13 @@ def names(rows: Iterable[Row]) -> list[str]:
 
 
 def stride_for(runs: Sequence[RunData]) -> int:
-    """Every how many steps one is kept, so that all curves together stay below ``NUMBERS``."""
+    """Return the stride with which all curves together stay below ``NUMBERS``."""
     total = sum(len(run.rows) * len(names(run.rows)) for run in runs)
     return max(1, math.ceil(total / NUMBERS))
 
 
 def family(name: str) -> str:
-    """The title under which the metric is shown; a full name counts before a family of names.
+    """Return the title of the metric's section.
 
     >>> family("reward"), family("reward/format"), family("eval/num_samples"), family("zeal")
     ('What it learned', 'Rewards and advantages', 'Evaluation beside its accuracy', 'Other')
@@ -289,7 +279,7 @@ def family(name: str) -> str:
 
 
 def place_of(name: str) -> tuple[int, int]:
-    """The index of the metric's family, and its own in it."""
+    """Return the index of the metric's section, and its own in it; a full name counts before a prefix."""
     for index, (_, members) in enumerate(FAMILIES):
         if name in members:
             return index, members.index(name)
@@ -300,10 +290,9 @@ def place_of(name: str) -> tuple[int, int]:
 
 
 def charts(metrics: Iterable[str]) -> list[dict[str, Any]]:
-    """The charts of a page, in its order; ``members`` are label and metric of each line, that of a single line empty.
+    """Return the charts of a page in order; ``members`` are label (of a single line empty) and metric of each line.
 
-    Metrics that differ in the name of a task only are one chart, of its ``name`` with ``*`` for that: those of the
-    entries of a mixture, and those of the tasks within an entry.
+    Metrics that differ only in the name of a task are one chart, whose ``name`` has ``*`` in its place.
 
     >>> names = ["kl", "task/a/reward", "task/b/reward", "task/b/x/reward", "task/b/y/reward", "eval/task/a", "lr"]
     >>> for chart in charts(names):
@@ -328,7 +317,7 @@ def charts(metrics: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """A metric's chart, the entry of a mixture that this is within (or an empty text), and the metric's label there.
+    """Return a metric's chart, its entry of a mixture (or an empty text), and the metric's label.
 
     >>> [_split(name) for name in ("kl", "task/b/x/reward", "eval/task/b/x", "reward/b/correct", "reward/correct")][1:4]
     [('task/*/reward', 'b', 'x'), ('eval/task/*', 'b', 'x'), ('reward/*/correct', '', 'b')]
@@ -347,7 +336,7 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _plain(key: str) -> str:
-    """The metric without its tasks, by which a chart has its place and its sentence.
+    """Return the metric without its tasks.
 
     >>> _plain("grader/*/tool_calls"), _plain("task/*/reward"), _plain("eval/task/*")
     ('grader/tool_calls', 'task/*/reward', 'eval/task/*')
@@ -385,7 +374,7 @@ def _declared(name: str) -> Metric | None:
 
 
 def phases(run: RunData) -> dict[str, Any]:
-    """Seconds by phase, summed over the run, and of the steps and evaluations as a whole.
+    """Return seconds by phase, summed over the run, and those of steps and evaluations as a whole.
 
     >>> from pathlib import Path
     >>> row = {"step": 0, "time/learn_s": 2.0, "time/generate_s": 5.0, "time/step_s": 8.0, "time/eval_s": 1.0}
@@ -400,12 +389,10 @@ def phases(run: RunData) -> dict[str, Any]:
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:
     plain = [number(value) for value in values]
-    present = [index for index, value in enumerate(plain) if value is not None]
-    if not present:
-        return {}
+    present = {index: value for index, value in enumerate(plain) if value is not None}
     if 2 * len(present) > len(plain):
         return {"v": plain}
-    return {"i": present, "v": [plain[index] for index in present]}
+    return {"i": [*present], "v": [*present.values()]} if present else {}
 
 
 def _number(row: Row, name: str) -> float:
@@ -413,7 +400,7 @@ def _number(row: Row, name: str) -> float:
 
 
 def _of_mean(std: Any, row: Row) -> float | None:
-    """Standard error of a mean over the step's responses: ``dialog_turns`` counts all so far, equally many a step."""
+    """Return the standard error of a mean over the step's responses; ``dialog_turns`` counts all so far."""
     spread, count = number(std, digits=15), _number(row, "dialog_turns") / (row["step"] + 1)
     return None if spread is None or count <= 0 else spread / math.sqrt(count)
 

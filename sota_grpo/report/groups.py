@@ -1,5 +1,4 @@
-"""The groups that a report shows: best and worst of each from ``rollouts.jsonl``, all samples with their tokens from
-the stored steps; as many as fit, spread over the run."""
+"""The groups of a report: best and worst samples from ``rollouts.jsonl``, all samples with tokens from stored steps."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from sota_grpo.recording.run_files import ROLLOUTS_FILE, json_line, whole_lines
 from sota_grpo.report.data import RunData, clipped, number, safe_json, shown
 from sota_grpo.untrusted import open_file
 
-_FIRST, _LAST = 2_500, 500  # tokens that are kept of a longer response
+_FIRST, _LAST = 2_500, 500  # tokens of a longer response
 _DIGITS = 3
 _OVERFLOW = 700.0  # exp of more is no float
 _HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')
 _TAIL = re.compile(rb'"policy_version": (-?\d+)\}\n\Z')
-_AT_ONCE = 4  # groups of a step that are taken before the next step has its own
-_MISFITS = 50  # groups in a row that are too large for what is left of the budget, before the rest is not tried
+_AT_ONCE = 4  # groups of a step that are chosen before those of the next step
+_MISFITS = 50  # groups in a row that exceed the budget, after which the rest is skipped
 _STEP_BYTES = 400_000  # of the groups of one stored step
-_MOST_TURNS, _MOST_CALLS = 200, 50  # of a dialog and of a turn; what a run writes is far below
+_MOST_TURNS, _MOST_CALLS = 200, 50  # of a dialog and of a turn; runs write far fewer
 _MOST_NAME = 100
 
 GroupKey = tuple[int, int]  # step and group
@@ -33,11 +32,11 @@ Line = tuple[int, int, int]  # its number, its offset in the file and its size
 
 
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
-    """The tokens after the prompt with what is known of each, or None where the row has no tokens.
+    """Return the tokens after the prompt with their values, or None where the row has no tokens.
 
-    ``pieces`` is the text; ``said`` is missing where the policy wrote every token, else 1 for those it wrote;
-    ``ratio``, ``kl`` and ``entropy`` are missing where they were not stored, and null for tokens it did not write;
-    ``gap`` is the place and the number of the tokens left out of a very long response.
+    ``pieces`` is the text; ``said`` is 1 for tokens of the policy, and missing where all are; ``ratio``, ``kl`` and
+    ``entropy`` are missing where they were not stored, and null for other tokens; ``gap`` is the position and number
+    of the tokens left out of a very long response.
 
     >>> row = {"pieces": ["4", "2"], "assistant": [True, True], "log_probs": [-1.0, -2.0],
     ...        "policy_log_probs": [-1.0, -1.5], "ref_log_probs": None, "entropy": [0.5, 1.0]}
@@ -75,16 +74,16 @@ def _ends(column: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Groups:
-    """What a page holds of a run's groups."""
+    """A run's groups in a page."""
 
     encoded: list[str]  # each as JSON, safe in HTML
-    total: int  # groups in the record; those that are not in ``encoded`` are left out
-    stored: list[int]  # steps of which whole groups with tokens are among them
-    ages: list[tuple[int, int]]  # ages of policies in versions, and how many responses are of each
+    total: int  # groups in the record, with those left out
+    stored: list[int]  # steps with whole groups
+    ages: list[tuple[int, int]]  # ages of policies in versions, and the number of responses of each
 
 
 def choose_groups(run: RunData, budget: int) -> Groups:
-    """At most ``budget`` bytes of groups, few of each step at first: the newest, the first, then evenly spread ones."""
+    """Choose at most ``budget`` bytes of groups, spread over the steps: the newest, the first, then those between."""
     path = run.path / ROLLOUTS_FILE
     lines, ages = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
@@ -103,9 +102,9 @@ def choose_groups(run: RunData, budget: int) -> Groups:
 
 
 def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
-    """The lines of each group in ``rollouts.jsonl``, and the responses by the age of their policy, in versions.
+    """Return the lines of each group in ``rollouts.jsonl``, and the responses by the age of their policy in versions.
 
-    A line in another form than the trainer's is parsed.
+    Only lines that are not in the trainer's form are parsed.
     """
     lines: dict[GroupKey, list[Line]] = {}
     ages: Counter[int] = Counter()
@@ -126,7 +125,7 @@ def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
 
 
 def spread(count: int) -> list[int]:
-    """0 .. count - 1 so that however many one takes from the front, they are spread: last, first, middle, quarters.
+    """Return 0 .. count - 1 in an order of which each beginning is spread: last, first, middle, quarters.
 
     >>> spread(9)
     [8, 0, 4, 2, 6, 1, 3, 5, 7]
@@ -144,10 +143,9 @@ def spread(count: int) -> list[int]:
 
 
 def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: str = "k3") -> dict[str, Any]:
-    """One group for the page, from rows with the fields of ``rollouts.jsonl`` and perhaps of a stored step.
+    """Return one group for the page, from rows of ``rollouts.jsonl`` or of a stored step.
 
-    The rows are samples of one group of one step: all of them (``whole``), or the best and the worst. ``estimator`` is
-    that of the KL to the reference, per token.
+    The rows are all samples of a group (``whole``), or the best and the worst; ``estimator`` is that of the KL.
     """
     first = rows[0]
     prompt = first["dialog"].get("prompt") if isinstance(first.get("dialog"), dict) else None
@@ -184,7 +182,7 @@ def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
 
 
 def _in_order(keys: Iterable[GroupKey]) -> Iterator[GroupKey]:
-    """A few groups of each step, the steps spread; then the next few of each."""
+    """Yield a few groups of each step, the steps spread; then the next few of each."""
     groups: dict[int, list[int]] = {}
     for step, group in keys:
         groups.setdefault(step, []).append(group)
@@ -195,7 +193,7 @@ def _in_order(keys: Iterable[GroupKey]) -> Iterator[GroupKey]:
 
 
 def _fitting(texts: Iterable[tuple[GroupKey, str]], budget: int) -> tuple[dict[GroupKey, str], int]:
-    """The first of the texts that fit into so many bytes together, and how many bytes are left."""
+    """Return the first texts that fit into ``budget`` bytes together, and the bytes left."""
     fitting: dict[GroupKey, str] = {}
     misfits = 0
     for key, text in texts:
@@ -211,7 +209,7 @@ def _fitting(texts: Iterable[tuple[GroupKey, str]], budget: int) -> tuple[dict[G
 
 
 def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tuple[GroupKey, str]]:
-    """The groups of ``rollouts.jsonl`` as JSON."""
+    """Yield the groups of ``rollouts.jsonl`` as JSON."""
     if not lines:  # nor a file, perhaps
         return
     with open_file(path) as file:
@@ -224,9 +222,9 @@ def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tupl
 
 
 def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, str], int]:
-    """The groups of the stored steps that fit, as JSON, and how many bytes are left."""
+    """Return the groups of the stored steps that fit, as JSON, and the bytes left."""
     stored: dict[GroupKey, str] = {}
-    if not (run_dir / "steps").is_dir():  # else nothing of torch is needed
+    if not (run_dir / "steps").is_dir():  # without it torch is not needed
         return stored, budget
     from sota_grpo.recording.stored_steps import stored_steps
 
@@ -235,7 +233,7 @@ def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, 
         try:
             status = paths[at].stat()
             groups = _groups_of(paths[at], estimator, status.st_mtime_ns, status.st_size)
-        except (FileNotFoundError, UserError):  # pruned by the run meanwhile, or damaged: the page does without it
+        except (FileNotFoundError, UserError):  # deleted by the run meanwhile, or damaged
             continue
         fitting, budget = _fitting(groups, budget)
         stored |= fitting
@@ -244,7 +242,7 @@ def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, 
     return stored, budget
 
 
-@lru_cache(maxsize=32)  # a run that is training asks again at every checkpoint
+@lru_cache(maxsize=32)  # a training run reads it again at every checkpoint
 def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[tuple[GroupKey, str]]:
     from sota_grpo.recording.stored_steps import read_step
 
@@ -264,12 +262,11 @@ def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[t
 
 
 def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The turns after the prompt, or None of a response that the policy wrote at one go.
+    """Return the turns after the prompt, or None of a response in one turn; the row is untrusted.
 
-    ``turns``, in the order of the tokens: ``role`` (empty where it is not known), ``said`` (1: the policy wrote it, and
-    is trained on it), ``tokens`` and ``text``, which is missing where the tokens themselves are in the page; ``calls``
-    with ``name``, ``arguments``, ``reply`` (null: none came) and ``error``. ``ended`` and ``lost`` say how a dialog
-    with tools ended. Other than what a run writes is left out: the file may be anybody's.
+    ``turns``: ``role`` (or empty), ``said`` (1: the policy wrote it), ``tokens``, and ``text`` unless the page has
+    the tokens; ``calls`` with ``name``, ``arguments``, ``reply`` (null: none) and ``error``. ``ended`` and
+    ``lost`` are the reasons why a dialog with tools ended.
     """
     dialog = row.get("dialog")
     if not isinstance(dialog, dict):
@@ -302,7 +299,7 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def prompt_turns(prompt: Any) -> list[dict[str, Any]]:
-    """The chat that a prompt was made of, ``role`` and ``text`` of each turn; empty where it is not known."""
+    """Return ``role`` and ``text`` of each turn of a prompt; empty where they are not known."""
     return [
         {"role": clipped_name(turn.get("role")), "text": clipped(shown(turn.get("content") or ""))}
         for turn in _dicts(prompt)[:_MOST_TURNS]
@@ -310,7 +307,7 @@ def prompt_turns(prompt: Any) -> list[dict[str, Any]]:
 
 
 def clipped_name(name: Any, most: int = _MOST_NAME) -> str:
-    """A name, as long as it can be shown.
+    """Return a name, cut to ``most`` characters.
 
     >>> clipped_name(None), clipped_name("sum"), clipped_name("a" * 200)[-3:]
     ('', 'sum', 'aa…')

@@ -7,17 +7,20 @@ import logging
 import math
 import random
 import re
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.recording import run_log
 from sota_grpo.recording.metrics import METRICS, declared, reduce_updates, term_metric
 from sota_grpo.recording.run_files import METRICS_FILE
-from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog, setup_logging
-
-HOSTILE = "π ≈ 3,14 \n\r\t\x1b[31m\x85\u2028\u2029\x9b2J 日本 🎲 \ud800 \x00 \\u2028"
+from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog, described, pick, setup_logging
+from sota_grpo.recording.sinks import CopySink
 
 
 def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") -> dict:
@@ -28,25 +31,6 @@ def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") ->
 
 def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-class Copies:
-    """A sink that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-
-    def rewind(self, first_step):
-        self.calls.append(("rewind", first_step))
-
-    def log(self, step, metrics):
-        self.calls.append(("log", step, dict(metrics)))
-
-    def log_samples(self, step, rows):
-        self.calls.append(("samples", step, [row["sample_id"] for row in rows]))
-
-    def close(self, exit_code=0):
-        self.calls.append(("close", exit_code))
 
 
 # --- the glossary ---------------------------------------------------------------------------------------------------
@@ -106,14 +90,6 @@ def test_a_number_that_is_not_finite_is_refused_and_nothing_is_written(value, tm
     assert (tmp_path / "metrics.jsonl").read_bytes() == (tmp_path / "rollouts.jsonl").read_bytes() == b""
 
 
-def test_hostile_text_reads_back_and_holds_one_line(tmp_path):
-    with RunLog(tmp_path) as log:
-        log.write_rollouts(0, [rollout(1, 0, 1.0, HOSTILE)])
-    (line,) = (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(line)["response"] == HOSTILE
-    assert "日本 🎲" in line  # readable wherever it can be
-
-
 def write_run(log: RunLog, steps: range) -> None:
     for step in steps:
         if step % 2 == 0:
@@ -154,18 +130,16 @@ def test_damage_that_no_kill_does_is_named_and_left_alone(damage, tmp_path):
 
 
 def test_sinks_get_what_was_written_and_how_the_run_ended(tmp_path):
-    def fail_at_the_end(sink: Copies) -> None:
-        with RunLog(tmp_path, sinks=[sink]) as log:
-            log.rewind(0)
-            log.write_step(0, {"reward": 1.0, "kl": None})
-            log.write_rollouts(0, [rollout(1, sample, reward) for sample, reward in enumerate([0.5, 1.0, 0.0])])
-            raise RuntimeError
-
-    sink = Copies()
-    with pytest.raises(RuntimeError):
-        fail_at_the_end(sink)
-    written = [("log", 0, {"reward": 1.0, "kl": None}), ("samples", 0, [1, 2])]
-    assert sink.calls == [("rewind", 0), *written, ("close", 1)]
+    sink = Mock(spec=CopySink)
+    log = RunLog(tmp_path, sinks=[sink])
+    log.rewind(0)
+    log.write_step(0, {"reward": 1.0, "kl": None})
+    log.write_rollouts(0, [rollout(1, sample, reward) for sample, reward in enumerate([0.5, 1.0, 0.0])])
+    log.__exit__(RuntimeError)
+    assert [name for name, *_ in sink.mock_calls] == ["rewind", "log", "log_samples", "close"]
+    sink.log.assert_called_once_with(0, {"reward": 1.0, "kl": None})
+    assert [row["sample_id"] for row in sink.log_samples.call_args.args[1]] == [1, 2]
+    sink.close.assert_called_once_with(1)
 
 
 @pytest.mark.parametrize("make", [RunLog, setup_logging])
@@ -209,3 +183,131 @@ def test_a_full_disk_is_a_sentence_and_closing_says_nothing_more(tmp_path: Path)
         (tmp_path / METRICS_FILE).symlink_to("/dev/full")
         with pytest.raises(RunFailed, match=r"metrics.jsonl cannot be written .No space left"):
             log.write_step(0, {"reward": 0.5})
+
+
+NOON = datetime(2031, 2, 3, 12, 0, 5, tzinfo=UTC)
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    plain = {
+        "group_id": 4,
+        "sample_id": 1,
+        "query": "9 times 2?",
+        "answer": "9*2=18\n#### 18",
+        "prompt": "<|user|>9 times 2?",
+        "response": "<think>Twice.</think>\n<answer>18</answer>",
+        "reward": 1.15,
+        "reward_terms": {"answer": 1.0, "format": 1.0, "thinking": -0.25},
+        "reward_info": {"think_words": 1},
+        "advantage": 0.75,
+        "truncated": False,
+        "policy_version": 11,
+        "success": True,
+        "response_tokens": 12,
+    }
+    return plain | changes
+
+
+WEIGHTS = {"answer": 1.0, "format": 0.2, "thinking": 0.2}
+
+
+def test_everything_asked_for_stands_in_the_text() -> None:
+    text = described(12, row(), "best of 8", WEIGHTS)
+    for line in (
+        "step 12, group 4, sample 1: best of 8",
+        "question\n  | 9 times 2?",
+        "gold answer\n  | 9*2=18\n  | #### 18",
+        "completion, 12 tokens\n  | <think>Twice.</think>\n  | <answer>18</answer>",
+        "answer                  1.0000 x   1.0000 =   1.0000",
+        "format                  1.0000 x   0.2000 =   0.2000",
+        "thinking               -0.2500 x   0.2000 =  -0.0500",
+        "total                                         1.1500",
+        "advantage 0.7500",
+        "success yes",
+        "policy version 11",
+        "grader: think_words = 1",
+    ):
+        assert line in text, line
+    assert "(other)" not in text
+    assert "error" not in text
+
+
+def test_failures_cuts_missing_terms_and_penalties_are_told() -> None:
+    failed = row(
+        reward_terms=dict.fromkeys(WEIGHTS, 0.0), reward=0.0, success=False, reward_info={"error": "TimeoutError: 5 s"}
+    )
+    assert "grader: error = TimeoutError: 5 s" in described(0, failed, "", WEIGHTS)
+    assert "success no" in described(0, failed, "", WEIGHTS)
+    assert "completion, 12 tokens, cut for length\n" in described(0, row(truncated=True), "", WEIGHTS)
+    penalised = row(reward_terms={"answer": 1.0, "kl": -0.5}, reward=0.75)
+    text = described(0, penalised, "", {"answer": 1.0, "style": 2.0})
+    assert "style                 does not apply" in text
+    assert "kl                     -0.5000 x   1.0000 =  -0.5000" in text
+    assert "(other)                                       0.2500" in text  # 0.75 - (1 - 0.5)
+
+
+def test_text_of_a_model_cannot_pass_for_the_log_or_drive_a_terminal() -> None:
+    rng = random.Random(random.getrandbits(32))
+    bits = [*map(chr, range(0x20)), *"\x7f\x9b\x85\u2028\u202e\ud800\U000e0041", "\r\n", "=" * 100]
+    bits += ["\ntotal     9.0000", "step 1, group 1", "\x1b]0;title\x07", "é", "漢字", "😀", "\t", "\n"]
+    for _ in range(300):
+        hostile = "".join(rng.choices(bits, k=rng.randrange(40)))
+        place = rng.choice(["query", "answer", "response", "info", "name"])
+        changes = {"info": {"reward_info": {"found": hostile}}, "name": {"reward_info": {hostile: 1}}}
+        text = described(1, row(**changes.get(place, {place: hostile})), "best of 1", WEIGHTS)
+        assert all(sign.isprintable() or sign in "\n\t" for sign in text)
+        text.encode("utf-8")
+        free = [line for line in text.split("\n") if not line.startswith("  | ")]
+        assert sum(line.startswith("step ") for line in free) == 1
+        assert sum(line.startswith("total ") for line in free) == 1
+        assert sum(line == "=" * 100 for line in free) == 2
+
+
+def test_the_best_the_worst_then_others_each_once() -> None:
+    rng = random.Random(random.getrandbits(32))
+    for _ in range(200):
+        rows = [row(sample_id=i, reward=rng.choice([0.0, 0.5, 1.0])) for i in range(rng.randrange(1, 12))]
+        count, step = rng.randrange(1, 14), rng.randrange(1000)
+        picked = pick(rows, count, step)
+        found = [one for _, one in picked]
+        assert len(found) == len({one["sample_id"] for one in found}) == min(count, len(rows))
+        assert found[0]["reward"] == max(one["reward"] for one in rows)
+        if len(found) > 1:
+            assert found[1]["reward"] == min(one["reward"] for one in rows if one is not found[0])
+        assert [why.split()[0] for why, _ in picked] == (["best", "worst"] + ["drawn"] * 12)[: len(found)]
+        assert pick(rows, count, step) == picked  # a step that is done again shows the same
+
+
+def test_of_equals_every_one_is_shown_at_some_step() -> None:
+    rows = [row(sample_id=i, reward=1.0) for i in range(4)]
+    assert {pick(rows, 1, step)[0][1]["sample_id"] for step in range(100)} == {0, 1, 2, 3}
+
+
+class Clock(datetime):
+    hour_now = 12
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return NOON.replace(hour=cls.hour_now)
+
+
+def test_a_step_is_on_disk_when_write_returns_and_a_restart_writes_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "datetime", Clock)
+    RunLog(tmp_path).write_rollouts(0, [row()])
+    folder = tmp_path / "debug_logs"
+    folder.touch()
+    with pytest.raises(RunFailed, match=r"debug_logs cannot be written \(File exists\).*logging.num_examine=0"):
+        RunLog(tmp_path, num_examine=1).write_rollouts(0, [row()])
+    folder.unlink()
+    log = RunLog(tmp_path, num_examine=2, term_weights=WEIGHTS)
+    log.write_rollouts(0, [row(), row(sample_id=2), row(sample_id=3)])
+    first, second = (folder / f"grpo_debug_20310203_1{hour}0005.txt" for hour in (2, 3))
+    assert re.findall(r"^step (\d+)", first.read_text(), re.MULTILINE) == ["0", "0"]
+    monkeypatch.setattr(Clock, "hour_now", 13)
+    log.write_rollouts(1, [row()])
+    assert re.findall(r"^step (\d+)", first.read_text(), re.MULTILINE) == ["0", "0", "1"]
+    for step in (1, 2):  # two starts within a second; the first was killed
+        RunLog(tmp_path, num_examine=1).write_rollouts(step, [row()])
+    assert re.findall(r"^step (\d+)", second.read_text(), re.MULTILINE) == ["1", "2"]

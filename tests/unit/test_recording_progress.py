@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.recording.progress import Progress, closing_table
-from sota_grpo.text import duration, readable
+from sota_grpo.text import readable
 
 
 class Terminal(io.StringIO):
@@ -72,17 +72,6 @@ def test_a_terminal_shows_one_line_redrawn_and_is_given_back(monkeypatch):
     assert text.rindex("step 3/3") > text.rindex("step 1/3")
     assert line.split("  ETA")[0] in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is visible again
-
-
-def test_durations():
-    assert [duration(seconds) for seconds in (0, 59.6, 151, 3599, 3600, 90061)] == [
-        "0:00",
-        "1:00",
-        "2:31",
-        "59:59",
-        "1:00:00",
-        "25:01:01",
-    ]
 
 
 def test_the_closing_table_shows_the_gain_and_the_shares(capsys):

@@ -71,16 +71,6 @@ def test_the_policy_allows_the_pages_own_scripts_only(tmp_path: Path) -> None:
     assert "connect-src" not in rules
 
 
-def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    run_dir, out = write_run(tmp_path / "run"), tmp_path / "report.html"
-    out.write_text("older")
-    (run_dir / METRICS_FILE).write_text("{broken\n")
-    with pytest.raises(UserError):
-        write_report([run_dir], out)
-    assert out.read_text() == "older"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
-
-
 def test_secrets_are_not_passed_on(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     (run_dir / "config.yaml").write_text("model: {hub_token: sesame}\nengine: {api_key: sesame}\n")  # another program's
@@ -189,25 +179,11 @@ def test_the_report_has_the_newest_of_each_question(tmp_path: Path) -> None:
     assert page_of(run_dir, out=tmp_path / "report.html")[1]["runs"][0]["replays"] == [newest, replay_record()]
 
 
-def test_hostile_text_of_a_replay_is_data(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", steps=1)
-    save_replay(run_dir, 0, [], replay_record(HOSTILE, title=HOSTILE[0], notes=[*HOSTILE]))
-    reader, data = page_of(run_dir, out=tmp_path / "report.html")
-    assert len(reader.scripts) == 3
-    assert not reader.addresses
-    assert not reader.handlers
-    assert data["left_out"] == []
-    assert data["runs"][0]["replays"][0]["title"] == HOSTILE[0]
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         ("{broken", "it is not what sota-grpo replay writes"),
-        ("[" * 10**4, "it is not what sota-grpo replay writes"),
-        (json.dumps(replay_record(title=3)), "it is not what sota-grpo replay writes"),
         (json.dumps(replay_record(notes=[["<b>"]])), "it is not what sota-grpo replay writes"),
-        (json.dumps(replay_record(tables=[[]])), "it is not what sota-grpo replay writes"),
         (json.dumps(replay_record(tables=[[["", "a"], ["b"]]])), "it is not what sota-grpo replay writes"),
         (json.dumps(replay_record(tables=[[["", "a"], ["b", 0.5]]])), "it is not what sota-grpo replay writes"),
         (" " * (65 << 10), "it has more than 65536 bytes"),
