@@ -23,8 +23,8 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
 from sota_grpo.training.learner import SHARE, Learner, NonFiniteStep
+from sota_grpo.training.planner import LearnerSettings, learning_rate_factor
 from tests.unit.tiny_models import VOCAB, make_model
 
 PAD = 0
