@@ -29,7 +29,7 @@ from sota_grpo.functional.flops import ModelShape
 from sota_grpo.policy.tensor_files import Kept, write_tensors
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
-from sota_grpo.training.forward_passes import LearnerSettings, Planner
+from sota_grpo.training.planner import LearnerSettings, Planner
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.base import IDLE_METHOD, WorkerSpec
 from sota_grpo.workers.fleet import Fleet

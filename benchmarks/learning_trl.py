@@ -45,7 +45,7 @@ from sota_grpo.run.app import num_steps
 from sota_grpo.run.entry import CONFIG_DIR
 from sota_grpo.source.rollouts import Prompt
 from sota_grpo.source.weight_sync import EngineWeightSync
-from sota_grpo.training.forward_passes import learning_rate_factor
+from sota_grpo.training.planner import learning_rate_factor
 
 PRESET = "grpo_cpu"
 TRL_EPS = 1e-4  # what TRL adds to a group's standard deviation, which no option of it changes

@@ -40,8 +40,8 @@ from sota_grpo.functional.flops import Load, ModelShape, recomputed_flops, step_
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable
-from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.planner import LearnerSettings
 
 # dense bfloat16, operations per second, by part of the device's name; the longest that fits counts
 PEAKS = {

@@ -26,9 +26,9 @@ from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.gate import TrainingComponents
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.planner import LearnerSettings
 from tests.unit.graders import WEIGHTS
 
 TEMPERATURE = 0.8

@@ -25,8 +25,8 @@ from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointi
 from sota_grpo.policy.lora import add_lora, quantize
 from sota_grpo.rl.collate import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.planner import LearnerSettings
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

@@ -22,8 +22,8 @@ from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks, join_ranks, local, shard
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable
-from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.training.remote_learner import LearnerWorker
 from tests.unit.tiny_models import VOCAB, make_model, make_tokenizer
 
@@ -110,6 +110,12 @@ def build_learner(
     if in_float32:
         learner.optimizer.step = patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)(learner.optimizer.step)
     return learner
+
+
+def passes_of(policy: CausalPolicy, settings: LearnerSettings, ranks: Ranks | None = None) -> Learner:
+    """A learner for its plans and forward passes alone."""
+    loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=0.05)
+    return Learner(policy, loss, settings, pad_token_id=0, dump_dir=Path(), ranks=ranks)
 
 
 class Reductions(TorchDispatchMode):

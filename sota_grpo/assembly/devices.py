@@ -85,7 +85,17 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
         return Placement(counted[0], counted[0 if inference.shared else 1], counted[2], colocated=True)
     # The engine chooses first: vLLM inside this process can only take the first device.
     roles = [role for role in (inference, train, ref) if role is not None]
-    _check_indices(roles, available)
+    taken_by: dict[int, str] = {}
+    for role in roles:
+        for index in role.devices or ():
+            if not 0 <= index < available:
+                raise UserError(
+                    f"{role.name}.devices names device {index}, and this machine has {available} "
+                    f"(0 to {available - 1}); use {role.name}.devices=[{available - 1}] or leave it out."
+                )
+            if index in taken_by and available > 1:
+                raise UserError(f"Device {index} is named by {taken_by[index]} and by {role.name}; give each its own.")
+            taken_by[index] = role.name
     if available == 1 and all(role.count == 1 for role in roles):
         return Placement((0,), (0,), (0,) if ref else (), colocated=True)
     apart = concurrent and not inference.shared
@@ -115,21 +125,6 @@ def describe(placement: Placement, device_type: str) -> str:
         counts = [(len(indices), name) for name, (_, indices) in zip(names, roles) if indices]
         return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts) + " on the CPU"
     return ", ".join(f"{name} {' '.join(f'cuda:{i}' for i in indices)}" for name, indices in roles if indices)
-
-
-def _check_indices(roles: Sequence[Role], total: int) -> None:
-    """Raise UserError unless every index exists and, of several devices, no two roles name the same."""
-    taken: dict[int, str] = {}
-    for role in roles:
-        for index in role.devices or ():
-            if not 0 <= index < total:
-                raise UserError(
-                    f"{role.name}.devices names device {index}, and this machine has {total} (0 to {total - 1}); "
-                    f"use {role.name}.devices=[{total - 1}] or leave it out."
-                )
-            if index in taken and total > 1:
-                raise UserError(f"Device {index} is named by {taken[index]} and by {role.name}; give each its own.")
-            taken[index] = role.name
 
 
 def _check_amount(needed: Sequence[Role], total: int) -> None:

@@ -41,8 +41,8 @@ from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.text import first_line
-from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.training.remote_learner import LearnerWorker
 
 MOST_TOKENS = 65_536  # of a micro-batch whose size was not chosen: more is no faster

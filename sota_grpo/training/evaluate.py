@@ -158,11 +158,9 @@ class Evaluator:
         metrics = {"eval/accuracy": greedy["accuracy"], "eval/stderr": greedy["stderr"]}
         metrics |= {"eval/num_samples": len(problems)}
         metrics |= {f"eval/{name}": greedy[name] for name in ("reward", "reward_stderr")} | self._terms(problems)
-        for name in self.benchmark(problems):
-            metrics |= {
-                f"eval/task/{name}": greedy[name]["accuracy"],
-                f"eval/task_stderr/{name}": greedy[name]["stderr"],
-            }
+        for name in [name for name in found["counts"] if name != "accuracy"]:
+            share = greedy[name]
+            metrics |= {f"eval/task/{name}": share["accuracy"], f"eval/task_stderr/{name}": share["stderr"]}
         if any(response.asked_again for responses in problems for response in responses):
             at_once = [fmean(one.score.success and not one.asked_again for one in responses) for responses in problems]
             metrics["eval/first_turn_accuracy"] = fmean(at_once)

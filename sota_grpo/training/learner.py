@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from tensordict import TensorDictBase
-from torch import nn
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from sota_grpo import keys
-from sota_grpo.errors import UserError, memory_for
+from sota_grpo.errors import RunFailed, UserError, memory_for
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
-from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
+from sota_grpo.functional.flops import ModelShape
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, layer_matrices
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
@@ -32,20 +36,18 @@ from sota_grpo.policy.sharding import (
     reduce_gradients,
     replicated,
 )
+from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import known_tokens, pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable
-from sota_grpo.training.forward_passes import (
-    ForwardPasses,
-    LearnerSettings,
-    Pass,
-    Planner,
-    Share,
-    learning_rate_factor,
-    without_dropout,
-)
+from sota_grpo.text import first_line
+from sota_grpo.training.planner import LearnerSettings, Pass, Planner, Share, learning_rate_factor
+
+logger = logging.getLogger(__name__)
+AnyRow = TypeVar("AnyRow", bound=Row)
+Result = TypeVar("Result")
 
 METRIC_NAMES = {
     "ESS": "ess",
@@ -63,7 +65,7 @@ class NonFiniteStep(UserError):
     """A loss or a gradient is not finite; the message names the file with the batch."""
 
 
-class Learner(ForwardPasses):
+class Learner:
     """Train ``policy`` with ``loss``; every :meth:`update` raises ``version`` by one.
 
     Args:
@@ -88,13 +90,17 @@ class Learner(ForwardPasses):
         ranks: Ranks | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        super().__init__(policy, settings, pad_token_id, ranks)
+        self.policy, self.settings, self.pad_token_id = policy, settings, pad_token_id
+        self.ranks = ranks or Ranks()
+        self.share, self.num_shares = self.ranks.share, self.ranks.num_shares  # which of the rows, of how many
+        self.device = next(policy.parameters()).device
+        self.halved = False  # the micro-batches, where the device once lacked memory
         self.loss, self.dump_dir, self.seed, self.tokenizer = loss, dump_dir, seed, tokenizer
         self.version = self.optimizer_steps = 0
         # the scorer's names: they are those of checkpoints
         self.trainable = {name: p for name, p in policy.scorer.named_parameters() if p.requires_grad}
         self.parameters = list(self.trainable.values())
-        self.changed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # with positions and values before
+        self.changed: list[tuple[Tensor, Tensor, Tensor]] = []  # with positions and values before
         #: Called before a parameter or its optimizer state changes: a checkpoint may be copying them.
         self.before_change: Callable[[], object] = lambda: None
         self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings.rates)
@@ -141,9 +147,11 @@ class Learner(ForwardPasses):
     def step_planner(self) -> Planner:
         """Return the planner of :meth:`update`."""
         steady = self.settings.entropy_target is None  # else rows without an advantage may learn from a bonus, later
-        return self.planner(seed=self.seed, advantage_only=self.loss.advantage_only and steady)
+        learns_less = self.loss.advantage_only and steady
+        sizes = (self.num_shares, self.policy.shared_prompt)
+        return Planner(self.settings, self.seed, *sizes, learns_less, bool(dropouts(self.policy)), self.shape)
 
-    def _mismatch(self, rows: Sequence[Row], own: Mapping[int, torch.Tensor]) -> float | None:
+    def _mismatch(self, rows: Sequence[Row], own: Mapping[int, Tensor]) -> float | None:
         """Return the mean KL of the measured log-probs to the engine's; None over no token."""
         masks = {index: known_tokens(rows[index]) for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
@@ -204,7 +212,7 @@ class Learner(ForwardPasses):
         alone = self.device.type == "cuda" and whole and not self.scaler.is_enabled()
         return alone and isinstance(self.optimizer, torch.optim.AdamW)
 
-    def _stepped(self, losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _stepped(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Step with fused AdamW, unless a loss or a gradient is not finite; return the gradient's norm."""
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).float()
         finite = torch.stack([norm, *(loss.float() for loss in losses.values())]).isfinite().all()
@@ -222,14 +230,14 @@ class Learner(ForwardPasses):
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
-        losses: dict[str, torch.Tensor] = {}
-        sums: dict[str, torch.Tensor] = {}
+        losses: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
 
-        def add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        def add(totals: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
             for name, value in values.items():
                 totals[name] = totals.get(name, 0) + value.detach()
 
-        largest: list[torch.Tensor] = []
+        largest: list[Tensor] = []
         for index, (micro, weights, learns) in enumerate(passes, start=1):
             if self.ranks.size > 1:
                 reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
@@ -249,7 +257,7 @@ class Learner(ForwardPasses):
         share = top.amax().to(sums["tokens"].device) / sums["gradient_squared"]
         return Totals(losses, diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share}, threshold)
 
-    def _measured(self, totals: Totals, norm: torch.Tensor) -> tuple[dict[str, float], dict[str, float | None], float]:
+    def _measured(self, totals: Totals, norm: Tensor) -> tuple[dict[str, float], dict[str, float | None], float]:
         """Return losses, diagnostics (None over no trained token) and the gradient's norm, in one transfer."""
         values = [*totals.losses.values(), *totals.means.values(), norm]
         device = next(iter(totals.losses.values())).device
@@ -289,7 +297,7 @@ class Learner(ForwardPasses):
         """Release cached CUDA memory, so that a colocated engine can use it."""
         torch.cuda.empty_cache()
 
-    def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, torch.Tensor]:
+    def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, Tensor]:
         """Return this rank's gradient of one step over the :meth:`_unclipped` rows, by parameter, on the CPU."""
         gradients = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
@@ -318,7 +326,7 @@ class Learner(ForwardPasses):
         norm = self._norm(norms)
         return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
 
-    def _gradients(self, rows: Sequence[Row], token_budget: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gradients(self, rows: Sequence[Row], token_budget: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of a dry run, in ``.grad``, which the caller empties."""
         self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
@@ -326,7 +334,7 @@ class Learner(ForwardPasses):
             if parameter.grad is not None:
                 yield name, local(parameter.grad.detach()).div_(scale)
 
-    def _norm(self, parts: Sequence[torch.Tensor]) -> float:
+    def _norm(self, parts: Sequence[Tensor]) -> float:
         """Return the norm over all ranks of this rank's norms."""
         own = torch.stack(list(parts)).norm() if parts else torch.zeros(())
         return float(own if self.ranks.size == 1 else self.ranks.total(own.double().square()).sqrt())
@@ -375,7 +383,7 @@ class Learner(ForwardPasses):
         metrics = self._dry_run(changed, self.settings.micro_batch_tokens, learn=False)
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
-    def coefficients(self, rows: Sequence[Row]) -> torch.Tensor:
+    def coefficients(self, rows: Sequence[Row]) -> Tensor:
         """Return :meth:`GRPOLoss.coefficients`, flat ``[sum T_i]``, as if this policy had sampled the rows."""
         sampled = []
         for row, own in self._with_ratio(rows):
@@ -385,7 +393,7 @@ class Learner(ForwardPasses):
         with without_dropout(self.policy), self.autocast():
             return torch.cat(self._by_row(sampled, self.loss.coefficients, weight=1.0))
 
-    def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], torch.Tensor]]:
+    def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], Tensor]]:
         """Yield copies of the rows whose tokens all have this log-ratio, with the policy's log-probs ``[T_i]``."""
         for row, own in self.scored(RowTable.of(rows).rows()):
             old = torch.where(row[keys.ASSISTANT_MASK], own - log_ratio, 0.0)
@@ -429,7 +437,7 @@ class Learner(ForwardPasses):
             f"{path}{others}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
         )
 
-    def state_dict(self, kept: Callable[[torch.Tensor], Any] = gathered) -> dict[str, Any]:
+    def state_dict(self, kept: Callable[[Tensor], Any] = gathered) -> dict[str, Any]:
         """Return trainable parameters, optimizer, schedule, scaler and counters, of plain types.
 
         Its form is the same for any number of ranks, which all must take part; rank 0's alone is whole. ``kept`` makes
@@ -478,10 +486,226 @@ class Learner(ForwardPasses):
         assert self.tokenizer is not None
         save_hf(self.policy.model, self.tokenizer, folder, progress)
 
+    def within_memory(self, compute: Callable[[], Result]) -> Result:
+        """Return ``compute()``, once more in half the micro-batches where the device lacks memory for the first time.
+
+        They stay so for the rest of the run. ``compute`` must not have updated anything; gradients are dropped.
+
+        Raises:
+            RunFailed: memory is lacking again, or there are several ranks, which would have to agree.
+        """
+        tokens, half = self.settings.micro_batch_tokens, self.half
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            lacking = f"The learner's device lacks memory for micro-batches of {tokens:,} tokens ({first_line(error)})"
+            if self.halved or self.ranks.size > 1:
+                raise RunFailed(
+                    f"{lacking}; use train.micro_batch_tokens={half} or train_model.gradient_checkpointing=true with "
+                    "train.resume=auto, which continues from the last checkpoint."
+                ) from error
+        self.halve()  # from here on: what was computed lives no longer than its exception
+        self.policy.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        logger.warning("%s; the step is computed anew, with train.micro_batch_tokens=%d from now on.", lacking, half)
+        return self.within_memory(compute)
+
+    @property
+    def half(self) -> int:
+        return max(1, self.settings.micro_batch_tokens // 2)
+
+    def halve(self) -> None:
+        """Compute in micro-batches of half the size for the rest of the run."""
+        self.halved, scoring = True, max(1, self.settings.scoring_tokens // 2)
+        self.settings = replace(self.settings, micro_batch_tokens=self.half, forward_tokens=scoring)
+
+    def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
+        """Plan passes again if the micro-batches were halved since."""
+        if not self.halved:
+            return passes
+        weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights)}
+        planned = []
+        for learns in (True, False):
+            chosen = [index for one in passes if one.learns == learns for index in one.rows]
+            micros = self._cut(rows, chosen, self.settings.micro_batch_tokens)
+            planned += [Pass(micro, [weights[index] for index in micro], learns) for micro, _ in micros]
+        return planned
+
+    def fitting_scores(
+        self, rows: Sequence[Row], scoring: Sequence[tuple[list[int], bool]]
+    ) -> Sequence[tuple[list[int], bool]]:
+        """:meth:`fitting`, of micro-batches without a gradient."""
+        chosen = [index for micro, _ in scoring for index in micro]
+        return self._cut(rows, chosen, self.settings.scoring_tokens) if self.halved else scoring
+
+    def _cut(self, rows: Sequence[Row], chosen: Sequence[int], token_budget: int) -> list[tuple[list[int], bool]]:
+        return self.step_planner().micro_batches(chosen, row_prompts(rows), token_budget)[self.share]
+
+    def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
+        """Return a right-padded ``[N, T]`` batch on the learner's device, with the ``weights`` of each row's tokens.
+
+        The layout of packed rows is computed before the copy: the host need not wait for the device.
+        """
+        batch = pad_rows(rows, pad_token_id=self.pad_token_id)
+        if weights is not None:
+            by_row = torch.tensor(weights, dtype=torch.float32).unsqueeze(-1)
+            batch.set(keys.LOSS_WEIGHT, torch.where(batch.get(keys.ASSISTANT_MASK), by_row, 0.0))
+        layout = self.policy.layout(batch)
+        if self.device.type == "cuda":
+            names, values = zip(*batch.items(include_nested=True, leaves_only=True))
+            moved = copy_to([*values, *([] if layout is None else layout.tensors())], self.device)
+            batch = TensorDict(dict(zip(names, moved)), batch_size=batch.batch_size, device=self.device)
+            layout = None if layout is None else layout.on(moved[len(names) :])
+        return batch if layout is None else batch.set_non_tensor(keys.LAYOUT, layout)
+
+    def log_probs(self, batch: TensorDictBase) -> Tensor:
+        """Return log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
+        return self._policy_outputs(batch).get(keys.LOG_PROBS)
+
+    @torch.no_grad()
+    def _policy_outputs(self, batch: TensorDictBase) -> TensorDictBase:
+        training = self.policy.training
+        self.policy.eval()
+        with self.autocast():
+            outputs = self.policy(batch)
+        self.policy.train(training)
+        return outputs
+
+    def scored(self, rows: Sequence[AnyRow]) -> Iterator[tuple[AnyRow, Tensor]]:
+        """Yield each row with its :meth:`log_probs` ``[T_i]`` on the CPU."""
+        return zip(rows, self._by_row(rows, self.log_probs))
+
+    def measured(self, rows: Sequence[Row]) -> Tensor:
+        """Return log-probs and entropies, ``[2, sum T_i]`` on the CPU; without dropout, 0 off the mask."""
+
+        def both(batch: TensorDictBase) -> Tensor:
+            outputs = self._policy_outputs(batch)
+            return torch.stack([outputs.get(keys.LOG_PROBS), outputs.get(ENTROPY)], dim=-1)
+
+        return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
+
+    def measured_with_rounding(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None]:
+        """Return :meth:`measured`, and its log-probs in half precision minus those in float32, ``[sum T_i]``.
+
+        Half is bf16 where training is in float32; None where parameters are in half precision.
+        """
+        measured, trained = self.measured(rows), self.settings.precision
+        if not self.single:
+            return measured, None
+        with self.computing("bf16" if trained == "fp32" else "fp32"):
+            other = self.measured(rows)
+        return measured, (other - measured if trained == "fp32" else measured - other)[0]
+
+    @property
+    def single(self) -> bool:
+        """Whether all parameters are in float32."""
+        return all(parameter.dtype == torch.float32 for parameter in self.policy.parameters())
+
+    @contextlib.contextmanager
+    def computing(self, precision: str) -> Iterator[None]:
+        """Compute in another precision than training does; layers are not compiled again for it."""
+        trained = self.settings
+        eager = torch.compiler.set_stance("force_eager") if self.policy.fused else contextlib.nullcontext()
+        self.settings = replace(trained, precision=precision)
+        try:
+            with eager:
+                yield
+        finally:
+            self.settings = trained
+
+    def _by_row(
+        self,
+        rows: Sequence[Row],
+        measure: Callable[[TensorDictBase], Tensor],
+        *width: int,
+        weight: float | None = None,
+    ) -> list[Tensor]:
+        """Return ``measure`` of padded batches, ``[N, T, *width]``, for each row: ``[T_i, *width]`` on the CPU.
+
+        ``weight`` is the loss weight of each trained token; None: the batches have none.
+        """
+        rows, places = list(rows), range(len(rows))
+        micros = self._cut(rows, places, self.settings.scoring_tokens)
+        lengths = [row[keys.FULL_TOKENS].shape[-1] for row in rows]
+        return self._whole(self._own(rows, micros, measure, weight), places, lengths, *width)
+
+    def _own(
+        self,
+        rows: Sequence[Row],
+        micros: Sequence[tuple[list[int], bool]],
+        measure: Callable[[TensorDictBase], Tensor],
+        weight: float | None = None,
+    ) -> dict[int, Tensor]:
+        """Return ``measure`` of these micro-batches, by the position of the row."""
+        chosen = [[rows[index] for index in micro] for micro, _ in micros]
+        weights = [None if weight is None else [weight] * len(micro) for micro in chosen]
+        values = [measure(self.padded(*one)) for one in zip(chosen, weights)]  # fetched at the end
+        return {
+            index: own[: rows[index][keys.FULL_TOKENS].shape[-1]].clone()
+            for (micro, real), batch in zip(micros, values)
+            if real
+            for index, own in zip(micro, batch.cpu())
+        }
+
+    def _whole(
+        self, own: Mapping[int, Tensor], places: Sequence[int], lengths: Sequence[int], *width: int
+    ) -> list[Tensor]:
+        """Return the measures of all ranks for this rank's rows, of these positions and lengths in the whole."""
+        if self.ranks.size == 1:
+            return [own[index] for index in range(len(places))]
+        flat = torch.zeros(sum(lengths), *width)
+        parts = flat.split(list(lengths))  # each rank fills in its rows; what the others measured is 0 there
+        for index, value in own.items():
+            parts[places[index]].copy_(value)
+        summed = self.ranks.sum(flat).cpu().split(list(lengths))
+        return [summed[place] for place in places]
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The sizes from which the policy's operations are counted."""
+        model = base_model(self.policy.model)
+        config, decoder, head = model.config.get_text_config(), model.get_decoder(), model.get_output_embeddings()
+        tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+        matrices = [weight for weight in decoder.parameters() if weight.dim() == 2 and id(weight) not in tables]
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return ModelShape(
+            trainable_weights=sum(weight.numel() for weight in matrices if weight.requires_grad),
+            frozen_weights=sum(weight.numel() for weight in matrices if not weight.requires_grad),
+            attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
+            head_weights=head.weight.numel(),
+            head_trainable=head.weight.requires_grad,
+        )
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The precision of every forward pass, the reference's included."""
+        if self.settings.precision == "fp32":
+            return contextlib.nullcontext()
+        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
+        # its cache would hold a copy of every layer that FSDP2 gathers and gives back, until the pass ends
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)
+
 
 class Totals(NamedTuple):
     """Sums over an optimizer step's passes, on the device, and the metric of :meth:`Learner._keep_top_entropy`."""
 
-    losses: dict[str, torch.Tensor]
-    means: dict[str, torch.Tensor]
+    losses: dict[str, Tensor]
+    means: dict[str, Tensor]
     threshold: dict[str, float]
+
+
+def dropouts(module: nn.Module) -> list[nn.Dropout]:
+    """Return the dropouts with a rate above 0."""
+    return [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
+
+
+@contextlib.contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Make every dropout of ``module`` the identity."""
+    rates = [(child, child.p) for child in dropouts(module)]
+    for child, _ in rates:
+        child.p = 0.0
+    try:
+        yield
+    finally:
+        for child, rate in rates:
+            child.p = rate

@@ -25,8 +25,8 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.training.checkpoint import Shards, ShardWriter
-from sota_grpo.training.forward_passes import LearnerSettings, Planner, Share
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.planner import LearnerSettings, Planner, Share
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
 from sota_grpo.workers.packing import StatePack
 

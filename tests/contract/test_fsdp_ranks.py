@@ -26,13 +26,12 @@ from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.collate import row_prompts
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
-from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.learner import Learner, NonFiniteStep
 from sota_grpo.training.remote_learner import LearnerDied, RemoteLearner
 from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker
 from tests.forked import ForkLauncher
-from tests.rank_rigs import build_learner, learner_settings, ragged_rows
+from tests.rank_rigs import build_learner, learner_settings, passes_of, ragged_rows
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
@@ -185,7 +184,7 @@ def test_each_rank_keeps_half(pair: Pair) -> None:
 
 def test_gradients_are_summed_once_per_step_where_memory_allows(pair: Pair) -> None:
     rows = row_list(ragged_rows(5, longest=5))
-    planner = ForwardPasses(pair.one().policy, learner_settings(), 0, Ranks(0, 2)).planner()
+    planner = passes_of(pair.one().policy, learner_settings(), Ranks(0, 2)).step_planner()
     passes = len(planner.micro_batches(range(5), row_prompts(rows), 1)[0])
     assert passes in (3, 4)  # one rank has three rows, or four siblings
     counts = {}

@@ -37,8 +37,8 @@ from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.training.evaluate import Evaluator
-from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.workers.rollout import FleetEngine
 from tests.l3_parts import collector_of
 from tests.unit.tiny_models import VOCAB, make_model

@@ -228,20 +228,6 @@ def test_proposals_stay_within_the_gpus_that_there_are() -> None:
 
 
 @NO_GPU
-def test_eight_gpus_train_all_weights_of_7b() -> None:
-    """Engines with a GPU of their own take nine tenths of it."""
-    found = planned(
-        *("mode=async", "hardware=eight_gpus", "model.name=Qwen/Qwen2.5-7B-Instruct"),
-        *("train_model.lora.enabled=false", "policy.kl_coef=0.001"),
-        gib=80.0,
-        gpus=8,
-    )
-    assert found.fits, found.refusal
-    assert [device.roles for device in found.devices] == [("engine",)] * 3 + [("learner",)] * 4 + [("reference",)]
-    assert found.devices[0].peak / found.devices[0].capacity == pytest.approx(0.9, abs=0.01)
-
-
-@NO_GPU
 @pytest.mark.parametrize("case", ["grpo_cpu", *(f"{name}{hardware}" for name in GPU_PRESETS for hardware in HARDWARE)])
 def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> None:
     """At the start, every ``eval.every`` steps, and at the end."""

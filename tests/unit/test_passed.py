@@ -265,19 +265,6 @@ def test_a_function_has_the_same_fingerprint_in_every_process() -> None:
     assert found == {fingerprint({"f": compiled(text)}) + "\n"}
 
 
-def test_partials_methods_and_callable_objects_count_with_what_they_hold() -> None:
-    text = (
-        "import functools\nclass Judge:\n    def __init__(self, n): self.n = n\n"
-        "    def __call__(self, solution_str): return self.n\n    def m(self, solution_str): return self.n\n"
-        "def g(solution_str, n): return n\n"
-    )
-    forms = ("Judge({})", "Judge({}).m", "functools.partial(g, n={})")
-    endings = [f"f = {form.format(n)}" for n in (1, 2) for form in forms]
-    prints = [fingerprint({"f": compiled(text + ending)}) for ending in endings]
-    assert len(set(prints)) == 6
-    assert [fingerprint({"f": compiled(text + ending)}) for ending in endings] == prints
-
-
 def test_a_function_of_the_main_program_grades_in_another_process(tmp_path: Path) -> None:
     """It travels with the helper and the constant that it reads, not by a name that the grader does not have."""
     text = "from os import getpid as PID\nBONUS = 0.25\ndef helper(n): return n + BONUS\n"

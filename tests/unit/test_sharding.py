@@ -28,11 +28,10 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.collate import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.training import remote_learner
-from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.remote_learner import LearnerDied, LearnerWorker, RemoteLearner, travelling
 from sota_grpo.workers.base import IDLE_METHOD, WorkerDied
 from sota_grpo.workers.packing import StatePack
-from tests.rank_rigs import build_learner, learner_settings, ragged_rows
+from tests.rank_rigs import build_learner, learner_settings, passes_of, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 
 
@@ -41,7 +40,7 @@ from tests.unit.tiny_models import VOCAB, make_model
 def test_ranks_make_equally_many_passes_over_every_row_once(count: int, shared: bool) -> None:
     policy, rows = CausalPolicy(make_model(), shared_prompt=shared), row_list(ragged_rows(count))
     settings, prompts = learner_settings(), row_prompts(rows)
-    planner = ForwardPasses(policy, settings, 0, Ranks(0, 3)).planner()
+    planner = passes_of(policy, settings, Ranks(0, 3)).step_planner()
     parts = planner.micro_batches(range(count), prompts, 30)
     assert len({len(part) for part in parts}) == 1
     seen = Counter(index for part in parts for micro, real in part if real for index in micro)
@@ -52,7 +51,7 @@ def test_ranks_make_equally_many_passes_over_every_row_once(count: int, shared: 
         packed = sum(group.tokens for group in groups_by_prompt(row_prompts(rows), micro))
         assert (packed if shared else len(micro) * longest) <= 30
         assert real or (len(micro), longest) == (1, shortest)
-    alone = ForwardPasses(policy, settings, 0, None).planner().micro_batches(range(count), prompts, 30)
+    alone = passes_of(policy, settings, None).step_planner().micro_batches(range(count), prompts, 30)
     expected = micro_batches(rows, token_budget=30, shared_prompt=shared)
     assert [[rows[index] for index in micro] for micro, _ in alone[0]] == expected
 
@@ -64,7 +63,7 @@ def test_each_rank_is_sent_the_rows_that_it_computes_and_no_others() -> None:
     policy = CausalPolicy(make_model())
     for epochs in (1, 2):
         settings = learner_settings(epochs=epochs, optim_batch_size=12, aggregation="token")
-        shares = ForwardPasses(policy, settings, 0, Ranks(0, 3)).planner().shares(rows, version=4)
+        shares = passes_of(policy, settings, Ranks(0, 3)).step_planner().shares(rows, version=4)
         for step in range(2 * epochs):
             weights: Counter[int] = Counter()
             for share in shares:
@@ -102,7 +101,7 @@ def test_the_shape_is_the_models(lora: bool) -> None:
     layer = 2 * 16 * 16 + 2 * 8 * 16 + 3 * 32 * 16
     adapters = 3 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32))
     expected = ModelShape(2 * adapters, 2 * layer, 2 * 16, VOCAB * 16, False) if lora else None
-    found = ForwardPasses(CausalPolicy(model), learner_settings(), 0, None).shape
+    found = passes_of(CausalPolicy(model), learner_settings(), None).shape
     assert found == (expected or ModelShape(2 * layer, 0, 2 * 16, VOCAB * 16))
 
 
@@ -110,7 +109,7 @@ def test_ranks_keep_no_half_precision_copy_of_every_layer() -> None:
     """Autocast's cache would keep one of each layer that is gathered and given back, until the pass ends."""
     policy = CausalPolicy(make_model())
     for size in (1, 2):
-        with ForwardPasses(policy, learner_settings(precision="bf16"), 0, Ranks(0, size)).autocast():
+        with passes_of(policy, learner_settings(precision="bf16"), Ranks(0, size)).autocast():
             assert torch.is_autocast_cache_enabled() == (size == 1)
 
 

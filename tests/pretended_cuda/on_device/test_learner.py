@@ -25,8 +25,8 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.rl.transforms import ReferenceKL, reference_log_probs
 from sota_grpo.training.checkpoint import ShardWriter
-from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner, NonFiniteStep
+from sota_grpo.training.planner import LearnerSettings
 from tests.pretended_cuda import kernels
 from tests.pretended_cuda.counters import host_traffic
 from tests.rank_rigs import ragged_rows, trained_adapter
