@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU
-from sota_grpo.policy.attention_tables import MOST_PIECES
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
+from sota_grpo.policy.shared_prompt import MOST_PIECES
 
 KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
 COMPILED = 0.6  # of what eager layers save in float32 under autocast: five peaks of an H100 within 6 %
@@ -170,7 +170,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
         one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
         if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
             one_layer += model.hidden * max(model.intermediate, model.query_width) * (w + (c if how.casts else 0))
-        if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.attention_tables
+        if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.shared_prompt
             one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
         cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
         if how.checkpointing:

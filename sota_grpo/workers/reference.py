@@ -12,9 +12,8 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.policy.causal import kept_of
+from sota_grpo.policy.causal import FrozenReference, kept_of
 from sota_grpo.policy.load import DType, load_model
-from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
 from sota_grpo.workers.base import WorkerThread, promised, resolve
@@ -126,7 +125,7 @@ class ReferenceService:
     """Client of a fleet of :class:`sota_grpo.workers.reference.ReferenceWorker`.
 
     Contract. Consumes: whole groups (:meth:`submit`), which it completes in the background, or padded rows (a call,
-    as any :class:`sota_grpo.policy.reference.ReferencePolicy`), which it splits over the workers and waits for.
+    as any :class:`sota_grpo.policy.causal.ReferencePolicy`), which it splits over the workers and waits for.
     Produces: the same log-probabilities as a reference in this process, to the rounding of another padding. Waits for:
     the fleet, whose deadlines bound every wait. A worker that dies or falls silent is replaced and its rows are
     answered by another; :class:`~sota_grpo.workers.base.WorkerDied` only when that happened ``max_attempts`` times to

@@ -1,4 +1,4 @@
-"""Laws and hand-computed numbers of sota_grpo.functional.entropy."""
+"""Laws and hand-computed numbers of sota_grpo.functional.divergences."""
 
 from __future__ import annotations
 
