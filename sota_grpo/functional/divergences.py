@@ -49,12 +49,20 @@ _ROUNDING = 1e-9  # 0.8 * 5 is 4, and where it comes out a little above, a token
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return ``log_prob - ref_log_prob``: unbiased, of either sign."""
+    """Return ``log_prob - ref_log_prob``: unbiased, of either sign.
+
+    >>> kl_k1(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
+    [2.0]
+    """
     return log_prob - ref_log_prob
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return ``(log_prob - ref_log_prob)^2 / 2``: never negative, unbiased as a gradient."""
+    """Return ``(log_prob - ref_log_prob)^2 / 2``: never negative, unbiased as a gradient.
+
+    >>> kl_k2(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
+    [2.0]
+    """
     return 0.5 * (log_prob - ref_log_prob).square()
 
 

@@ -79,7 +79,11 @@ def row_weights(lengths: Tensor, aggregation: Aggregation, *, max_response_token
 
 
 def loss_weights(mask: Tensor, aggregation: Aggregation, *, max_response_tokens: int | None = None) -> Tensor:
-    """Return the weight of every slot ``[N, T]``: :func:`row_weights` of the mask's row sums on the mask, 0 off it."""
+    """Return the weight of every slot ``[N, T]``: :func:`row_weights` of the mask's row sums on the mask, 0 off it.
+
+    >>> loss_weights(torch.tensor([[False, True, True], [True, False, False]]), "sequence").tolist()
+    [[0.0, 0.25, 0.25], [0.5, 0.0, 0.0]]
+    """
     weights = row_weights(mask.sum(-1), aggregation, max_response_tokens=max_response_tokens)
     return torch.where(mask, weights.unsqueeze(-1), 0.0)
 

@@ -86,7 +86,12 @@ def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip
 
 
 def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Tensor:
-    """Return True where :func:`cispo_surrogate` cuts the ratio of a token with an advantage; bool ``[N, T]``."""
+    """Return True where :func:`cispo_surrogate` cuts the ratio of a token with an advantage; bool ``[N, T]``.
+
+    >>> import torch
+    >>> capped_tokens(torch.tensor([3.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 1.0).tolist()
+    [True, False]
+    """
     return (log_ratio > math.log1p(clip_high)) & (advantage != 0)
 
 
@@ -229,7 +234,12 @@ def gmpo_surrogate(
 def outlying_tokens(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Return True where :func:`gmpo_surrogate` clips the log-ratio of a token with an advantage; bool ``[N, T]``."""
+    """Return True where :func:`gmpo_surrogate` clips the log-ratio of a token with an advantage; bool ``[N, T]``.
+
+    >>> import torch
+    >>> outlying_tokens(torch.tensor([0.6, -0.6, -0.6]), torch.tensor([1.0, 1.0, -1.0]), 0.4, 0.4).tolist()
+    [True, False, True]
+    """
     lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
     return ((log_ratio < lower) | (log_ratio > upper)) & (advantage != 0)
 
@@ -238,6 +248,10 @@ def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
     """Return REINFORCE's loss of each token, ``-A log_prob``.
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms", Machine Learning 8.
+
+    >>> import torch
+    >>> reinforce_surrogate(torch.tensor([[-2.0, -1.0]]), torch.tensor([[0.5]])).tolist()
+    [[1.0, 0.5]]
     """
     return -advantage * log_prob
 

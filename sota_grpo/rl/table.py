@@ -303,15 +303,10 @@ class RowTable(Sequence[Row]):
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RowTable:
         """Return the table of a :meth:`state_dict`; ValueError if it is damaged."""
-        found: dict[Key, list[Column]] = {}
+        table = cls(state["num_rows"], {})
         for saved in state["columns"]:
             key = saved["path"][0] if len(saved["path"]) == 1 else tuple(saved["path"])
-            found.setdefault(key, []).append(_read_column(saved, state["num_rows"]))
-        table = cls(state["num_rows"], {key: columns[0] for key, columns in found.items()})
-        for key, columns in found.items():
-            if len(columns) > 1:
-                values = {row: value for c in columns for row, value in zip(c.places(len(table)), c.parts())}
-                table.set(key, [values.get(row) for row in range(len(table))])
+            table.columns[key] = _read_column(saved, len(table))
         return table
 
     def __reduce__(self) -> tuple[Any, ...]:
