@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.roofline_rates import Rates
-from sota_grpo.policy.attention_tables import Tables
+from sota_grpo.policy.shared_prompt import Tables
 from tests.pretended_cuda.tensor import PretendedTensor, tensors_in, watchers
 
 Value = tuple[int, int]

@@ -51,10 +51,10 @@ from sota_grpo.engines.decode_attention import PREFILL_TOKENS
 from sota_grpo.envs import PromptSource
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import KEPT_SHARE, LOGITS_BYTES, LOGITS_BYTES_ON_CPU
-from sota_grpo.policy.attention_tables import MOST_PIECES
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
+from sota_grpo.policy.shared_prompt import MOST_PIECES
 from sota_grpo.recording.run_files import CHECKPOINTS
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -216,7 +216,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
         one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
         if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
             one_layer += model.hidden * max(model.intermediate, model.query_width) * (w + (c if how.casts else 0))
-        if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.attention_tables
+        if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.shared_prompt
             one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
         cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
         if how.checkpointing:

@@ -20,7 +20,7 @@ from sota_grpo.engines import ENGINES
 from sota_grpo.engines.transformers_engine import require_cache
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import automatic_precision, builds_kernels
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, Context, FrozenReference, ReferencePolicy
 from sota_grpo.policy.load import (
     ModelNotFoundError,
     from_pretrained,
@@ -34,9 +34,7 @@ from sota_grpo.policy.load import (
 )
 from sota_grpo.policy.lora import add_lora, quantize
 from sota_grpo.policy.model_sizes import require_dense
-from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenReference, ReferencePolicy
-from sota_grpo.policy.sharding import Ranks, join_ranks, shard
-from sota_grpo.policy.tensor_parallel import require_divisible
+from sota_grpo.policy.sharding import Ranks, join_ranks, require_divisible, shard
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL

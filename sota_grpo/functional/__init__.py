@@ -20,8 +20,10 @@ _PUBLIC = {
         *("decoupled_rewards", "distilled_advantages", "group_advantages", "soft_overlong_penalty"),
         "zero_advantage_mask",
     ),
-    "divergences": ("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
-    "entropy": ("adapted_entropy_coef", "top_entropy_tokens"),
+    "divergences": (
+        *("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
+        *("adapted_entropy_coef", "top_entropy_tokens"),
+    ),
     "kept_sets": ("KeptSets", "kept_log_probs"),
     "log_probs": ("chunked_log_probs",),
     "micro_batches": ("loss_weights", "row_weights"),

@@ -23,26 +23,12 @@ scale ``s_i``
 ``none``             1 (Liu et al. 2025, arXiv:2503.20783, eq. 2)
 ===================  ===================================================================================================
 
-Three responses to one prompt, of 1, 1 and 2 tokens; their mean by length is (1 + 0.5 + 0) / 4:
+Two prompts with rewards (1, 0) and (1, 1), against the mean and std (0.5) of all four:
 
 >>> import torch
->>> rewards, ids = torch.tensor([1.0, 0.5, 0.0]), torch.zeros(3, dtype=torch.int64)
->>> lengths = torch.tensor([1, 1, 2])
->>> group_advantages(rewards, ids, baseline="length_weighted", scale="none", lengths=lengths).tolist()
-[0.625, 0.125, -0.375]
->>> group_advantages(rewards, ids, baseline="best_of_others", scale="none").tolist()  # 1 above the second, 0.5
-[0.5, 0.0, 0.0]
-
-Two prompts with rewards (1, 0) and (1, 1): against the mean and std (0.5) of all four, or less the group's mean and
-over the std of what is left, 0.4082:
-
 >>> rewards, ids = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
 >>> [round(a, 4) for a in group_advantages(rewards, ids, baseline="batch_mean", scale="batch_std").tolist()]
 [0.5, -1.5, 0.5, 0.5]
->>> [round(a, 4) for a in group_advantages(rewards, ids, scale="batch_std").tolist()]
-[1.0, -1.0, 0.0, 0.0]
->>> [round(a, 4) for a in group_advantages(rewards, ids, scale="advantage_std").tolist()]
-[1.2247, -1.2247, 0.0, 0.0]
 """
 
 from __future__ import annotations
@@ -58,7 +44,7 @@ GROUP_TERMS = ("group_mean", "leave_one_out", "length_weighted", "best_of_others
 
 
 class UnusableValues(ValueError):
-    """Rewards or log-probs of a batch that a formula cannot use; it follows from data, and not from a call."""
+    """Rewards or log-probs in the data that a formula cannot use."""
 
 
 def group_advantages(
@@ -70,10 +56,9 @@ def group_advantages(
     eps: float = 1e-6,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Advantage of every response over its siblings, or over the batch.
+    """Return the advantage of every response over its siblings, or over the batch: ``A_i = (r_i - b_i) / s_i``.
 
-    ``A_i = (r_i - b_i) / s_i``; the module's tables have the baselines and scales. Standard deviations are with ddof=1.
-    Sums run in float64, so the order of the rows does not show in float32.
+    The module's tables have the baselines and scales. Standard deviations have ddof=1; sums run in float64.
 
     Constant rewards give exactly 0: the largest reward is compared with the smallest, so rounding error is never
     divided by ``eps``. The set that must be constant is the *group* where the baseline or the scale is one of the group
@@ -91,19 +76,15 @@ def group_advantages(
         ``[N]`` in the dtype of the rewards (float32 for integer or boolean rewards).
 
     Raises:
-        UnusableValues: a reward that is not finite, a group of one under ``leave_one_out`` or ``best_of_others``, which
-            has no other member to compare with, or a negative reward under the scale ``group_mean``.
-        ValueError: on shapes other than ``[N]``, an unknown choice, or ``length_weighted`` without lengths.
+        UnusableValues: a reward that is not finite, a group of one under ``leave_one_out`` or ``best_of_others``, or a
+            negative reward under the scale ``group_mean``.
+        ValueError: shapes other than ``[N]``, an unknown choice, or ``length_weighted`` without lengths.
 
     >>> rewards, ids = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])
-    >>> group_advantages(rewards, ids, scale="none").tolist()
-    [0.5, -0.5, 0.0, 0.0]
     >>> group_advantages(rewards, ids, baseline="leave_one_out", scale="none").tolist()
     [1.0, -1.0, 0.0, 0.0]
     >>> [round(a, 4) for a in group_advantages(rewards, ids).tolist()]  # std of (1, 0) with ddof=1 is 0.7071
     [0.7071, -0.7071, 0.0, 0.0]
-    >>> group_advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4, dtype=torch.int64), scale="group_mean").tolist()
-    [3.0, -1.0, -1.0, -1.0]
     """
     _check_rows(rewards, group_ids)
     chosen = "none" if isinstance(baseline, Tensor) else baseline
@@ -125,11 +106,11 @@ def group_advantages(
 
 
 def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Rewards whose terms are compared within the group before they are added (GDPO).
+    """Return rewards whose terms are compared within the group before they are added (GDPO).
 
     ``r_i = sum_k w_k (t_ik - mean_k) / (std_k + eps)``, mean and std (ddof=1) over the responses of the group that have
-    term k. So a term with a wide spread does not drown another. To whiten it over the batch, where its mean is 0, give
-    it to :func:`group_advantages` with the baseline ``none`` and the scale ``batch_std``.
+    term k. So a term with a wide spread does not drown another. :func:`group_advantages` with the baseline ``none`` and
+    the scale ``batch_std`` whitens the result over the batch.
 
     Args:
         terms: ``[N, K]``; NaN where a term does not apply, which adds 0.
@@ -140,7 +121,7 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
         float64 ``[N]``, exactly 0 throughout a group whose terms are each constant.
 
     Raises:
-        ValueError: on other shapes, or a term that is infinite.
+        ValueError: other shapes, or a term that is infinite.
 
     Source: Liu et al. 2026 (arXiv:2601.05242).
 
@@ -162,12 +143,10 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
 
 
 def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> Tensor:
-    """True for every response of a zero-advantage group: all its rewards are equal, bit for bit, or it is one alone.
+    """Return True for every response of a group whose rewards are all equal, bit for bit, or that has one response.
 
-    Args:
-        rewards: ``[N]``; what is not finite raises ``ValueError``.
-        group_ids: int64 ``[N]``.
-        counted: bool ``[N]``, the rewards that are compared; None: all.
+    ``counted`` bool ``[N]`` are the rewards that are compared; None: all. A reward that is not finite raises
+    ``UnusableValues``.
 
     >>> zero_advantage_mask(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])).tolist()
     [False, False, True, True]
@@ -180,13 +159,12 @@ def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | No
 def distilled_advantages(
     advantage: Tensor, log_prob: Tensor, teacher: Tensor, *, distill_coeff: float, advantage_coeff: float = 1.0
 ) -> Tensor:
-    """Advantage ``[N, T]`` of every token where a teacher judges it, beside the task or alone; no gradient.
+    """Return the advantage ``[N, T]`` of every token under a teacher, with or without the task's; no gradient.
 
     ``A_t = advantage_coeff * A + distill_coeff * (log q_t - log p_t)``, with the log-probs of the sampled token under
     the teacher ``q`` and under the policy ``p`` that is being trained. In a surrogate that weighs tokens by the ratio
-    ``p_t / mu_t`` and does not clip them, whatever ``mu`` they were sampled from, the second term has in expectation
-    the gradient of ``distill_coeff * KL(p, q)`` in the states that were visited: each token answers for its own state
-    and not for those that it leads to (a discount of 0).
+    ``p_t / mu_t`` without a clip, the second term has in expectation the gradient of ``distill_coeff * KL(p, q)`` in
+    the visited states, each token for its own state only (a discount of 0).
 
     Args:
         advantage: ``[N, T]`` or ``[N, 1]``, the task's.
@@ -205,13 +183,11 @@ def distilled_advantages(
 
 
 def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """DAPO's length penalty, float32 ``[N]``, to be added to the reward.
+    """Return DAPO's length penalty, float32 ``[N]``, to be added to the reward.
 
-    0 up to ``max_tokens - buffer_tokens``, then falling in a straight line, ``(max_tokens - buffer_tokens - |o|) /
-    buffer_tokens``, to -1 at ``max_tokens`` and beyond. ``lengths`` are the tokens of each response, int64 ``[N]``.
-
-    Raises:
-        ValueError: if ``buffer_tokens`` is not 1 to ``max_tokens``.
+    0 up to ``max_tokens - buffer_tokens``, then ``(max_tokens - buffer_tokens - |o|) / buffer_tokens``, down to -1 at
+    ``max_tokens`` and beyond. ``lengths`` are the tokens of each response, int64 ``[N]``. A buffer that is not 1 to
+    ``max_tokens`` raises ``ValueError``.
 
     Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
 
@@ -228,7 +204,7 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) 
 
 
 def _group_index(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Position of each row's group among the G distinct ids ``[N]``, and the size of each group ``[G]``."""
+    """Return the index of each row's group among the G distinct ids ``[N]``, and the size of each group ``[G]``."""
     _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return index, counts
 

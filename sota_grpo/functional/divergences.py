@@ -1,4 +1,4 @@
-"""What lies between two policies, from the log-probs of sampled tokens.
+"""Divergences of two policies from the log-probs of sampled tokens, correction weights, and entropy control.
 
 **KL estimators**, one value per token, nothing reduced. All three look at the sampled token only; with
 ``d = log_prob - ref_log_prob``, both ``[N, T]`` in nats, and tokens drawn from the policy:
@@ -38,15 +38,18 @@ else differs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+_ROUNDING = 1e-9  # 0.8 * 5 is 4, and where it comes out a little above, a token more must not be left out
+
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """The log-ratio itself, ``log_prob - ref_log_prob``: unbiased, of either sign.
+    """Return ``log_prob - ref_log_prob``: unbiased, of either sign.
 
     >>> kl_k1(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
     [2.0]
@@ -55,7 +58,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Half the squared log-ratio, ``(log_prob - ref_log_prob)^2 / 2``: never negative, unbiased as a gradient.
+    """Return ``(log_prob - ref_log_prob)^2 / 2``: never negative, unbiased as a gradient.
 
     >>> kl_k2(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
     [2.0]
@@ -64,9 +67,9 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """``exp(ref - log_prob) - (ref - log_prob) - 1``: never negative, unbiased as a value, the form in GRPO's paper.
+    """Return ``exp(ref - log_prob) - (ref - log_prob) - 1``: never negative, unbiased as a value, GRPO's form.
 
-    Written with ``expm1``, so that a log-ratio of 1e-3 keeps its digits in float32.
+    ``expm1`` keeps the digits of a log-ratio of 1e-3 in float32.
 
     >>> round(kl_k3(torch.tensor([-1.0]), torch.tensor([-3.0])).item(), 4)  # exp(-2) + 2 - 1
     1.1353
@@ -87,16 +90,14 @@ def importance_weights(
     cap: float,
     floor: float = 0.0,
 ) -> Tensor:
-    """Detached weight of every token ``[N, T]``: proximal over behaviour probability, between ``floor`` and ``cap``.
+    """Return the detached weight of every token ``[N, T]``: proximal over behaviour probability, between floor and cap.
 
     With ``log_ratio = proximal_log_prob - behaviour_log_prob``, ``w_t = exp(log_ratio_t)`` per token, or on each of the
     row's trainable tokens their *product*, ``w = exp(sum_t log_ratio_t)`` (``sequence``), or their *geometric mean*,
     ``w = exp(mean_t log_ratio_t)`` (``geometric``), bounded as the module's table says. Off the mask the weight is 0.
-    The product is a sum of logs, so a long row cannot overflow before it is bounded.
 
-    Token weights are biased but tame; the product is the unbiased weight of a whole response, and its spread grows
-    with the length: for long responses most rows end near 0 or at the cap. The geometric mean has no such spread; it
-    is a measure of how far the row is off, not a weight that makes it unbiased.
+    Token weights are biased but tame; the product is the unbiased weight of a whole response, and most long rows end
+    near 0 or at the cap. The geometric mean has no such spread; it measures how far the row is off.
 
     Args:
         log_ratio: ``[N, T]``, nats; not read off the mask.
@@ -106,7 +107,7 @@ def importance_weights(
         cap, floor: largest weight, positive, and smallest, below the cap; 0: none.
 
     Raises:
-        ValueError: on an unknown level or mode, or bounds that leave nothing between them.
+        ValueError: an unknown level or mode, or bounds that leave nothing between them.
 
     Source: decoupled proximal policy, Hilton et al. 2021 (arXiv:2110.00641, section 3); see the module's table.
 
@@ -114,12 +115,8 @@ def importance_weights(
     >>> mask = torch.tensor([[True, True, False]])
     >>> importance_weights(log_ratio, mask, level="token", mode="truncate", cap=3.0).tolist()
     [[3.0, 0.5, 0.0]]
-    >>> importance_weights(log_ratio, mask, level="token", mode="mask", cap=3.0).tolist()
-    [[0.0, 0.5, 0.0]]
     >>> importance_weights(log_ratio, mask, level="sequence", mode="truncate", cap=3.0).tolist()  # 4 * 0.5
     [[2.0, 2.0, 0.0]]
-    >>> importance_weights(log_ratio, mask, level="geometric", mode="reject", cap=3.0, floor=0.5).tolist()  # 2 ** 0.5
-    [[1.0, 1.0, 0.0]]
     """
     if mode not in ("truncate", "mask", "reject"):
         raise ValueError(f"mode is {mode!r}; choose truncate, mask or reject.")
@@ -137,7 +134,7 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """The weights of :func:`importance_weights` before they are bounded, ``[N, T]``; 1 in a row without a token."""
+    """Return the weights of :func:`importance_weights` before they are bounded; 1 in a row without a token."""
     if level not in ("token", "sequence", "geometric"):
         raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
     log_weight = torch.where(mask, log_ratio.detach(), 0.0)
@@ -151,10 +148,10 @@ def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "seq
 def off_policy_tokens(
     log_prob: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor, *, threshold: float
 ) -> Tensor:
-    """True on the tokens of responses that are bad and off-policy, which the loss had better leave out.
+    """Return True on the tokens of responses with ``A < 0`` that are off-policy, which the loss should leave out.
 
-    ``A < 0`` and ``mean_t (behaviour_t - log_prob_t) > threshold``, the mean over the row's trainable tokens: the
-    policy has moved away from a response that it is told to move away from. bool ``[N, T]``, False off the mask.
+    They are those with ``mean_t (behaviour_t - log_prob_t) > threshold``, the mean over the row's trainable tokens: the
+    policy has already moved away from a bad response. bool ``[N, T]``, False off the mask.
 
     Args:
         log_prob: ``[N, T]``, nats, of the policy being trained; its gradient is not followed.
@@ -185,11 +182,11 @@ class Estimate(NamedTuple):
 
 
 def mean_ratio(gap: Tensor) -> Estimate:
-    """Mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``.
+    """Return the mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``.
 
-    It is the trainer's mass where the engine samples at all: 1 for any two policies, however far apart, unless the
-    engine leaves tokens out (under top-p it is about the p) or reports another distribution than it samples from.
-    ``gap [n]`` is the log-prob of the trainer minus that of the engine, nats.
+    It is the trainer's mass on the engine's support: 1 for any two policies, unless the engine leaves tokens out (under
+    top-p it is about the p) or reports another distribution than it samples from. ``gap [n]`` is the log-prob of the
+    trainer minus that of the engine, nats.
 
     >>> round(mean_ratio(torch.tensor([0.9, 0.9, 0.9]).log()).value, 4)
     0.9
@@ -199,16 +196,16 @@ def mean_ratio(gap: Tensor) -> Estimate:
 
 
 def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimate:
-    """``1 - T_trainer / T_engine``, from log-probs alone.
+    """Return ``1 - T_trainer / T_engine``, from log-probs alone.
 
     With ``p_b(x) = exp(b z_x) / Z`` the score of the inverse temperature is ``s = d log p_b(x) / d log b = log p_b(x)
     + H``, whose mean under ``p_b`` is 0. Two temperatures give ``gap = (1 - T_trainer / T_engine) s`` to first order;
-    the slope of least squares through the origin, ``sum(gap s) / sum(s^2)``, is that share. Rounding moves a token
-    whichever its score, so that its slope is 0. The standard error allows each token a variance of its own:
-    ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``.
+    the slope of least squares through the origin is ``sum(gap s) / sum(s^2)``. Rounding does not depend on the score,
+    so its slope is 0. The standard error, ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``, allows each token its
+    variance.
 
     ``gap [n]`` is as in :func:`mean_ratio`; ``log_prob`` and ``entropy`` ``[n]`` are the trainer's. Where every token
-    is certain nothing can be seen: 0 with error 0.
+    is certain the result is 0 with error 0.
 
     Source: White 1980, "A heteroskedasticity-consistent covariance matrix estimator", Econometrica 48.
 
@@ -227,3 +224,54 @@ def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimat
     slope = (gap * score).sum() / total
     error = ((gap - slope * score).square() * score.square()).sum().sqrt() / total
     return Estimate(float(slope), float(error))
+
+
+def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor:
+    """Return True on the ``share`` of the trained tokens whose entropy is highest.
+
+    ``H_t >= tau``, ``tau`` the quantile ``1 - share`` of ``H`` over the ``n`` tokens of the mask: the value of rank
+    ``ceil((1 - share) (n - 1))``, counted from 0. Tokens whose entropy equals ``tau`` are all kept.
+
+    Args:
+        entropy: ``[N, T]`` or ``[n]``, nats; not read off the mask.
+        mask: bool of the same shape, all trained tokens of an optimizer step; so is the result.
+        share: above 0, up to 1, which keeps them all, else ``ValueError``; the paper's is 0.2.
+
+    Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939), rho and tau of its objective; the rank is
+    that of a linear quantile, as TRL's ``top_entropy_quantile`` takes it.
+
+    >>> entropy = torch.tensor([[0.1, 2.0, 0.3], [0.0, 1.0, 9.0]])
+    >>> mask = torch.tensor([[True, True, True], [True, True, False]])
+    >>> top_entropy_tokens(entropy, mask, share=0.4).tolist()  # (1 - 0.4) * 4 = 2.4, rank 3
+    [[False, True, False], [False, True, False]]
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share}; keep more than none of the tokens, and at most all: 1.")
+    values = entropy[mask]
+    if len(values) == 0:
+        return torch.zeros_like(mask)
+    rank = math.ceil((1 - share) * (len(values) - 1) - _ROUNDING)
+    return (entropy >= values.sort().values[rank]) & mask
+
+
+def adapted_entropy_coef(
+    coef: float, entropy: float, *, target: float, delta: float, largest: float
+) -> tuple[float, float]:
+    """Return the entropy bonus's ``c'`` after a step of mean entropy ``H``, and the next step's ``alpha``.
+
+    ``c' = min(c + delta, c_max)`` where ``H <= H*``, else ``max(c - delta, 0)``; ``alpha = c' 1[H <= H*]``: the bonus
+    acts only while the entropy is too low. ``coef`` is ``c``, ``entropy`` ``H`` and ``target`` ``H*``, in nats,
+    ``delta`` the change and ``largest`` ``c_max``.
+
+    Source: He et al. 2025, "Skywork Open Reasoner 1" (arXiv:2505.22312), adaptive entropy control, by the entropy of
+    the step itself; here and in TRL 1.16 (``use_adaptive_entropy``) by that of the step before, so nothing is computed
+    twice.
+
+    >>> adapted_entropy_coef(0.25, 0.1, target=0.2, delta=0.125, largest=1.0)
+    (0.375, 0.375)
+    >>> adapted_entropy_coef(0.25, 0.3, target=0.2, delta=0.125, largest=1.0)
+    (0.125, 0.0)
+    """
+    low = entropy <= target
+    moved = min(coef + delta, largest) if low else max(coef - delta, 0.0)
+    return moved, moved if low else 0.0

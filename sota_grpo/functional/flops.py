@@ -1,11 +1,9 @@
 """Floating-point operations of a training step, counted from the shape of a model and the layout of its rows.
 
 A multiply-add is 2 operations. Per weight and position the forward pass takes 2, the backward pass 4: 2 for the
-gradient of the input, 2 for that of the weight, which a frozen weight does without. A (query, key) pair takes 4 per
-unit of attention width forward (its score and its share of the value) and 8 backward. Norms, activations, softmax and
-the optimizer are not counted; neither is what a kernel computes twice, except in :func:`recomputed_flops`.
-
-One prompt of 3 tokens with responses of 2 and 1 tokens, each layout's positions and causal pairs:
+gradient of the input, 2 for that of the weight unless it is frozen. A (query, key) pair takes 4 per unit of attention
+width forward and 8 backward. Norms, activations, softmax and the optimizer are not counted, nor what a kernel computes
+twice, except in :func:`recomputed_flops`. One prompt of 3 tokens with responses of 2 and 1 tokens:
 
 ====================  ==================  =============================================
 layout                positions           pairs of one layer
@@ -56,7 +54,7 @@ class Load:
 
 
 def shared_load(prompt: int, responses: Sequence[int]) -> Load:
-    """One prompt of ``P`` tokens computed once, each response of ``R`` tokens after it; all of these have logits.
+    """Return the load of one prompt of ``P`` tokens computed once and its responses of ``R`` tokens, which have logits.
 
     Positions ``P + sum R``, pairs ``P (P + 1) / 2 + sum (R P + R (R + 1) / 2)``.
 

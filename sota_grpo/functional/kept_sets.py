@@ -2,10 +2,8 @@
 
 Sampling that keeps the set ``S`` of a position draws from ``q(v) = p(v) 1[v in S] / p(S)``. Every policy that the loss
 compares is renormalised over the same ``S``, that of the engine's policy when it drew the token. Then on samples of
-``q`` the mean of ``q_new(v) / q(v)`` is 1 and that of ``q_new(v) / q(v) f(v)`` is ``E_{q_new} f``, as importance
-sampling asks for; of ``p_new(v) / p(v)``, which is ``q_new(v) / q(v)`` times ``p_new(S) / p(S)``, it is not.
-
-Only the logits in ``S`` are needed: each is a product of its own, of one hidden state and one output embedding.
+``q`` the mean of ``q_new(v) / q(v)`` is 1, as importance sampling requires; that of ``p_new(v) / p(v)`` is not. Only
+the logits in ``S`` are computed.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ class KeptSets(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, counts: Tensor, targets: Tensor) -> KeptSets:
-        """From ids ``[K]``, the size of each set ``[M]``, and the tokens that were drawn, int64 ``[M]``.
+        """Build it from ids ``[K]``, the size of each set ``[M]``, and the tokens that were drawn, int64 ``[M]``.
 
         Raises:
-            ValueError: a set does not have its token, or has it twice; or there are more or fewer ids than counted.
+            ValueError: a set lacks its token or has it twice, or the sizes do not add up to K.
         """
         ids, counts = ids.long(), counts.long()
         if int(counts.sum()) != len(ids):
@@ -72,15 +70,14 @@ def kept_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each drawn token under the softmax over its kept set, and that distribution's entropy.
+    """Return the log-prob of each drawn token under the softmax over its kept set, and that distribution's entropy.
 
     ``log q_m = z_m[target_m] - log sum_{v in S_m} exp z_m[v]`` and ``entropy_m = -sum_{v in S_m} q_m(v) log q_m(v)``,
     with ``z`` the logits of :func:`sota_grpo.functional.log_probs.chunked_log_probs`, which this equals where every
-    set is the vocabulary, up to rounding. The gradient by a logit outside of the set is 0; a set of one token has a
-    log-prob, an entropy and gradients of exactly 0.
+    set is the vocabulary, up to rounding. A set of one token has a log-prob, an entropy and gradients of exactly 0.
 
-    Takes ``K H`` products for ``K`` kept tokens in all, where the whole vocabulary takes ``M V H``, and
-    ``M max |S|`` numbers for the softmax. On CUDA the gradients are summed in no fixed order.
+    Takes ``K H`` products for ``K`` kept tokens in all and ``M max |S|`` numbers for the softmax. On CUDA the gradients
+    are summed in no fixed order.
 
     Args:
         sets: of the ``M`` tokens.
@@ -88,10 +85,9 @@ def kept_log_probs(
         logits_bytes: memory for output embeddings that are gathered; the defaults are those of the logits there.
 
     Returns:
-        log-probs ``[M]`` and entropy ``[M]`` (None unless asked for), in nats, float32 (float64 for float64 input).
+        log-probs ``[M]`` and entropy ``[M]`` or None, in nats, float32 (float64 for float64 input).
 
-    Source: importance sampling between two densities on one support, Owen 2013, "Monte Carlo theory, methods and
-    examples", section 9.1.
+    Source: importance sampling, Owen 2013, "Monte Carlo theory, methods and examples", section 9.1.
 
     >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [9.0, -5.0]])
     >>> sets = KeptSets.of(torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([1]))

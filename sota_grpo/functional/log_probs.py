@@ -1,8 +1,7 @@
 """Log-probs of given tokens from hidden states, without ever holding the ``[M, V]`` logits.
 
-The tiles are made one after the other in the same buffers. A tile of ``r`` rows and ``c`` columns reads ``r`` hidden
-states and ``c`` output embeddings, and its gradient adds to as many: over all tiles, ``M V H (1 / r + 1 / c)`` numbers
-each. Of tiles of one size the square moves the fewest.
+Tiles of logits are made one after the other in the same buffers. Over all tiles of ``r`` rows and ``c`` columns,
+``M V H (1 / r + 1 / c)`` numbers are read; of tiles of one size the square reads the fewest.
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ ALIGNED = 128  # rows of a tile begin where matrix products on a GPU read fastes
 class LogitTiles:
     """Pieces ``rows`` and ``columns`` of the logits of ``[M, H]`` hidden states, and the buffers to compute them in.
 
-    Logits are in base 2, ``z log2 e``, because on a CPU ``exp2`` is four times as fast as ``exp`` and equally accurate:
-    ``factor`` times what :meth:`raw` returns. The derivative of ``z`` by ``hidden weight^T + bias`` is ``slope``, and
-    with a softcap ``slope raw (1 - raw)``.
-
-    ``num_bytes`` is that of all buffers together (None: 8 MiB on a CPU and 1 GiB elsewhere); they are float32 (float64
-    if ``hidden`` is). A softcap adds one to the wide buffers of a tile.
+    Logits are in base 2, ``z log2 e``, because on a CPU ``exp2`` is four times as fast as ``exp``: ``factor`` times
+    what :meth:`raw` returns. The derivative of ``z`` by ``hidden weight^T + bias`` is ``slope``, and with a softcap
+    ``slope raw (1 - raw)``. ``num_bytes`` is that of all buffers together (None: 8 MiB on a CPU and 1 GiB elsewhere);
+    they are float32 (float64 if ``hidden`` is).
 
     Memory for 9 logits cuts 5 rows and 7 columns into rows 0:3, 3:5 and columns 0:3, 3:6, 6:7:
 
@@ -44,8 +41,6 @@ class LogitTiles:
     >>> tiles = LogitTiles(hidden, weight, None, temperature=1.0, softcap=None, num_bytes=9 * 4, num_buffers=1)
     >>> [[(piece.start, piece.stop) for piece in pieces] for pieces in (tiles.rows, tiles.columns)]
     [[(0, 3), (3, 5)], [(0, 3), (3, 6), (6, 7)]]
-    >>> tiles.raw(hidden[0:3], weight[6:7], tiles.columns[2]).tolist()
-    [[2.0], [2.0], [2.0]]
     """
 
     def __init__(
@@ -78,10 +73,9 @@ class LogitTiles:
         self.narrow_buffer = hidden.new_empty(num_rows * num_columns if narrow_bytes else 0)
 
     def raw(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
-        """``x = hidden weight^T + bias`` ``[r, c]``, or with a softcap ``c`` ``sigmoid(2 x / c)``, in the first buffer.
+        """Return ``x = hidden weight^T + bias`` ``[r, c]``, or with a softcap ``c`` ``sigmoid(2 x / c)``, in buffer 0.
 
-        ``c tanh(x / c) = 2 c sigmoid(2 x / c) - c``, and a softmax does not see the constant. ``hidden [r, H]`` and
-        ``weight [c, H]`` are those of the tile, in one dtype.
+        ``c tanh(x / c) = 2 c sigmoid(2 x / c) - c``, and a softmax ignores the constant.
         """
         shape = (len(hidden), len(weight))
         x = self.buffers[0, : shape[0] * shape[1]].view(shape)
@@ -139,10 +133,7 @@ def automatic_precision(chosen: str, device_type: str) -> str:
 
 @cache
 def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU has instructions for products of bf16: AVX512_BF16, AMX, or Arm's BF16.
-
-    Others emulate them: they are slow, and engine and trainer round them differently.
-    """
+    """Whether the CPU has instructions for products of bf16. Others emulate them slowly and round differently."""
     try:
         words = {*cpuinfo.read_text().lower().split()}
     except OSError:  # no Linux; float32 is right everywhere
@@ -158,10 +149,8 @@ def builds_kernels() -> bool:
 
 
 def _pieces(total: int, most: int, multiple: int = 1) -> list[slice]:
-    """``range(total)`` in pieces of nearly equal size, at most ``most``; all but the last a ``multiple`` if possible.
+    """Return ``range(total)`` in nearly equal pieces of at most ``most``, all but the last a ``multiple`` if possible.
 
-    >>> [(piece.start, piece.stop) for piece in _pieces(10, 4)]
-    [(0, 4), (4, 8), (8, 10)]
     >>> [(piece.start, piece.stop) for piece in _pieces(1000, 400, 128)]
     [(0, 384), (384, 768), (768, 1000)]
     """
@@ -184,17 +173,15 @@ def chunked_log_probs(
     entropy_grad: bool = False,
     vocab_shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target token under ``softmax((hidden weight^T + bias) / temperature)``, and the entropy.
+    """Return the log-prob of each target under ``softmax((hidden weight^T + bias) / temperature)``, and the entropy.
 
     ``log_prob_m = z_m[target_m] - lse_m`` and ``entropy_m = -sum_v p_mv log p_mv``, with ``z`` the scaled logits. With
     a softcap ``c``, ``z = c tanh((hidden weight^T + bias) / c) / temperature`` (Gemma 2, arXiv:2408.00118, sec. 2).
 
-    The forward pass keeps the inputs and ``[M]`` vectors. The backward pass computes the logits again tile by tile and
-    carries ``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` on to ``hidden``, ``weight`` and ``bias``, as far as
-    they ask for a gradient. On a CPU it leaves out the rows whose ``g`` and ``h`` are 0 (no advantage, clipped). Where
-    ``hidden`` alone asks for a gradient (LoRA: the head is frozen), the forward pass keeps ``d log_prob_m / d
-    hidden_m`` instead, and the backward pass only scales it. On CUDA the forward pass keeps ``2^(z - top)`` of every
-    logit, where that is at most :func:`kept_limit` bytes, and the backward pass computes no logit again.
+    The backward pass computes the logits again tile by tile and carries ``(1[v = target] - p_v) g - p_v (log p_v +
+    entropy) h`` on to the inputs that ask for a gradient; on a CPU it leaves out rows whose ``g`` and ``h`` are 0.
+    Where ``hidden`` alone asks for one (LoRA: the head is frozen), the forward pass keeps ``d log_prob_m / d hidden_m``
+    instead. On CUDA it keeps ``2^(z - top)`` of every logit, where that takes at most :func:`kept_limit` bytes.
 
     The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
     all after is float32, or float64 when ``hidden`` is. The size of tiles changes rounding only.
@@ -206,15 +193,14 @@ def chunked_log_probs(
         bias: ``[V]``, if the output layer has one.
         temperature: the logits are divided by it; that of the sampling.
         softcap: the bound ``c`` of the logits, if the model has one.
-        logits_bytes: memory for logits, whatever M and V are; by default 8 MiB on a CPU, whose cache holds a tile then,
-            and elsewhere 1 GiB, where a tile takes much longer than its launch.
+        logits_bytes: memory for logits, whatever M and V are; by default 8 MiB on a CPU, about its cache, else 1 GiB.
         with_entropy: also return the entropy of every row.
-        entropy_grad: let the gradient through the entropy; without it the entropy is a detached diagnostic.
+        entropy_grad: let the gradient through the entropy, which is detached otherwise.
         vocab_shard: ``weight`` and ``bias`` are this rank's rows of the whole vocabulary's, whose ids ``targets`` are;
             every rank of the group has the same ``hidden`` and ``targets``.
 
     Returns:
-        log-probs ``[M]`` and entropy ``[M]`` (None unless asked for), in nats, float32 (float64 for float64 input).
+        log-probs ``[M]`` and entropy ``[M]`` or None, in nats, float32 (float64 for float64 input).
 
     Raises:
         ValueError: shapes that do not fit, a number that must be positive, ``entropy_grad`` without ``with_entropy``.
@@ -357,15 +343,14 @@ def kept_limit(device: torch.device) -> int:
 
 
 def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options) -> tuple[_Scan, list[Tensor]]:
-    """What all tiles say of the rows; and what is kept for the backward pass: slopes, or tiles and their tops.
+    """Return the scan over all tiles, and what is kept for the backward pass: slopes, or tiles and their tops.
 
-    Tile by tile, with ``top`` the greatest base-2 logit so far (online softmax, arXiv:1805.02867):
-    ``mass = sum_v 2^(z_v - top)``, ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``own = z_target - top``. All stay
-    relative to ``top``, so that log-prob and entropy keep their digits for logits of any size, as ``z_target - lse``
-    and ``lse - sum_v p_v z_v`` would not.
+    Online softmax (arXiv:1805.02867), with ``top`` the greatest base-2 logit so far: ``mass = sum_v 2^(z_v - top)``,
+    ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``own = z_target - top``. Relative to ``top``, log-prob and entropy
+    keep their digits for logits of any size.
 
-    The slope is ``((1 - p_target) weight[target] - sum of p_v weight_v over the other v) / temperature``, where
-    ``1 - p_target`` comes from the log-prob: 0.001 is not rounded away in bfloat16, as ``p_target`` beside 1 would be.
+    The slope is ``((1 - p_target) weight[target] - sum of p_v weight_v over the other v) / temperature``, with
+    ``1 - p_target`` from the log-prob, so that bfloat16 does not round it away.
     """
     wide = hidden.new_zeros(4, len(hidden), 1, dtype=tiles.wide)
     scan = _Scan(wide[0].fill_(torch.finfo(tiles.wide).min), *wide[1:])
@@ -438,7 +423,7 @@ def _kernels() -> ModuleType:
 
 
 def _pull_kept(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``sum(g log_probs)`` by hidden and weight, from each tile's ``2^(z - top)`` and its ``top``.
+    """Return gradients of ``sum(g log_probs)`` by hidden and weight, from each tile's ``2^(z - top)`` and its ``top``.
 
     With ``s = -g 2^(top_tile - top) / mass`` a tile adds ``s (kept weight)`` and ``kept^T (s hidden)``. The target's
     ``g (1 - p)`` is added separately, ``1 - p`` from the log-prob, so that half precision does not round it away.
@@ -466,10 +451,10 @@ def _pull_kept(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *kept: Tensor)
 
 
 def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients of ``sum(g log_probs + h entropy)`` by hidden, weight and bias, as far as wanted.
+    """Return gradients of ``sum(g log_probs + h entropy)`` by hidden, weight and bias, as far as wanted.
 
-    Columns outside: a tile of the weight's gradient is complete, and rounded once, before the next one begins. It is
-    summed transposed, which matrix libraries do faster.
+    Columns are the outer loop, so a tile of the weight's gradient is rounded once. It is summed transposed, which
+    matrix libraries do faster.
     """
     hidden, weight, bias = rows.hidden, tiles.weight, tiles.bias
     grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if wanted[0] else None

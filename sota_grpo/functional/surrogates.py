@@ -1,15 +1,13 @@
-"""Policy-gradient surrogates, one value per token, nothing reduced; each declares beside it what others ask of it.
+"""Policy-gradient surrogates, one value per token, nothing reduced; each declares what options and exporters read.
 
 Each is a loss: its negative gradient raises the probability of tokens with a positive advantage. Arguments and results
 are ``[N, T]``, in nats where they are logarithms: ``log_prob`` of the policy being trained; ``log_ratio``, the log of
 ``rho``, ``log_prob - old_log_prob``; the ``mask`` of the trainable tokens, of whole rows. An ``advantage`` may be
-``[N, 1]``. Where a slot is masked, select finite values *before* these functions: a NaN that enters an exponential
-leaves a NaN in the gradient even if the value is dropped later.
+``[N, 1]``. Select finite values in masked slots *before* these functions: a NaN that enters an exponential leaves a
+NaN in the gradient.
 
 A number out of its range raises ``ValueError``: clip widths are 0 or more, a dual clip or a cap of the ratio above 1,
-temperatures, exponents and rates above 0.
-
-Options are judged by these declarations before torch is imported, so nothing here imports it outside of a function.
+temperatures, exponents and rates above 0. Options are checked before torch is imported, so this module imports none.
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ if TYPE_CHECKING:
 def clipped_tokens(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """True where the clip of :func:`clipped_surrogate` is active, that is, where the token's gradient is 0.
+    """Return True where the clip of :func:`clipped_surrogate` takes the gradient of a token that has an advantage.
 
     ``rho > 1 + clip_high`` with ``A > 0``, ``rho < 1 - clip_low`` with ``A < 0``, ``rho > dual_clip`` with ``A < 0``.
-    A token with ``A = 0`` has no gradient to lose and is not counted.
 
     >>> import torch
     >>> log_ratio = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()
@@ -44,13 +41,12 @@ def clipped_tokens(
 def clipped_surrogate(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """PPO's clipped loss of each token, optionally with the dual clip.
+    """Return PPO's clipped loss of each token, optionally with the dual clip.
 
     ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``; with the dual clip, for ``A < 0``, at most
-    ``-dual_clip A``. It is computed as ``-A exp(clamp(log rho))`` with the two bounds that the sign of A leaves
-    (above for ``A >= 0``, below for ``A < 0``). So the gradient is exactly 0 where :func:`clipped_tokens` is True, also
-    where ``rho`` overflows, and exactly ``-rho A`` times that of ``log_prob`` everywhere else, the bounds included.
-    ``rho = inf`` with ``A < 0`` and no dual clip gives ``inf``: that is the loss.
+    ``-dual_clip A``. It is computed as ``-A exp(clamp(log rho))``, so the gradient is exactly 0 where
+    :func:`clipped_tokens` is True, also where ``rho`` overflows, and exactly ``-rho A`` times that of ``log_prob``
+    elsewhere, the bounds included. ``rho = inf`` with ``A < 0`` and no dual clip gives ``inf``: that is the loss.
 
     Args:
         clip_low: the ratio is clipped below ``1 - clip_low``; 1 or more never clips.
@@ -90,7 +86,7 @@ def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip
 
 
 def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Tensor:
-    """True where :func:`cispo_surrogate` cuts the ratio of a token that has an advantage; bool ``[N, T]``.
+    """Return True where :func:`cispo_surrogate` cuts the ratio of a token with an advantage; bool ``[N, T]``.
 
     >>> import torch
     >>> capped_tokens(torch.tensor([3.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 1.0).tolist()
@@ -102,12 +98,11 @@ def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Ten
 def sapo_surrogate(
     log_ratio: Tensor, advantage: Tensor, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """SAPO's loss of each token: a sigmoid of the ratio in the place of the clip.
+    """Return SAPO's loss of each token: a sigmoid of the ratio in the place of the clip.
 
     ``-(4 / tau) sigmoid(tau (rho - 1)) A``, with ``tau_positive`` where ``A > 0`` and ``tau_negative`` elsewhere. Its
     gradient is ``-4 p (1 - p) rho A`` times that of ``log_prob``, ``p`` the sigmoid: ``-A`` at ``rho = 1``, less on
-    either side, never exactly 0 until the sigmoid is 1 to the last digit. The ratio is held there, ``tau (rho - 1) =
-    50``, so that a ratio that overflows has the gradient 0 and not NaN.
+    either side. The ratio is held at ``tau (rho - 1) = 50``, so that one that overflows has the gradient 0 and not NaN.
 
     Source: Gao et al. 2025 (arXiv:2511.20347).
 
@@ -182,12 +177,11 @@ def vespo_surrogate(
     k_negative: float = 3.0,
     lambda_negative: float = 2.0,
 ) -> Tensor:
-    """VESPO's loss of each token: REINFORCE weighted by a smooth function of the ratio of the whole response.
+    """Return VESPO's loss of each token: REINFORCE weighted by a smooth function of the ratio of the whole response.
 
     ``-sg(phi(W)) A log_prob`` with ``phi(W) = W^k exp(lambda (1 - W))`` and ``W = prod_t rho_t`` over the row's
     trainable tokens; ``k`` and ``lambda`` by the sign of the advantage (0 counts as positive). ``phi(1) = 1``, it is
-    largest at ``W = k / lambda`` and falls to 0 on either side. It is computed from ``log W``, so that a long row
-    cannot overflow.
+    largest at ``W = k / lambda``. It is computed from ``log W``, so that a long row cannot overflow.
 
     Source: Shen et al. 2026 (arXiv:2602.10693); these values are TRL's defaults.
 
@@ -218,14 +212,12 @@ def gmpo_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GMPO's loss: the geometric mean of the row's clipped ratios, on each of its tokens.
+    """Return GMPO's loss: the geometric mean of the row's clipped ratios, on each of its tokens.
 
     ``-A exp(mean_t c_t)`` with ``c_t = min(log rho_t, clip_high)`` where ``A >= 0`` and ``max(log rho_t, -clip_low)``,
-    at most ``log dual_clip``, where ``A < 0``: the widths are in nats, of the log-ratio. Each token has the gradient of
-    its own ``log_prob``, 0 where :func:`outlying_tokens` is True, as in :func:`sequence_log_ratio`; under weights that
-    are equal within a row that is the gradient of the geometric mean.
-
-    ``dual_clip`` is the largest ratio of a token that counts for a negative advantage; None: no bound.
+    at most ``log dual_clip``, where ``A < 0``: the widths are in nats. Each token has the gradient of its own
+    ``log_prob``, 0 where :func:`outlying_tokens` is True, as in :func:`sequence_log_ratio`. ``dual_clip`` is the
+    largest ratio of a token that counts for a negative advantage; None: no bound.
 
     Source: Zhao et al. 2025 (arXiv:2507.20673).
 
@@ -242,7 +234,7 @@ def gmpo_surrogate(
 def outlying_tokens(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """True where :func:`gmpo_surrogate` clips the log-ratio of a token that has an advantage; bool ``[N, T]``.
+    """Return True where :func:`gmpo_surrogate` clips the log-ratio of a token with an advantage; bool ``[N, T]``.
 
     >>> import torch
     >>> outlying_tokens(torch.tensor([0.6, -0.6, -0.6]), torch.tensor([1.0, 1.0, -1.0]), 0.4, 0.4).tolist()
@@ -253,7 +245,7 @@ def outlying_tokens(
 
 
 def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
-    """REINFORCE's loss of each token, ``-A log_prob``.
+    """Return REINFORCE's loss of each token, ``-A log_prob``.
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms", Machine Learning 8.
 
@@ -309,30 +301,19 @@ def readers(term: str) -> str:
 
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
-    """Call ``function`` with those of ``terms`` that its parameters name, with all where it takes any.
-
-    >>> of_terms(lambda y: y, {"x": 1, "y": 2}), of_terms(lambda **given: sorted(given), {"x": 1, "y": 2})
-    (2, ['x', 'y'])
-    """
+    """Call ``function`` with those of ``terms`` that its parameters name, with all where it takes any."""
     accepted = signature(function).parameters
     takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in accepted.values())
     return function(**{name: value for name, value in terms.items() if takes_any or name in accepted})
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """GSPO's log-ratio of the whole response, given to each of its tokens with that token's own gradient.
+    """Return GSPO's log-ratio of the whole response on each of its tokens, with that token's own gradient.
 
-    The value is ``log s_i = mean_t (log_prob_t - old_log_prob_t)`` over the masked tokens of the row, the same for all
-    of them; the gradient is that of the token's own ``log_prob``: ``log s_it = sg(log s_i) + log_prob_t -
-    sg(log_prob_t)``. Slots off the mask hold 0, take no part and carry no gradient, whatever they contain.
-
-    When the tokens of a row share one advantage and one loss weight, as under every aggregation of
-    :func:`~sota_grpo.functional.row_weights`, that is the gradient of plain GSPO, whose ratio ``s_i`` is differentiated
-    as it is: ``w_i s_i A_i sum_t grad log_prob_t``. Where advantages or weights differ inside a row, the token form
-    credits each token with its own.
-
-    Args:
-        old_log_prob: of the policy that the ratio is taken to; its gradient is not followed.
+    ``log s_it = sg(log s_i) + log_prob_t - sg(log_prob_t)``, ``log s_i = mean_t (log_prob_t - old_log_prob_t)`` over
+    the masked tokens of the row; 0 without a gradient off the mask. When the tokens of a row share one advantage and
+    one loss weight, that is the gradient of plain GSPO, whose ratio ``s_i`` is differentiated as it is: ``w_i s_i A_i
+    sum_t grad log_prob_t``. The gradient of ``old_log_prob`` is not followed.
 
     Source: Zheng et al. 2025 (arXiv:2507.18071, eq. 7 and section 4.3, GSPO-token).
 

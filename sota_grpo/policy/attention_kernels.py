@@ -10,7 +10,7 @@ latter runs over the query heads that share the keys, so no key is repeated per 
 keys, so their queries are cut into pieces, whose float32 sums are added in one order. There are no atomic additions:
 equal inputs give equal bits.
 
-Tables say what each program computes (:mod:`sota_grpo.policy.attention_tables`).
+Tables say what each program computes (:mod:`sota_grpo.policy.shared_prompt`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sota_grpo.policy.attention_tables import TILE, Tables
+from sota_grpo.policy.shared_prompt import TILE, Tables
 
 LOWEST = tl.constexpr(-1e30)  # a score that is not seen; finite, so that rows which have seen nothing yet stay numbers
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -25,7 +28,7 @@ from transformers import PreTrainedModel
 from sota_grpo import keys
 from sota_grpo.errors import UserError
 from sota_grpo.functional.kept_sets import KeptSets, kept_log_probs
-from sota_grpo.functional.log_probs import chunked_log_probs
+from sota_grpo.functional.log_probs import VocabShard, chunked_log_probs
 from sota_grpo.policy.shared_prompt import (
     LAYER_TYPES,
     SHARED_ATTENTION,
@@ -34,7 +37,6 @@ from sota_grpo.policy.shared_prompt import (
     pack,
     shared_attention,
 )
-from sota_grpo.policy.tensor_parallel import vocab_shard
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +54,10 @@ class CausalPolicy(TensorDictModuleBase):
 
     ``log_probs[n, t] = log softmax(W h[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True, and 0
     elsewhere. Rows with the same prompt compute it once, and nothing is padded (:mod:`sota_grpo.policy.shared_prompt`),
-    where the model's attention can take that; else, with a warning that says why, rows are padded. The LM head runs
-    only at the positions that predict an assistant token, tile by tile, so no ``[N, T, V]`` tensor exists. Softmax and
-    log are float32; autocast is the caller's. Where sampling was truncated (``keys.KEPT_IDS``), softmax and entropy are
-    over the kept tokens alone (:mod:`sota_grpo.functional.kept_sets`).
-
-    To spread it over ranks see :func:`sota_grpo.policy.sharding.shard`.
+    where the model's attention allows it; else, with a warning that says why, rows are padded. The LM head runs only at
+    the positions that predict an assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are float32;
+    autocast is the caller's. Where sampling was truncated (``keys.KEPT_IDS``), softmax and entropy are over the kept
+    tokens alone (:mod:`sota_grpo.functional.kept_sets`). :func:`sota_grpo.policy.sharding.shard` spreads it over ranks.
 
     Args:
         model: a transformers causal language model, with or without LoRA.
@@ -65,16 +65,16 @@ class CausalPolicy(TensorDictModuleBase):
         with_entropy: also write ``"entropy"``.
         entropy_grad: let the entropy carry a gradient, which an entropy bonus of
             :class:`~sota_grpo.rl.objectives.GRPOLoss` needs.
-        shared_prompt: False pads every row and gives each its prompt; the model's attention is left as it is then.
+        shared_prompt: False pads every row and leaves the model's attention as it is.
         liger: the head is computed by liger-kernel (:func:`liger_log_probs`).
         fused: the decoder's layers are compiled (:func:`fuse_layers`), where rows are packed.
 
     Raises:
-        UserError: a head that is more than a linear layer with a softcap or a scale; liger-kernel is not there, or
+        UserError: a head that is more than a linear layer with a softcap or a scale; liger-kernel is missing, or
             cannot compute this head.
         ValueError: a temperature that is not positive.
 
-    Example (2 rows, prompts of 2 and 1 tokens; 0 wherever the policy did not speak):
+    Example (2 rows, prompts of 2 and 1 tokens; 0 off the assistant mask):
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -125,8 +125,7 @@ class CausalPolicy(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a shallow copy of the right-padded rows ``[N, T]`` with the out-keys set.
 
-        The rows are not changed: their ``log_probs`` are the behaviour policy's. For rows that bring their
-        :meth:`layout` the host does not wait.
+        The rows are not changed: their ``log_probs`` are the behaviour policy's.
 
         Raises:
             ValueError: as :meth:`layout`.
@@ -139,10 +138,7 @@ class CausalPolicy(TensorDictModuleBase):
         return out
 
     def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the assistant mask), on the model's device.
-
-        Rows on the CPU cost no wait for the device.
-        """
+        """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the mask), on the model's device."""
         layout = layout or self.layout(rows)
         device = next(self.parameters()).device
         if layout is not None:
@@ -152,11 +148,10 @@ class CausalPolicy(TensorDictModuleBase):
         return self.scorer(None, *padded, kept=None if sets is None else sets.to(device))
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
-        """How the rows ``[N, T]`` will be packed, on the CPU; None for rows or a model that cannot be.
+        """Return how the rows ``[N, T]`` will be packed, on the CPU; None for rows or a model that cannot be.
 
         Raises:
-            ValueError: the first token of a row is an assistant token, which nothing predicts; or a token was not drawn
-                from the set that its row has for it.
+            ValueError: the first token of a row is an assistant token, or a token was not drawn from its kept set.
         """
         tokens, attention_mask, assistant_mask = (rows.get(key).cpu() for key in self.in_keys)
         if bool(assistant_mask[:, 0].any()):
@@ -186,7 +181,7 @@ def _kept_sets(rows: TensorDictBase) -> KeptSets | None:
 
 
 class Scorer(nn.Module):
-    """What computes inside a :class:`CausalPolicy`: tensors in, tensors out, so that it can be sharded.
+    """The module inside a :class:`CausalPolicy`: tensors in, tensors out, so that it can be sharded.
 
     Every computation goes through ``forward``, whose hooks gather the parameters of a sharded policy.
     """
@@ -231,7 +226,10 @@ class Scorer(nn.Module):
 
     def _head(self, hidden: Tensor, targets: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
-        weight, shard = vocab_shard(head.weight) if isinstance(head.weight, DTensor) else (head.weight, None)
+        weight, shard = head.weight, None
+        if isinstance(weight, DTensor):  # this rank's rows of a head that tensor parallelism divides
+            mesh, weight = weight.device_mesh, weight.to_local()
+            shard = VocabShard(mesh.get_local_rank() * len(weight), mesh.get_group())
         options: dict[str, Any] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
         options["temperature"] = self.temperature / self.logit_scale
         if self.liger and kept is None:
@@ -257,10 +255,10 @@ _LOGIT_SCALES = (("logit_scale", 1), ("logits_scaling", -1), ("logits_scaling", 
 
 @torch.no_grad()
 def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
-    """The number that ``model`` multiplies its head's output by, 1 for most; it is a temperature of the model's own.
+    """Return the number that ``model`` multiplies its head's output by, 1 for most.
 
-    A few tokens go through the whole model, and its logits are compared with what this module would compute from: that
-    finds every scale, cap or projection around the head, which configuration keys would not.
+    A few tokens go through the whole model, and its logits are compared with those computed here: that finds every
+    scale, cap or projection around the head, which configuration keys would not.
 
     Raises:
         UserError: its logits are not ``scale * (weight h + bias)`` of the decoder's ``h``, softcapped or not.
@@ -298,11 +296,7 @@ def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
 
 
 def require_liger(*, softcap: float | None, has_bias: bool) -> None:
-    """Check that liger-kernel is installed and that the model's head is a plain matrix.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise ``UserError`` unless liger-kernel is installed and the model's head is a plain matrix."""
     if find_spec("liger_kernel") is None:
         raise UserError(
             "train_model.log_probs=liger needs liger-kernel: `pip install 'sota-grpo[liger]'`, or set tiled."
@@ -326,7 +320,7 @@ def liger_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`sota_grpo.functional.log_probs.chunked_log_probs` as liger-kernel computes it, in float32.
+    """Return :func:`sota_grpo.functional.log_probs.chunked_log_probs` as liger-kernel computes it, in float32.
 
     On Hopper GPUs it is one fused kernel per direction, for bfloat16 alone; on all others chunks of 512 rows and all V
     columns in plain torch, rounded to the dtype of ``hidden``. It differentiates by hidden and weight, both always.
@@ -375,10 +369,9 @@ def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor
 
 
 def use_shared_attention(model: PreTrainedModel) -> str | None:
-    """Switch ``model`` to the attention that takes packed rows; else leave it as it is and say why, as half a sentence.
+    """Switch ``model`` to the attention of packed rows; else leave it as it is and return why, as half a sentence.
 
-    Whether a model can be packed is measured: a few rows go through it both ways. Without a layout the attention is
-    transformers' SDPA.
+    Whether a model can be packed is measured: a few rows go through it both ways.
     """
     config: Any = model.config.get_text_config()
     before = config._attn_implementation
@@ -411,9 +404,9 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Why the attention of packed rows cannot run on ``device``, as half a sentence, for a model that lies elsewhere.
+    """Return why the attention of packed rows cannot run on ``device``, as half a sentence, for a model elsewhere.
 
-    Its kernel for half precision is given three rows with the model's heads, and compared with plain attention.
+    Its kernel for half precision runs three rows with the model's heads, and is compared with plain attention.
     """
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -437,7 +430,7 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | None:
-    """What packed rows change, over two prompts with ragged responses; None where they change rounding only."""
+    """Return what packed rows change, over two prompts with ragged responses; None where they change rounding only."""
     device = next(model.parameters()).device
     ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
     picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
@@ -486,8 +479,7 @@ def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:
 def fuse_layers(model: PreTrainedModel) -> None:
     """Compile the decoder layers of ``model`` in place, at their first call: half a minute, for rows of any length.
 
-    One compilation serves all layers. Copies of the model (``copy.deepcopy``) are not compiled. Results differ from
-    eager mode by rounding.
+    One compilation serves all layers. Copies of the model are not compiled. Results differ from eager mode by rounding.
     """
     limit: dict[str, int] = {}
     if "recompile_limit" in signature(torch.compile).parameters:
@@ -496,3 +488,80 @@ def fuse_layers(model: PreTrainedModel) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, options=COMPILE_OPTIONS, **limit)
+
+
+def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which ``model`` computes what its base does, bit for bit; ValueError without an adapter."""
+    if base_model(model) is model:
+        raise ValueError(f"{type(model).__name__} has no adapter to switch off; wrap it with add_lora first")
+    adapted: Any = model
+    return adapted.disable_adapter()
+
+
+class ReferencePolicy(Protocol):
+    """Padded rows in, log-probabilities ``[N, T]`` out: float32, 0 off the assistant mask, on the device of the rows.
+
+    Attributes:
+        shared_prompt: whether it computes packed rows, so that a call's cost counts each prompt once.
+    """
+
+    shared_prompt: bool
+
+    def __call__(self, rows: TensorDictBase) -> torch.Tensor: ...
+
+    def close(self) -> None: ...  # idempotent
+
+
+Context = Callable[[], AbstractContextManager[Any]]  # in which a reference computes
+
+
+class _Computed:
+    """Log-probabilities of a policy of this process, until it is closed."""
+
+    def __init__(self, policy: CausalPolicy, autocast: Context, context: Context = nullcontext) -> None:
+        self._policy: CausalPolicy | None = policy
+        self._autocast, self._context, self.shared_prompt = autocast, context, policy.shared_prompt
+
+    @torch.no_grad()
+    def __call__(self, rows: TensorDictBase) -> torch.Tensor:
+        """Return log-probabilities [N, T] on the device of the rows; RuntimeError if the reference was closed."""
+        if self._policy is None:
+            raise RuntimeError("the reference policy was closed and cannot answer any more")
+        with self._autocast(), self._context():
+            log_probs, _ = self._policy.log_probs(rows)
+        return log_probs.to(rows.get(keys.FULL_TOKENS).device)
+
+    def close(self) -> None:
+        self._policy = None
+
+
+class FrozenReference(_Computed):
+    """A reference with weights of its own, on the device of its model.
+
+    Args:
+        model: taken over: frozen and put in evaluation mode. Give a copy of a model that still trains.
+        temperature, shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        autocast: of the learner: the KL of equal weights is 0 then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        shared_prompt: bool = True,
+        fused: bool = False,
+        autocast: Context = nullcontext,
+    ) -> None:
+        frozen = model.requires_grad_(False).eval()
+        options = {"with_entropy": False, "shared_prompt": shared_prompt, "fused": fused}
+        super().__init__(CausalPolicy(frozen, temperature=temperature, **options), autocast)
+
+
+class AdapterOffReference(_Computed):
+    """The base model under a LoRA policy, whose adapter is off during a call; ValueError without an adapter."""
+
+    def __init__(self, policy: CausalPolicy, *, autocast: Context = nullcontext) -> None:
+        with adapter_disabled(policy.model):
+            pass  # refuses a model without an adapter now rather than in the first step
+        super().__init__(policy, autocast, partial(adapter_disabled, policy.model))

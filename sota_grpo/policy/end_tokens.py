@@ -11,11 +11,10 @@ _SAID = "plaintext"  # plain letters, which every template and every filter in i
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's, those of the generation config, the chat template's end of turn.
+    """Return the tokens that end a response: the tokenizer's, the generation config's, the chat template's end of turn.
 
-    They differ in common models: Llama 3 ends a turn with another token than a document, and Qwen2.5's base models name
-    ``<|endoftext|>`` while their template ends turns with ``<|im_end|>``. The ids are kept on the tokenizer, so that
-    all who have it agree. They are sorted; empty where nothing names one.
+    Qwen2.5's base models, for example, name ``<|endoftext|>`` while their template ends turns with ``<|im_end|>``. The
+    ids are kept on the tokenizer, so that all its users agree; sorted, maybe none.
 
     Raises:
         UserError: the generation config names something else than a number.
@@ -33,7 +32,7 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token that ends an assistant's turn in the chat template; None without a template, or where it is text."""
+    """Return the token that ends an assistant's turn in the chat template; None without one, or where it is text."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]
@@ -47,7 +46,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def response_text(tokenizer: Any, token_ids: Any) -> str:
-    """A response ``[R]`` as it is graded and shown: end tokens and padding left out, other special tokens written."""
+    """Return the text of a response ``[R]`` without end tokens and padding; other special tokens are written."""
     left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
     said = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     return tokenizer.decode([number for number in said if number not in left_out], skip_special_tokens=False)

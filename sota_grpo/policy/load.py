@@ -54,9 +54,6 @@ def resolve_model_path(name: str) -> str:
     Raises:
         ModelNotFoundError: ``name`` is written as a path and no model folder is there.
         UserError: ``smollm2`` is not installed, or cannot be converted.
-
-    >>> resolve_model_path("Qwen/Qwen2.5-3B")
-    'Qwen/Qwen2.5-3B'
     """
     if name == TINY:
         folder = Path(str(files("sota_grpo"))) / "assets" / TINY
@@ -76,11 +73,8 @@ def resolve_model_path(name: str) -> str:
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``name``; without a padding token it pads with its end-of-sequence token.
 
-    It knows all end tokens of the model (:func:`sota_grpo.policy.end_tokens.end_token_ids`).
-
-    Args:
-        name: as in :func:`resolve_model_path`.
-        trust_remote_code: run Python code that the model's repository brings along.
+    It knows all end tokens of the model (:func:`sota_grpo.policy.end_tokens.end_token_ids`). ``name`` is as in
+    :func:`resolve_model_path`; ``trust_remote_code`` runs Python code of the model's repository.
 
     Raises:
         ModelNotFoundError: missing folder, or a hub that does not answer.
@@ -121,10 +115,10 @@ def load_model(
         name: as in :func:`resolve_model_path`.
         dtype: of the parameters.
         attn_implementation: as transformers names it (``"sdpa"``, ``"eager"``, ...); None takes its default.
-        trust_remote_code: run Python code that the model's repository brings along.
+        trust_remote_code: run Python code of the model's repository.
         gradient_checkpointing: keep one activation per decoder layer and recompute the rest in the backward pass.
         device: where the parameters go.
-        weights: False reads none and takes no memory for them, for a rank that is sent its shard
+        weights: False reads none and takes no memory for them, for a rank that receives its shard
             (:func:`sota_grpo.policy.sharding.shard`).
         load_kwargs: further arguments of ``from_pretrained``, where weights are read.
 
@@ -206,11 +200,9 @@ def _fill(model: nn.Module) -> None:
 
 
 def set_dropout(config: PretrainedConfig, rates: Sequence[Mapping[str, float]] = ()) -> list[dict[str, float]]:
-    """Set every dropout, layer-drop and router-jitter rate of the configuration, nested text part included.
+    """Set every dropout, layer-drop and router-jitter rate of the configuration and return the rates before.
 
-    Args:
-        config: of a model.
-        rates: what this function returned: the rates before; without them every one becomes 0.
+    ``rates`` are such a return value; without them every rate becomes 0.
     """
     before = []
     text = config.get_text_config()
@@ -223,11 +215,7 @@ def set_dropout(config: PretrainedConfig, rates: Sequence[Mapping[str, float]] =
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Switch on non-reentrant activation checkpointing, which acts in training mode.
-
-    Raises:
-        UserError: the model has no layer that supports it.
-    """
+    """Switch on non-reentrant activation checkpointing; UserError if no layer supports it."""
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -238,7 +226,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
-    """What ``load`` makes of the model called ``name``: the caller's mistakes and the hub's silence as one sentence.
+    """Return ``load`` of the model called ``name``; whatever it raises becomes one sentence.
 
     Raises:
         ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
@@ -261,16 +249,13 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
 
 
 def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Architecture, str]:
-    """The shape of the model called ``name``, and where it was found; no weight is read.
+    """Return the shape of the model called ``name``, and its source; no weight is read.
 
     The sources are a folder, the table of :mod:`sota_grpo.policy.model_sizes`, and the hub, in this order.
 
     Raises:
         ModelNotFoundError: no such folder, or a hub that does not answer about a model that is not in the table.
         UserError: it is no causal language model, or its weights are quantised.
-
-    >>> [find_architecture(name)[1] for name in ("tiny", "Qwen/Qwen2.5-3B-Instruct")]
-    ['config.json of tiny', 'table of public models']
     """
     known = model_sizes.architecture_of(name)
     if known is not None and not Path(resolve_model_path(name)).is_dir():
@@ -318,14 +303,14 @@ def save_hf(
 ) -> Path:
     """Write weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
 
-    ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder takes the place of the old one when
-    it is complete. Of a sharded model every rank takes part, and rank 0 writes each weight as it is gathered. Where
+    ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder replaces an earlier export when it
+    is complete. Of a sharded model every rank takes part, and rank 0 writes each weight as it is gathered. Where
     transformers stores a model in another form than it computes with, rank 0 has all weights at once.
 
     Args:
         model: a causal language model, with or without LoRA; not changed.
         tokenizer: the tokenizer the model was trained with.
-        directory: the folder; an earlier export there is replaced.
+        directory: the folder.
         progress: called for every weight.
         dtype: of the weights as written; None: that of the files that :func:`load_model` read, or the model's own if
             that is narrower.
@@ -421,8 +406,7 @@ def require_causal(name: str, config: PretrainedConfig, option: str = "model.nam
 def require_rows(name: str, rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ``UserError`` unless an embedding of ``rows`` has one for every token of a prompt, a response or padding.
 
-    A special token that nothing writes needs none: Gemma 3 1B has one for images. What messages say is never read as a
-    special token (:class:`~sota_grpo.envs.chat_tokens.ChatTokens`).
+    A special token that is never written needs none: Gemma 3 1B has one for images.
     """
     vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
     if len(vocabulary) <= len(added):  # transformers makes one without words where the folder has none
@@ -449,10 +433,8 @@ WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 64 << 20, 256, 64 << 10
 def model_digest(name: str) -> str | None:
     """Return the digest of a model's configuration, tokenizer and weights; None where no weights are on this machine.
 
-    Of a file above 64 MiB its length and 256 blocks of 64 KiB, spread evenly, are read: 16 MiB of each.
-
-    Args:
-        name: as in :func:`~sota_grpo.policy.load.resolve_model_path`; of a hub id the cached snapshot is read.
+    Of a file above 64 MiB its length and 256 blocks of 64 KiB, spread evenly, are read. Of a hub id the cached snapshot
+    is read.
     """
     folder = Path(resolve_model_path(name))
     if not folder.is_dir():

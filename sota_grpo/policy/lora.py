@@ -1,16 +1,13 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685, eq. 3): ``W x + (alpha / r) B A x`` with ``B = 0`` at the start.
 
-And QLoRA (Dettmers et al. 2023, arXiv:2305.14314): ``W`` in 4 bits, by bitsandbytes. The policy is then the model of
-the *dequantised* weights: the learner computes with them, layer by layer.
-
-Rollout engines load plain merged weights under the model's own names, computed without touching the training weights.
+And QLoRA (Dettmers et al. 2023, arXiv:2305.14314): ``W`` in 4 bits, by bitsandbytes. The learner computes with the
+*dequantised* weights, layer by layer. Engines load merged weights, computed without touching the training weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -39,8 +36,8 @@ def add_lora(
 ) -> PeftModel:
     """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r`` to its linear layers.
 
-    The LM head and the embedding get none: the log-probabilities read their weight directly, and tied weights would
-    part. Until the first step the model computes exactly what it did. Dropout acts in training mode only.
+    The LM head and the embedding get none: the log-probabilities read their weight directly. Dropout acts in training
+    mode only.
 
     Args:
         model: a causal language model; its layers are wrapped in place.
@@ -80,31 +77,18 @@ def add_lora(
     return get_peft_model(model, config)
 
 
-def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which ``model`` computes what the base model does, bit for bit.
-
-    Raises:
-        ValueError: the model has no adapter.
-    """
-    if base_model(model) is model:
-        raise ValueError(f"{type(model).__name__} has no adapter to switch off; wrap it with add_lora first")
-    adapted: Any = model
-    return adapted.disable_adapter()
-
-
 def quantize(model: PreTrainedModel, kind: str, device: torch.device | None = None) -> PreTrainedModel:
     """Keep every linear layer inside the decoder layers in 4 bits, in place; the rest of the model as it is.
 
-    A block of 64 weights shares a scale, which is kept in 8 bits itself ("double quantisation"): 4.13 bits a weight.
-    Products are computed in the dtype that the weights had. A row has to be whole blocks: bitsandbytes 0.50 reads other
-    rows with a wrong scale on a CPU.
+    A block of 64 weights shares a scale, which is kept in 8 bits itself: 4.13 bits a weight. Products are computed in
+    the dtype that the weights had. bitsandbytes 0.50 reads rows that are not whole blocks with a wrong scale on a CPU.
 
     Args:
         kind: ``nf4``, whose 16 values are quantiles of a normal distribution, or ``fp4``.
         device: where the model goes, one layer at a time; None: it stays.
 
     Raises:
-        UserError: bitsandbytes is not installed, or a layer has other rows.
+        UserError: bitsandbytes is not installed, or a layer's rows are not whole blocks.
     """
     require_installed("bitsandbytes", f"model.quantization={kind}", "model.quantization=null")
     from bitsandbytes.nn import Linear4bit, Params4bit
@@ -130,7 +114,7 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device | None = No
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers that a layer computes with; a weight that is not in 4 bits is itself."""
+    """Return the numbers that a layer computes with."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight
@@ -151,19 +135,16 @@ def engine_weights(
     """Yield (name, weight) as a rollout engine loads them: transformers' names, LoRA merged, detached.
 
     A merged weight is ``W + (alpha / r) B A``, computed in float32 one layer at a time and rounded to the dtype of
-    ``W``. A head that is tied to the embedding comes as its own ``lm_head.weight`` too: engines that process weights at
-    load time keep the old head otherwise.
-
-    Of a sharded model every rank must exhaust the iterator: the weights are merged in shards and gathered one by one,
-    and rank 0 alone is given them, on the CPU.
+    ``W``. A tied head comes as its own ``lm_head.weight`` too: engines that process weights at load time keep the old
+    head otherwise. Of a sharded model every rank must exhaust the iterator; rank 0 alone gets the weights, on the CPU.
 
     Args:
         model: a causal language model, with or without LoRA.
-        base: False leaves out what training cannot change: parameters that are frozen and have no adapter.
+        base: False leaves out parameters that are frozen and have no adapter.
         merged: False gives the weights under the adapter instead, for :meth:`AdapterPack.merged`.
-        dtype: of all the engine's matrices, to which it would round these: they are rounded before they are gathered or
-            leave their device, to the same bits. None leaves them as they are.
-        names: of those that are wanted; None: all.
+        dtype: of all the engine's matrices: these are rounded to it before they are gathered or leave their device.
+            None leaves them as they are.
+        names: of the weights to yield; None: all.
         progress: called for every weight.
     """
     inner = base_model(model)
@@ -269,8 +250,7 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 class MergedWeights:
     """All weights of a model with an adapter, of which only those called ``adapted`` differ from its base's.
 
-    An engine that has had all weights over one ``base`` (any object: its identity counts) needs only these of the next
-    ones over the same.
+    An engine that has all weights over one ``base`` (by identity) needs only these of the next ones over the same.
     """
 
     weights: Iterable[tuple[str, torch.Tensor]]
@@ -319,12 +299,10 @@ class AdapterPack:
         return cls(WeightPack.of(tensors), scales)
 
     def merged(self, base: WeightPack, device: torch.device | str = "cpu") -> MergedWeights:
-        """Every weight of ``base`` by name and on the CPU, the adapted ones merged.
+        """Return every weight of ``base`` by name and on the CPU, the adapted ones merged.
 
-        Args:
-            base: of :func:`packed_weights` with ``merged=False``.
-            device: where the products are computed, one weight at a time: a thread of a CPU takes a minute for what a
-                GPU does in a second.
+        ``base`` is of :func:`packed_weights` with ``merged=False``; the products are computed on ``device``, one at a
+        time.
         """
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:

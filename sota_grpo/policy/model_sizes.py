@@ -1,7 +1,6 @@
-"""Models by name: those behind ``model.size``, and what is public about the shape of common ones.
+"""Models by name: those of ``model.size``, and the public shape of common ones.
 
-The shapes are those of the models' own ``config.json``, so that a run can be planned where neither the hub nor the
-weights can be reached (``sota-grpo estimate``).
+The shapes are those of the models' own ``config.json``, so that ``sota-grpo estimate`` needs neither hub nor weights.
 """
 
 from __future__ import annotations
@@ -120,12 +119,10 @@ _VARIANT = re.compile(r"(^meta-(?=llama))|(-(instruct|base|chat|hf|it))+$")  # n
 
 
 def architecture_of(name: str) -> Architecture | None:
-    """The shape of a model on the hub, whoever hosts it and however it was tuned; None where it is not known here.
+    """Return the shape of a model on the hub or of a fine-tuned copy; None where it is unknown.
 
     >>> architecture_of("meta-llama/Llama-2-7b-chat-hf").parameters
     6738415616
-    >>> architecture_of("Qwen/Qwen2.5-Math-1.5B-Instruct").context
-    4096
     """
     name = _VARIANT.sub("", name.rpartition("/")[2].lower())
     shape = _SHAPES.get(re.sub(r"^(qwen2\.5)-(math|coder)", r"\1", name))
@@ -165,15 +162,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 def require_dense(name: str, config: Mapping[str, Any]) -> None:
     """Raise ``UserError`` where a model, by its ``config.json``, is a mixture of experts.
 
-    Engine and learner choose the experts of a token each for itself, and where rounding lets them choose others, its
-    log-prob is another model's. Training then needs the engine's choice replayed in the learner (R3, Ma et al. 2025,
-    arXiv:2510.11370), and a loss that keeps experts in use (Fedus et al. 2021, arXiv:2101.03961, eq. 4).
-
-    >>> require_dense("m", {"text_config": {"num_experts": 1}})
-    >>> require_dense("m", {"text_config": {"num_experts": 128}})
-    Traceback (most recent call last):
-    sota_grpo.errors.UserError: model.name=m is a mixture of experts (num_experts=128), and training one needs the \
-engine's routing replayed in the learner (R3) and a load-balancing loss, which are not here; use a dense model.
+    Engine and learner choose experts independently, and rounding lets them differ. Training needs the engine's routing
+    replayed in the learner (R3, Ma et al. 2025, arXiv:2510.11370) and a load-balancing loss (Fedus et al. 2021,
+    arXiv:2101.03961, eq. 4).
     """
     for key, value in config.items():
         if isinstance(value, Mapping):  # the text part of a model of several modalities

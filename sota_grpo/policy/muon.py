@@ -16,9 +16,9 @@ class MuonAndAdamW(Optimizer):
 
         W <- W - lr * (0.2 sqrt(max(m, n)) * NS(M) + weight_decay * W),   NS(M) ~ U V^T of  M = U S V^T
 
-    The factor is that of Liu et al. 2025 (arXiv:2502.16982, eq. 4): entries of the step are then as large as AdamW's,
-    so both share ``lr``, its schedule and ``weight_decay``. Embedding, head, biases and norms are AdamW's, as the
-    authors advise. The first group is Muon's, the others are AdamW's.
+    With the factor of Liu et al. 2025 (arXiv:2502.16982, eq. 4) entries of the step are as large as AdamW's, so both
+    share ``lr``, its schedule and ``weight_decay``. The first group is Muon's; the others, of embedding, head, biases
+    and norms, are AdamW's.
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates):

@@ -1,4 +1,4 @@
-"""The optimizers, by the name that ``optimizer.name`` takes, each with what it keeps of a model and what it refuses.
+"""The optimizers by ``optimizer.name``, each with its memory and limits.
 
 Torch and the packages of the optimizers are imported when one is built.
 """
@@ -72,7 +72,7 @@ Build = Callable[[Sequence["torch.Tensor"], Sequence["torch.Tensor"], Rates], "t
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """All that a new optimizer declares."""
+    """Declaration of an optimizer."""
 
     build: Build  # the optimizer of (matrices of decoder layers, all other parameters, rates)
     state_bytes: Callable[[Trained], int]  # kept between two steps

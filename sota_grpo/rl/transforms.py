@@ -1,11 +1,10 @@
 """TorchRL transforms over rows of finished responses: their reward, the reference's log-probs, their advantage.
 
-Each is a :class:`torchrl.envs.transforms.Transform` that reads and writes whole rows: a table, or TensorDicts, lazily
-stacked (ragged) or dense. Called on a batch (a collector's ``postproc``, or by hand) it writes in place. Each *writes
-once*: rows that already carry its out key pass unchanged, because a response does not change. So in a ``ReplayBuffer``
-:class:`GroupAdvantage` computes when the rows are written, where groups are whole, and leaves them alone when a random
-subset is sampled. Those that write under ``"next"`` also run on an env's step (``TransformedEnv``); what they write
-beside the reward is then not in the env's specs.
+Each is a :class:`torchrl.envs.transforms.Transform` over whole rows: a table, or TensorDicts, lazily stacked (ragged)
+or dense. Called on a batch it writes in place, and it *writes once*: rows that already have its out key pass
+unchanged. So in a ``ReplayBuffer`` :class:`GroupAdvantage` computes when the rows are written, where groups are whole,
+and leaves a random subset alone. Those that write under ``"next"`` also run on an env's step (``TransformedEnv``);
+entries other than the reward are then not in the env's specs.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class RowTransform(Transform):
 
 
 def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
-    """What a grader reads of finished rows: the response's text, and the example; siblings share one example."""
+    """Return the response's text and the example of each finished row; siblings share one example."""
     pairs: list[tuple[str, Example]] = []
     before: list[Any] = []
     for row in rows:
@@ -109,10 +108,10 @@ def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
 
 @in_place
 def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
-    """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), and all that is beside it.
+    """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), its terms and its info.
 
-    A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row. A response to
-    which none applies has no reward, as one whose grader failed: 0 would be a verdict.
+    A term that is None adds nothing to the reward, and its key is missing in that row. A response to which no term
+    applies has no reward, like one whose grader failed.
 
     Raises:
         ValueError: the rows are dense, where every row has every key, and a term does not apply to one of them.
@@ -136,22 +135,22 @@ def _text(value: Any) -> str:
 
 
 class ReferenceKL(RowTransform):
-    """Log-probs of the sampled tokens under the reference, and, if asked, the KL as part of the reward.
+    """Write the log-probs of the sampled tokens under the reference and, with a coefficient, the KL into the reward.
 
     Writes ``("next", "ref_log_probs", "full")`` (``[T_i]`` per row, 0 off the assistant mask). With a coefficient the
     reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, k1 of the assistant tokens, ``logp`` of the behaviour policy
-    (tokens for which it is NaN, not known, add 0); what was subtracted stays beside it as the reward term ``kl``.
+    (tokens for which it is NaN add 0); the reward term ``kl`` has the subtracted value.
 
     Args:
         reference: right-padded rows in (:func:`sota_grpo.rl.collate.pad_rows`), log-probs ``[N, T]`` out, no gradient;
-            or rows that have them under ``("log_probs", "full")``, as TorchRL's LLM wrappers give back. A transformers
-            model is taken over by a :class:`~sota_grpo.policy.reference.FrozenReference`.
+            or rows with ``("log_probs", "full")``, as TorchRL's LLM wrappers return. A transformers model becomes a
+            :class:`~sota_grpo.policy.causal.FrozenReference`.
         in_reward_coeff: None leaves the reward alone.
         pad_token_id: padding of the tokens.
         token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
 
     Raises:
-        UnusableValues: if the reference gives a log-prob that is not finite for a trainable token.
+        UnusableValues: the reference gives a log-prob that is not finite for a trainable token.
 
     Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024 (eq. 3, 4).
 
@@ -184,7 +183,7 @@ class ReferenceKL(RowTransform):
             writes += [keys.REWARD, keys.KL_TERM, keys.GRADED_REWARD]
         super().__init__(in_keys=reads, out_keys=writes)
         if hasattr(reference, "get_output_embeddings"):
-            from sota_grpo.policy.reference import FrozenReference  # brings transformers
+            from sota_grpo.policy.causal import FrozenReference  # brings transformers
 
             reference = FrozenReference(reference)  # type: ignore[arg-type]
         self.reference, self.in_reward_coeff = reference, in_reward_coeff
@@ -205,7 +204,7 @@ def reference_log_probs(
     token_budget: int,
     shared_prompt: bool = True,
 ) -> list[Tensor]:
-    """The log-probs of each row, f32 ``[T_i]``, 0 off the assistant mask; arguments as in :class:`ReferenceKL`."""
+    """Return the log-probs of each row, f32 ``[T_i]``, 0 off the mask; arguments as in :class:`ReferenceKL`."""
     own_log_probs: dict[int, Tensor] = {}
     rows = list(rows)
     micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
@@ -244,17 +243,11 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
 
 
 class OverlongPenalty(RowTransform):
-    """DAPO's soft length penalty, added to the reward and kept as a term of its own.
+    """DAPO's soft length penalty, added to the reward.
 
     0 up to ``max_tokens - buffer_tokens`` response tokens, then linearly to ``-weight`` at ``max_tokens``. Writes
-    ``("next", "reward_terms", "overlong")``, in [-1, 0].
-
-    Args:
-        max_tokens, buffer_tokens: see :func:`sota_grpo.functional.advantages.soft_overlong_penalty`.
-        weight: what the term weighs in the reward.
-
-    Raises:
-        ValueError: if the buffer is not 1 to ``max_tokens`` tokens.
+    ``("next", "reward_terms", "overlong")``, in [-1, 0]. A buffer that is not 1 to ``max_tokens`` tokens raises
+    ``ValueError``.
 
     Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
 
@@ -281,7 +274,7 @@ class OverlongPenalty(RowTransform):
 
 
 def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple[Tensor, Tensor]:
-    """Reward terms ``[N, K]``, NaN where one does not apply, and their weights ``[K]``, in the order of their names."""
+    """Return reward terms ``[N, K]``, NaN where one does not apply, and their weights ``[K]``, ordered by name."""
     names = sorted(rows.names(keys.REWARD_TERMS))
     if weights is None and not rows.names(keys.TERM_WEIGHTS):
         raise ValueError("decouple_terms needs the weights of the terms: give term_weights, the rows have none.")
@@ -314,33 +307,30 @@ class GroupAdvantage(RowTransform):
     """Advantage of every response over its siblings: ``A_i = (r_i - b_i) / s_i``, exactly 0 in a constant group.
 
     Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, and under ``length_weighted`` the assistant mask;
-    writes ``advantage`` ``[N, 1, 1]``. Give it whole groups: as a collector's ``postproc``, or as a ``ReplayBuffer``
-    transform, where ``extend`` computes. There, with a ``group_size``, siblings may come one by one: they wait here,
-    and are written when the last has come to this process.
+    writes ``advantage`` ``[N, 1, 1]``. It needs whole groups: as a collector's ``postproc``, or as a ``ReplayBuffer``
+    transform, where with a ``group_size`` siblings may come one by one and are written when the group is complete.
 
-    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its own
-    scale. A response whose grader failed (``("next", "reward_error")``) has no reward:
-    it is in no baseline and no scale, and its advantage is 0.
-
-    With ``decouple_terms`` the reward is :func:`sota_grpo.functional.advantages.decoupled_rewards` of the entries under
-    ``("next", "reward_terms")``; their weights are written to ``("next", "term_weights")``, or read there.
+    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its own scale. A
+    response whose grader failed (``("next", "reward_error")``) is in no baseline and no scale; its advantage is 0.
 
     Args:
-        baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. The baseline
-            may also be your own estimator, a function or ``FILE.py:FUNCTION``
-            (:func:`sota_grpo.rl.objective_files.estimator`), whose advantages are divided by the scale.
-        decouple_terms: compare every term within the group before they are added (GDPO).
-        term_weights: weight of each term, by name; others (penalties) weigh 1. None: the rows have them.
-        group_size: of every group; another number of siblings waits for more in a buffer, and is refused elsewhere.
-            None accepts any.
-        in_keys: reward, and what siblings have alike: a number or a text, such as ``query`` in rows of TorchRL's
-            environments.
+        baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. The baseline may also be
+        your
+            own estimator, a function or ``FILE.py:FUNCTION`` (:func:`sota_grpo.rl.objective_files.estimator`), whose
+            advantages are divided by the scale.
+        decouple_terms: compare every term (``("next", "reward_terms")``) within the group before they are added (GDPO):
+            :func:`sota_grpo.functional.advantages.decoupled_rewards`.
+        term_weights: weight of each term, by name, written to ``("next", "term_weights")``; others (penalties) weigh 1.
+            None: the rows have them.
+        group_size: of every group; another number waits for more in a buffer, and is refused elsewhere. None accepts
+        any.
+        in_keys: reward, and an entry that siblings have in common: a number or a text, such as ``query``.
         out_keys: advantage.
 
     Raises:
         KeyError: the rows lack a key.
-        ValueError: on a group that is not ``group_size`` long or answers several questions, on responses that are
-            compared with siblings and have none in the batch, and as ``group_advantages``.
+        ValueError: a group that is not ``group_size`` long or answers several questions, responses without a sibling in
+            the batch, and as ``group_advantages``.
         ObjectiveError: the own estimator returns another shape than ``[N]``, or a value that is not finite.
         RuntimeError: inside an env, which sees one step and not the groups.
 

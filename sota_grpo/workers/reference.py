@@ -13,9 +13,8 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.policy.causal import kept_of
+from sota_grpo.policy.causal import FrozenReference, kept_of
 from sota_grpo.policy.load import DType, load_model
-from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
 from sota_grpo.workers.base import promised
@@ -126,7 +125,7 @@ class ReferenceService:
     """Client of a fleet of :class:`sota_grpo.workers.reference.ReferenceWorker`.
 
     It completes whole groups in the background (:meth:`submit`), or splits padded rows over the workers and waits (a
-    call, as any :class:`sota_grpo.policy.reference.ReferencePolicy`). Log-probabilities equal those of a reference in
+    call, as any :class:`sota_grpo.policy.causal.ReferencePolicy`). Log-probabilities equal those of a reference in
     this process, to the rounding of another padding. A worker that dies or falls silent is replaced and its rows are
     answered by another.
 

@@ -23,7 +23,7 @@ from sota_grpo import keys
 from sota_grpo.engines import EngineOptions
 from sota_grpo.envs import complete_rows
 from sota_grpo.envs.task_env import ScoreResponse
-from sota_grpo.policy.reference import FrozenReference
+from sota_grpo.policy.causal import FrozenReference
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, Score

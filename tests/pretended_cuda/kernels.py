@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sota_grpo.policy.attention_tables import Tables
+from sota_grpo.policy.shared_prompt import Tables
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)

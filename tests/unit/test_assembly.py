@@ -34,10 +34,9 @@ from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import multiplies_bf16
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, FrozenReference
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.recording import sinks
 from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.rollout import rollout_worker

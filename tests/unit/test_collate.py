@@ -57,15 +57,6 @@ def test_dropped_rows_weigh_nothing(aggregation, survivors) -> None:
     assert not any(row["loss_weight"].any() for row in rows)
 
 
-def test_dense_batches_get_the_same_weights() -> None:
-    rows = random_rows(generator(), 5)
-    dense = pad_rows(rows, pad_token_id=0)
-    set_loss_weights(dense, "sequence")
-    torch.testing.assert_close(
-        dense["loss_weight"], pad_rows(set_loss_weights(rows, "sequence"), pad_token_id=0)["loss_weight"]
-    )
-
-
 def test_padding_keeps_every_value_and_drops_text() -> None:
     rows = random_rows(generator(), 6)
     batch = pad_rows(lazy_stack(rows, 0), pad_token_id=9)
@@ -95,6 +86,8 @@ def test_a_key_that_only_some_rows_have_is_refused() -> None:
         pad_rows(rows, pad_token_id=0)
     with pytest.raises(ValueError, match="no rows"):
         pad_rows([], pad_token_id=0)
+    with pytest.raises(ValueError, match="token_budget is 0"):
+        micro_batches(rows, token_budget=0)
 
 
 def sibling_rows(count: int, size: int) -> list[TensorDict]:
@@ -131,19 +124,6 @@ def test_micro_batches_keep_the_budget_and_lose_no_row(budget, shared) -> None:
     assert [[id(row) for row in part] for part in again] == [[id(row) for row in part] for part in parts]
 
 
-def test_siblings_are_the_rows_of_one_prompt() -> None:
-    rows = sibling_rows(5, 4)
-    prompts = [tuple(row[keys.FULL_TOKENS][~row[keys.ASSISTANT_MASK]].tolist()) for row in rows]
-    groups = groups_by_prompt(row_prompts(rows))
-    assert [set(group.rows) for group in groups] == [
-        {index for index, other in enumerate(prompts) if other == one} for one in dict.fromkeys(prompts)
-    ]
-    for group in groups:
-        lengths = [rows[index][keys.FULL_TOKENS].shape[0] for index in group.rows]
-        assert lengths == [group.prompt + length for length in group.responses]
-        assert all(len(prompts[index]) == group.prompt for index in group.rows)
-
-
 def test_tokens_make_siblings_and_ids_do_not() -> None:
     one, other, third = sibling_rows(1, 3)
     other[keys.FULL_TOKENS][0] += 1
@@ -161,8 +141,3 @@ def test_tool_turns_belong_to_the_response_and_a_silent_row_is_all_prompt() -> N
         (2, (5,)),
         (7, (0,)),
     ]
-
-
-def test_a_budget_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="token_budget is 0"):
-        micro_batches(random_rows(generator(), 2), token_budget=0)

@@ -210,8 +210,3 @@ def test_soft_overlong_penalty_by_the_plain_loop() -> None:
             expected = -1.0
         assert found == expected
         assert math.copysign(1.0, found) == 1.0 or found < 0
-
-
-def test_a_length_penalty_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="buffer_tokens is 50 and max_tokens is 40"):
-        soft_overlong_penalty(torch.tensor([1]), 40, 50)

@@ -22,9 +22,9 @@ from sota_grpo import keys
 from sota_grpo.assembly import devices, learning
 from sota_grpo.config import Config
 from sota_grpo.policy import sharding, shared_prompt
-from sota_grpo.policy.causal import CausalPolicy, base_model
+from sota_grpo.policy.causal import CausalPolicy, adapter_disabled, base_model
 from sota_grpo.policy.load import enable_gradient_checkpointing
-from sota_grpo.policy.lora import adapter_disabled, add_lora
+from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import gathered
 from tests.pretended_cuda import kernels
 from tests.unit.test_shared_prompt import GROUPS, make_groups

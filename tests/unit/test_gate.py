@@ -19,9 +19,9 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.advantages import Baseline, Scale
 from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.policy.causal import FrozenReference
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.collate import groups_by_prompt, row_prompts
 from sota_grpo.rl.records import TASK, Example, Score

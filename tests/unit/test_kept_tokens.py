@@ -19,10 +19,9 @@ from sota_grpo.engines.stepping import StopStrings
 from sota_grpo.engines.transformers_engine import TransformersEngine, sampled_probs
 from sota_grpo.engines.vllm_engine import sampled_and_kept
 from sota_grpo.envs.dialogs import Dialog
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import CausalPolicy, FrozenReference
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rewards.grading import done
 from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, unpad_rows
 from sota_grpo.rl.objectives import GRPOLoss

@@ -11,7 +11,7 @@ import torch
 
 from sota_grpo.functional import log_probs
 from sota_grpo.functional.log_probs import chunked_log_probs
-from sota_grpo.policy import attention_tables
+from sota_grpo.policy import shared_prompt
 from sota_grpo.policy.shared_prompt import Layout, _plain, pack, packed_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton reads when it is imported
@@ -39,8 +39,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
         from sota_grpo.policy import attention_kernels
 
         monkeypatch.setattr(attention_kernels, "TILE", 32)
-        monkeypatch.setattr(attention_tables, "TILE", 32)
-        monkeypatch.setattr(attention_tables, "PIECE", 24)
+        monkeypatch.setattr(shared_prompt, "TILE", 32)
+        monkeypatch.setattr(shared_prompt, "PIECE", 24)
         monkeypatch.setattr(log_probs, "_takes_kernels", lambda hidden, bias, softcap: hidden.dtype != torch.float64)
     return "cpu" if INTERPRETED else "cuda"
 

@@ -7,9 +7,8 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError
-from sota_grpo.policy.causal import CausalPolicy, base_model
-from sota_grpo.policy.lora import AdapterPack, adapter_disabled, add_lora, engine_weights, packed_weights
-from sota_grpo.policy.reference import AdapterOffReference
+from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, adapter_disabled, base_model
+from sota_grpo.policy.lora import AdapterPack, add_lora, engine_weights, packed_weights
 from tests.unit.tiny_models import FAMILIES, make_model, make_rows
 
 

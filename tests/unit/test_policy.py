@@ -19,10 +19,9 @@ from sota_grpo import keys
 from sota_grpo.errors import UserError
 from sota_grpo.functional import log_probs as functional_log_probs
 from sota_grpo.policy import load
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import CausalPolicy, FrozenReference
 from sota_grpo.policy.load import ModelNotFoundError, load_model, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.policy.tensor_files import write_model
 from tests.rank_rigs import trained_adapter
 from tests.unit.tiny_models import FAMILIES, SIZES, make_model, make_rows, make_tokenizer

@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sota_grpo.errors import UserError
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import CausalPolicy, adapter_disabled
 from sota_grpo.policy.load import load_tokenizer, save_hf
 from sota_grpo.policy.lora import (
     AdapterPack,
-    adapter_disabled,
     add_lora,
     dequantized,
     engine_weights,

@@ -13,9 +13,8 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import CausalPolicy, FrozenReference
 from sota_grpo.policy.load import save_hf
-from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.workers.base import WorkerSpec, starter

@@ -90,40 +90,6 @@ def test_nothing_is_a_table_too() -> None:
     same(RowTable.cat([empty, RowTable.of([{"x": torch.ones(2)}])]), [{"x": torch.ones(2)}])
 
 
-def test_a_state_of_rows_that_were_packed_one_by_one_is_read() -> None:
-    """As checkpoints had them when each row was a TensorDict: sequences of one length beside those of several."""
-    both = torch.tensor([0, 1])
-
-    def column(path: list[str], rows: torch.Tensor, shapes: list[list[int]], values: list[float]) -> dict:
-        sizes = torch.tensor(shapes, dtype=torch.int64)
-        return {"path": path, "rows": rows, "shapes": sizes, "values": torch.tensor(values)}
-
-    columns = [
-        {"path": ["query"], "rows": both, "plain": ["a?", "b?"]},
-        column(["tokens", "full"], both, [[3], [1]], [5, 6, 7, 8]),
-        column(["next", "reward"], both, [[1], [1]], [1.0, 0.0]),
-        column(["next", "reward_terms", "brief"], torch.tensor([1]), [[1]], [0.5]),
-        column(["group_id"], both, [[], []], [7, 7]),
-    ]
-    state = {"num_rows": 2, "columns": columns}
-    table = RowTable.of_state(state)
-    expected = [
-        {
-            "query": query,
-            keys.FULL_TOKENS: torch.tensor(ids),
-            keys.REWARD: torch.tensor([reward]),
-            keys.GROUP_ID: torch.tensor(7),
-        }
-        for query, ids, reward in (("a?", [5, 6, 7], 1.0), ("b?", [8], 0.0))
-    ]
-    expected[1][*keys.REWARD_TERMS, "brief"] = torch.tensor([0.5])
-    same(table, expected)
-    for one, other in zip(table.state_dict()["columns"], state["columns"], strict=True):  # and written so
-        assert one.keys() == other.keys()
-        for name, value in other.items():
-            assert torch.equal(one[name], value) if isinstance(value, torch.Tensor) else one[name] == value
-
-
 def test_a_column_that_some_rows_lack_is_no_tensor_of_all() -> None:
     table = RowTable(2, {"x": Column(torch.ones(1, 1), None, [1]), "y": Column(torch.ones(3), [1, 2])})
     with pytest.raises(ValueError, match="x is missing in 1 of 2 rows"):
@@ -192,19 +158,6 @@ def test_entries_that_are_unlike_stay_as_they_are() -> None:
         same(RowTable.of_state(table.state_dict()), rows)
         if values[0] is not unlike[2][0]:  # numpy, by which a column travels, has no bfloat16
             same(pickle.loads(pickle.dumps(table, protocol=5)), rows)
-    state = {
-        "num_rows": 2,
-        "columns": [
-            {
-                "path": ["x"],
-                "rows": torch.tensor([row]),
-                "shapes": torch.tensor([[1]]),
-                "values": torch.ones(1, dtype=d),
-            }
-            for row, d in enumerate((torch.float32, torch.float64))
-        ],
-    }
-    same(RowTable.of_state(state), [{"x": torch.ones(1)}, {"x": torch.ones(1, dtype=torch.float64)}])
 
 
 def test_of_no_rows_every_column_is_empty() -> None:

@@ -11,12 +11,11 @@ from tensordict import TensorDict
 from transformers import PreTrainedModel
 
 from sota_grpo import keys
-from sota_grpo.policy import attention_tables
-from sota_grpo.policy.attention_tables import Tables
+from sota_grpo.policy import shared_prompt
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, Block, Run, pack, shared_attention
+from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, Block, Run, Tables, pack, shared_attention
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
 
 
@@ -191,7 +190,7 @@ def test_the_layout_puts_every_token_where_it_says(causal_rows: bool) -> None:
 @pytest.mark.parametrize("piece", [1024, 64])
 def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By queries and by keys: what a row of the padded form sees, over prompts of several tiles and pieces."""
-    monkeypatch.setattr(attention_tables, "PIECE", piece)
+    monkeypatch.setattr(shared_prompt, "PIECE", piece)
     rows = make_groups([(150, [1, 140, 7, 7]), (3, [9, 2]), (130, [0]), (8, [300])])
     layout = pack(*(rows[key] for key in (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)))
     length, (starts, query_tiles, key_tiles, joins) = len(layout.tokens), layout.tables.split()
@@ -301,7 +300,7 @@ def test_what_is_not_known_is_refused() -> None:
 def test_the_sums_of_a_long_prompt_take_eight_times_its_keys_at_most() -> None:
     """However many queries read them: 2,048 keys, and 64 responses of 1,024 tokens."""
     block = Block(0, 2048, (Run(2048, 64, 1024),))
-    tables = attention_tables.attention_tables([block], block.stop)
+    tables = shared_prompt.attention_tables([block], block.stop)
     assert 2048 < tables.sizes[3] - 2 <= 8 * 2048
     pieces = [row for row in tables.split()[2].tolist() if row[1] <= 2048]
     assert sum(row[4] - row[2] for row in pieces) == sum(block.stop - first for first in range(0, 2048, 128))

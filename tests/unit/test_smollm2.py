@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -120,14 +119,3 @@ def test_it_is_whole_or_not_there_whoever_is_killed_and_whoever_comes_at_once(
     assert not list(tmp_path.glob(".*.tmp"))
     assert resolve_model_path("smollm2") == str(folder)  # the packages are not asked for again
     assert load_model("smollm2").num_parameters() == tiny_model().num_parameters()
-
-
-def test_a_start_says_that_it_converts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
-    monkeypatch.setenv("SOTA_GRPO_CACHE", str(tmp_path))
-    monkeypatch.setattr(smollm2, "_source", Path)
-    monkeypatch.setattr(smollm2, "_read_model", lambda source: tiny_model())
-    monkeypatch.setattr(smollm2, "_read_tokenizer", lambda source, context: _Tokenizer(lambda: None))
-    with caplog.at_level(logging.INFO, logger="sota_grpo"):
-        resolve_model_path("smollm2")
-    stages = [record.stage for record in caplog.records if hasattr(record, "stage")]
-    assert stages == ["Converting smollm2, once", "Loading smollm2"]

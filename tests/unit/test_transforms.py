@@ -17,7 +17,6 @@ from torchrl.envs.transforms import Compose
 from sota_grpo import keys
 from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.errors import RunFailed
-from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import row_list
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, write_scores
@@ -274,14 +273,6 @@ def test_without_a_coefficient_the_reward_stays_and_twice_is_once() -> None:
     again = FakeReference()
     ReferenceKL(again, in_reward_coeff=1.0, pad_token_id=0, token_budget=99)(lazy_stack(rows, 0))
     assert again.widths == []
-
-
-def test_dense_rows_get_the_same_reference_log_probs() -> None:
-    rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 5)]
-    dense = pad_rows(rows, pad_token_id=0)
-    transform = ReferenceKL(FakeReference(), pad_token_id=0, token_budget=20)
-    transform(dense), transform(lazy_stack(rows, 0))
-    assert torch.equal(dense[keys.REF_LOG_PROBS], pad_rows(rows, pad_token_id=0)[keys.REF_LOG_PROBS])
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-2])

@@ -15,10 +15,9 @@ from torch import nn
 
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, FrozenReference
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import stored_tensors
 from sota_grpo.rl.objectives import GRPOLoss
