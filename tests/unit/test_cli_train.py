@@ -22,7 +22,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     def run(*arguments: str) -> list[Config]:
         found: list[Config] = []
 
-        def train(config: Config, run_dir: Path) -> int:
+        def train(config: Config, run_dir: Path, passed: object = None) -> int:
             found.append(config)
             return sota_grpo.run.app.num_steps(config)
 

@@ -43,7 +43,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 def test_overrides_may_stand_on_both_sides_of_an_option(command, tmp_path: Path) -> None:
     found: list[Config] = []
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         found.append(config)
         return sota_grpo.run.app.num_steps(config)
 
@@ -55,7 +55,7 @@ def test_overrides_may_stand_on_both_sides_of_an_option(command, tmp_path: Path)
 
 
 def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         (run_dir / "run.json").write_text("{}")
         return sota_grpo.run.app.num_steps(config)
 
@@ -77,7 +77,7 @@ def test_a_run_that_is_named_goes_on_with_its_own_config(command, tmp_path: Path
     (tmp_path / "before" / "config.yaml").write_text(own)
     found: list[Config] = []
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         found.append(config)
         return sota_grpo.run.app.num_steps(config)
 
@@ -92,7 +92,7 @@ def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.Log
     logger, before = logging.getLogger("sota_grpo"), logging.getLogger("sota_grpo").handlers[:]
     watched = []
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         watched.extend(handler for handler in logger.handlers if isinstance(handler, Heartbeat))
         return sota_grpo.run.app.num_steps(config)
 
@@ -105,7 +105,7 @@ def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.Log
 
 @pytest.mark.parametrize(("error", "code"), [(UserError("Mend it."), 2), (RunFailed("It died."), 1)])
 def test_what_ends_a_run_is_one_sentence(error: Exception, code: int, command, capsys: pytest.CaptureFixture) -> None:
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         raise error
 
     assert command(train) == code
@@ -116,7 +116,7 @@ def test_what_ends_a_run_is_one_sentence(error: Exception, code: int, command, c
 def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.CaptureFixture) -> None:
     calls = []
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         calls.append(run_dir)
         if how == "at once":
             raise KeyboardInterrupt
@@ -124,7 +124,7 @@ def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.Cap
 
     assert command(train, "--multirun", "seed=1,2") == 130
     assert len(calls) == 1
-    kept = "finished runs stay, train.resume=auto goes on with the others"
+    kept = "finished runs stay, train.resume=auto continues the others"
     told = capsys.readouterr()
     assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in told.err
     assert "1 run, 1 stopped" in told.out
@@ -187,7 +187,7 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
 ) -> None:
     trained = []
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         if config.seed == 1:
             raise error
         trained.append(config.seed)
@@ -205,7 +205,7 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
 
 
 def test_a_run_that_is_refused_leaves_another_runs_directory_alone(command, tmp_path: Path) -> None:
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         raise RunRefused("That is another run's.")
 
     assert command(train, "--multirun", "seed=1") == 2
@@ -216,7 +216,7 @@ def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.
     """Accuracy first; a run that failed gives nothing, which a sweeper counts as a failure."""
     from sota_grpo.run.entry import Jobs
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         if config.seed == 2:
             raise RunFailed("It died.")
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.75, "reward": 0.5}\n')

@@ -289,4 +289,4 @@ def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> No
     assert (asked.seed, asked.env.dataset_path, asked.env.num_heldout) == (3, "rows.jsonl", 40)
     assert (asked.env.prompt_column, asked.inference_model.max_tokens) == ("ask", meant.inference_model.max_tokens)
     config.env.dataset_path = "/home/me/run/inputs/train.jsonl"
-    assert "`sota-grpo eval RUN` does it again" in model_card(config, 1, [])
+    assert "`sota-grpo eval RUN` evaluates it again" in model_card(config, 1, [])

@@ -305,7 +305,7 @@ def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
 
 def test_overrides_stand_anywhere_and_nothing_else_does(monkeypatch, capsys) -> None:
     seen = []
-    monkeypatch.setattr(cli.replay, "run", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr("sota_grpo.cli.runs.replay", lambda options: seen.append(options) or 0)
     with pytest.raises(SystemExit, match="0"):
         cli.main(["replay", "RUN", "--step", "2", "--json", "algorithm=dapo"])
     assert (seen[0].run_dir, seen[0].step, seen[0].overrides) == ("RUN", 2, ["algorithm=dapo"])
