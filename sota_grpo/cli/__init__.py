@@ -133,7 +133,7 @@ def add_trust(parser: Any) -> None:
     parser.add_argument("--trust-run", action="store_true", help=help_text)
 
 
-def tell_trust(options: argparse.Namespace, config: Config) -> None:
+def print_trust(options: argparse.Namespace, config: Config) -> None:
     """Print what ``--trust-run`` permits to the ``config`` of the run."""
     from sota_grpo.assembly.compose import needs_consent
 
@@ -152,7 +152,7 @@ def require_run(options: argparse.Namespace, unused: Sequence[str]) -> Path:
 
     quiet_console()
     run_dir = Path(options.run_dir).expanduser()
-    tell_trust(options, load_config(run_dir, trust=options.trust_run, unused=unused))
+    print_trust(options, load_config(run_dir, trust=options.trust_run, unused=unused))
     return run_dir
 
 

@@ -49,17 +49,10 @@ class Node(NamedTuple):
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add ``doctor`` and its options to the parser of ``sota-grpo``."""
-    add = add_parser(
-        commands, "doctor", "check a machine or a cluster for the needs of a run", __doc__, run
-    ).add_argument
+    add = add_parser(commands, "doctor", "check a machine or a cluster before a run", __doc__, run).add_argument
     add("--address", metavar="ADDRESS", help="of a running Ray cluster (auto, HOST:PORT): all its nodes")
-    add(
-        "--run-dir",
-        metavar="DIR",
-        type=Path,
-        default=Path("outputs"),
-        help="parent of run directories; default: outputs",
-    )
+    run_dir = "parent of run directories; default: outputs"
+    add("--run-dir", metavar="DIR", type=Path, default=Path("outputs"), help=run_dir)
     add("--json", action="store_true", help="the findings as JSON instead of sentences")
 
 
@@ -116,7 +109,7 @@ def _packages() -> tuple[str, str]:
             faults[WARNING if extra else FAILED].append(text + (f" by the extra {extra[1]}" if extra else ""))
     for state, texts in faults.items():
         if texts:
-            return state, f"{'; '.join(dict.fromkeys(texts))}: `pip install 'sota-grpo[EXTRA]'` mends it."
+            return state, f"{'; '.join(dict.fromkeys(texts))}: `pip install 'sota-grpo[EXTRA]'` installs it."
     return OK, f"{version('sota-grpo')}, and all that it needs."
 
 

@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.cli import above_zero, add_parser, add_trust, tell_trust, whole
+from sota_grpo.cli import above_zero, add_parser, add_trust, print_trust, whole
 from sota_grpo.cli.score import STANDARD, graded_row, row_writer
 from sota_grpo.config.mixture import tasks_named
 from sota_grpo.errors import RunFailed, UserError
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     quiet_console()
     named = {"config_name": options.config_name, "task": options.task, "step": options.step}
     target = find_target(options.target, _overrides(options), **named, trust=options.trust_run)
-    tell_trust(options, target.config)
+    print_trust(options, target.config)
     engine = resolve_engine_name(target.config.engine.name, device=resolve_device(target.config))
     if (fault := temperature_fault(engine, options.temperature, "--temperature")) is not None:
         raise UserError(fault)

@@ -65,34 +65,20 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
         BrokenPipeError: the reader of stdout has closed it.
         KeyboardInterrupt: its text has the number of rows written.
     """
-    if name == STANDARD:
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")
-        with _writing(sys.stdout, option, "stdout") as write:
-            yield write
-        return
-    partial = Path(f"{name}.partial")
-    target = f"{option} {name}"
-    if read is not None and Path(read).resolve() in (Path(name).resolve(), partial.resolve()):
-        raise UserError(f"{target} would overwrite the input; give another file.")
+    partial, target, count = Path(f"{name}.partial"), f"{option} {name}", 0
     try:
-        if Path(name).exists() and not Path(name).is_file():
-            raise UserError(f"{target} is there and is no file; give a file, or - for stdout.")
-        file = partial.open("w", encoding="utf-8")
+        if name == STANDARD:
+            if isinstance(sys.stdout, TextIOWrapper):
+                sys.stdout.reconfigure(encoding="utf-8")
+            file, holder, target = sys.stdout, "stdout", option
+        elif read is not None and Path(read).resolve() in (Path(name).resolve(), partial.resolve()):
+            raise UserError(f"{target} would overwrite the input; give another file.")
+        elif Path(name).exists() and not Path(name).is_file():
+            raise UserError(f"{target} exists and is no file; give a file, or - for stdout.")
+        else:
+            file, holder = partial.open("w", encoding="utf-8"), str(partial)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror}).") from error
-    with file, _writing(file, target, str(partial)) as write:
-        yield write
-    try:
-        partial.replace(name)
-    except OSError as error:
-        raise RunFailed(f"{target} cannot be written ({error.strerror}); {partial} holds all rows.") from error
-
-
-@contextmanager
-def _writing(file: TextIO, output: str, holder: str) -> Iterator[RowWriter]:
-    """Args: the open file; its option and name; the name of the partial output, for messages."""
-    count = 0
 
     def attempt(action: Callable[..., object], *arguments: str) -> None:
         try:
@@ -103,7 +89,7 @@ def _writing(file: TextIO, output: str, holder: str) -> Iterator[RowWriter]:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # takes what is buffered: Python would try again at exit
             os.dup2(nowhere, file.fileno())
             os.close(nowhere)
-            reason = f"{output} cannot be written on ({error.strerror}); {holder} holds the rows before."
+            reason = f"{target} cannot be written on ({error.strerror}); {holder} holds the rows before."
             raise RunFailed(reason) from error
 
     def write(row: dict[str, Any]) -> None:
@@ -111,12 +97,18 @@ def _writing(file: TextIO, output: str, holder: str) -> Iterator[RowWriter]:
         attempt(file.write, json_line(row, default=str) + "\n")
         count += 1
 
-    try:
-        yield write
-    except KeyboardInterrupt:
+    with nullcontext() if name == STANDARD else file:
+        try:
+            yield write
+        except KeyboardInterrupt:
+            attempt(file.flush)
+            raise KeyboardInterrupt(*([f"rows written to {holder}: {count}"] if count else [])) from None
         attempt(file.flush)
-        raise KeyboardInterrupt(*([f"rows written to {holder}: {count}"] if count else [])) from None
-    attempt(file.flush)
+    try:
+        if name != STANDARD:
+            partial.replace(name)
+    except OSError as error:
+        raise RunFailed(f"{target} cannot be written ({error.strerror}); {partial} holds all rows.") from error
 
 
 class Line(NamedTuple):

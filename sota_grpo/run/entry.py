@@ -228,16 +228,18 @@ class Jobs:
             self._codes.append(USER_MISTAKE)
         except (ValueError, TypeError) as error:
             if not self._began:  # Hydra, of a preset that is no name
-                self._tell(UserError(sentence_of(error)))
+                self._print_error(UserError(sentence_of(error)))
             elif isinstance(error, TypeError) or self._sweep_dir is None or 0 in self._codes:
                 raise  # else a sweeper has found no best run: all failed, and each has printed its reason
         except RuntimeError as error:
             if self._waits and self._sweep_dir is not None:
                 said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
                 output = f"its output is below {self._sweep_dir / '.submitit'}"
-                self._tell(RunFailed(f"A job of the sweep gave no answer ({said.rstrip('.')}); {output}."))
+                self._print_error(RunFailed(f"A job of the sweep gave no answer ({said.rstrip('.')}); {output}."))
             elif _NO_SLURM in str(error):
-                self._tell(UserError("There is no srun here; start the sweep where jobs are submitted to SLURM."))
+                self._print_error(
+                    UserError("There is no srun here; start the sweep where jobs are submitted to SLURM.")
+                )
             else:
                 raise
         except KeyboardInterrupt as stop:
@@ -275,7 +277,7 @@ class Jobs:
         try:
             action()
         except self._mistakes as error:
-            self._tell(error)
+            self._print_error(error)
         else:
             self._codes.append(0)
 
@@ -288,11 +290,11 @@ class Jobs:
             self._codes.append(0)
             return objective(run_dir)
         except RunRefused as error:  # the directory is another run's
-            self._tell(error)
+            self._print_error(error)
         except Exception as error:  # of any kind: the other runs of the sweep still run
             if not isinstance(error, self._mistakes):
                 traceback.print_exc()
-            self._tell(error)
+            self._print_error(error)
             with suppress(OSError, UserError):
                 note_options(run_dir, composed)
                 note_failure(run_dir, error)
@@ -307,7 +309,7 @@ class Jobs:
             note_command(sweep_dir, self._arguments)
             self._sweep_dir = sweep_dir
 
-    def _tell(self, error: Exception) -> None:
+    def _print_error(self, error: Exception) -> None:
         mistake = isinstance(error, self._mistakes)
         missing = _NO_PLUGIN.search(str(error))
         if missing:
