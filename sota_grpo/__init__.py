@@ -1,7 +1,7 @@
 """GRPO post-training of language models, TorchRL-native.
 
-``sota_grpo.train`` is the command line as a function (docs/python.md), ``sota_grpo.Result`` what a run left behind.
-They are imported when they are first used: ``import sota_grpo`` loads nothing.
+``sota_grpo.train`` is the command line as a function (docs/python.md), ``sota_grpo.Result`` reads a run.
+``import sota_grpo`` loads nothing: they are imported at first use.
 """
 
 from __future__ import annotations

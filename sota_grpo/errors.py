@@ -1,4 +1,4 @@
-"""Errors that the user can mend: the message is one sentence that says what is wrong and what to change."""
+"""Errors that the user can fix: the message is one sentence with what is wrong and what to change."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
 
 class UserError(Exception):
-    """Something outside the program is wrong; printed without a traceback, the exit code is 2."""
+    """An error outside the program; printed without a traceback, with exit code 2."""
 
     exit_code = USER_MISTAKE
 
     def _render_traceback_(self) -> list[str]:
-        """IPython's hook: a notebook shows the sentence, as the command line does; ``%debug`` still has the frames."""
+        """Show the sentence in a notebook (IPython's hook); ``%debug`` still has the frames."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class RunFailed(UserError):
-    """The run cannot go on though nothing is wrong with the config: a process died, a disk is full, nobody answers."""
+    """A run cannot continue, though its config is right: a process died, a disk is full, a server is silent."""
 
     exit_code = CRASHED
 
 
 @contextmanager
 def memory_for(what: str, fix: str) -> Iterator[None]:
-    """Raise :class:`RunFailed` where the device lacks memory inside: it lacks memory for ``what``; ``fix``."""
+    """Turn torch's out-of-memory error inside the block into :class:`RunFailed`: no memory for ``what``; ``fix``."""
     try:
         yield
     except RuntimeError as error:
@@ -44,30 +44,29 @@ def memory_for(what: str, fix: str) -> Iterator[None]:
 
 
 def collect_seldom() -> None:
-    """Have Python look for cycles every 50,000 objects instead of every 700: modules, while they are imported (a second
-    of five), and rows have none."""
+    """Collect garbage every 50,000 objects instead of 700, which saves a second of five while modules are imported."""
     gc.set_threshold(50_000, 20, 50)
 
 
 def run_command(program: str, command: Callable[[], int], if_interrupted: str) -> NoReturn:
-    """Run a command to the end of the process: mistakes of the user are one sentence, Ctrl-C is one and 130.
+    """Run a command and exit: a mistake of the user is one sentence, Ctrl-C is one and exit code 130.
 
     Args:
-        program: how the sentences begin.
+        program: first word of the sentences.
         command: returns the exit code.
-        if_interrupted: what is left then, where the interrupt itself does not say it.
+        if_interrupted: end of the sentence of an interrupt without a text.
     """
     collect_seldom()
     interrupt_once()
     try:
         code = command()
     except UserError as error:
-        say(f"{program}: {readable(str(error))}", sys.stderr)  # it may quote what others wrote
+        say(f"{program}: {readable(str(error))}", sys.stderr)  # it may quote untrusted text
         code = error.exit_code
     except KeyboardInterrupt as stop:
         say(f"{program}: interrupted; {str(stop) or if_interrupted}.", sys.stderr)
         code = INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has had enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         sys.stderr.close()
         code = CRASHED
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever ends their writer; Python files of the user's."""
+"""Atomic writes of files and folders; execution of a user's Python files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A temporary path beside ``path`` for the block to write; it takes the name when the block ends well.
+    """Yield a temporary path next to ``path``, and rename it to ``path`` if the block succeeds.
 
     Args:
-        path: what is there before stays until then, and stays if the block fails.
-        durable: the file and its name are on the disk afterwards, so that they outlive a power cut.
+        path: of the file; its former content stays until then.
+        durable: flush file and name to the disk, so that they survive a power cut.
 
     Raises:
-        OSError: the file system refused; nothing is left behind.
+        OSError: of the file system; no temporary file stays.
 
     >>> folder = getfixture("tmp_path")
     >>> with atomic_file(folder / "a.txt") as temporary:
@@ -44,7 +44,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """
     temporary = _beside(path)
     try:
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # never through what lies there
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # follows no link
         yield temporary
         if durable:
             sync(temporary)
@@ -58,7 +58,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """An empty folder beside ``path`` for the block to fill; it takes the place of ``path`` if the block ends well."""
+    """Yield an empty folder next to ``path``, and replace ``path`` by it if the block succeeds."""
     temporary, replaced = _beside(path), _beside(path, "old")
     temporary.mkdir(parents=True)
     try:
@@ -77,7 +77,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def drop_leftovers(folder: Path) -> None:
-    """Remove what writers of files and folders in ``folder`` left there when they were killed; none may be at work."""
+    """Remove temporary files of killed writers from ``folder``; no writer may be active."""
     for leftover in folder.glob(".*"):
         if _LEFTOVER.fullmatch(leftover.name):
             if leftover.is_dir() and not leftover.is_symlink():
@@ -98,7 +98,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def folder_for_sockets(room: int) -> str:
-    """The temporary folder, or ``/tmp`` where below it no path of a Unix socket has ``room`` bytes.
+    """Return the temporary folder, or ``/tmp`` if a Unix socket's path has no ``room`` bytes in it.
 
     >>> folder_for_sockets(room=100)
     '/tmp'
@@ -108,9 +108,9 @@ def folder_for_sockets(room: int) -> str:
 
 
 def run_python(path: Path) -> ModuleType:
-    """The module of a Python file of the user's, run once, as an import would; whatever it raises is raised.
+    """Run a user's Python file as an import would and return its module; its exceptions pass.
 
-    The file's folder is put at the end of ``sys.path``, so that it can import what lies beside it.
+    The file's folder is appended to ``sys.path``, so that the file can import its neighbours.
     """
     name = f"user_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     loader = SourceFileLoader(name, str(path))
@@ -119,7 +119,7 @@ def run_python(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: a file beside it must not shadow a package
     try:
-        # Not loader.exec_module: it would leave compiled files beside the user's own, and believe stale ones.
+        # Not loader.exec_module: it would write compiled files next to the user's own, and trust stale ones.
         exec(loader.source_to_code(path.read_bytes(), str(path)), vars(module))
     except BaseException:
         del sys.modules[name]
@@ -144,7 +144,7 @@ def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, An
 
 
 def error_line(path: str | Path, error: BaseException) -> int | None:
-    """The last line of the Python file ``path`` that ``error`` came through."""
+    """Return the last line of the Python file ``path`` in the traceback of ``error``."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno
     trace = traceback.walk_tb(error.__traceback__)
@@ -153,11 +153,13 @@ def error_line(path: str | Path, error: BaseException) -> int | None:
 
 
 def _beside(path: Path, ending: str = "tmp") -> Path:  # see _LEFTOVER
-    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{ending}")  # a name that nobody can have prepared
+    return path.with_name(
+        f".{path.name}.{secrets.token_hex(6)}.{ending}"
+    )  # unpredictable: no other user can prepare a link
 
 
 def sync(path: Path) -> None:
-    """Return when a file's content, or a folder's names, are on the disk."""
+    """Flush a file's content, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,8 +24,8 @@ ATTENTION_MASK = ("masks", "all_attention_mask")  # bool [N, T], real tokens; Fa
 ASSISTANT_MASK = ("masks", "all_assistant_mask")  # bool [N, T], tokens the policy produced, its EOS included
 
 LOG_PROBS = ("log_probs", "full")  # f32 [N, T], of the behaviour policy's sampled distribution; 0 off-mask
-# Where sampling was truncated (top-k, top-p, min-p), else absent: the sets that tokens were drawn from, each with its
-# token, over which every policy is renormalised. Written by the engine.
+# Where sampling was truncated (top-k, top-p, min-p), else absent: the sampling support of each token, over which every
+# policy is renormalised. Written by the engine.
 KEPT_IDS = ("kept", "ids")  # int32 [K] of a row, set after set; [N, max K] of a padded batch
 KEPT_COUNTS = ("kept", "counts")  # int32 [N, T], tokens of each set; 0 off the assistant mask
 TOKEN_VERSION = ("next", "token_version")  # int64 [N, T], policy version that sampled each token; -1 off-mask
@@ -50,8 +50,6 @@ ADVANTAGE = "advantage"  # f32 [N, 1, 1], exactly 0 for a constant group; writte
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")  # f32 [N, T]; written by ReferenceKL, absent without a reference
 PROXIMAL_LOG_PROBS = ("proximal_log_probs", "full")  # f32 [N, T], recomputed before the first epoch; by the learner
 LAYOUT = "layout"  # policy.shared_prompt.Layout of the padded batch, not a tensor; written by the learner, if it packs
-OBJECTIVE_MASK = (
-    "masks",
-    "objective_mask",
-)  # bool [N, T], tokens that the surrogate keeps; by the learner, unless all
+# bool [N, T], tokens that the surrogate keeps; by the learner, unless all
+OBJECTIVE_MASK = ("masks", "objective_mask")
 LOSS_WEIGHT = "loss_weight"  # f32 [N, T], 0 off-mask; written by collate, once per optimizer step

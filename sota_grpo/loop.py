@@ -10,7 +10,7 @@ Given = TypeVar("Given", contravariant=True)
 
 
 class Collects(Protocol):
-    """What the loop needs of a collector."""
+    """The collector as the loop uses it."""
 
     def update_policy_weights_(self, *, version: int) -> None: ...
 
@@ -18,7 +18,7 @@ class Collects(Protocol):
 
 
 class Trains(Protocol[Given]):
-    """What the loop needs of a learner."""
+    """The learner as the loop uses it."""
 
     @property
     def version(self) -> int: ...
@@ -27,7 +27,7 @@ class Trains(Protocol[Given]):
 
 
 class Log(Protocol[Given]):
-    """What the loop needs of a log."""
+    """The log as the loop uses it."""
 
     def write(self, step: int, batch: Given, update: Mapping[str, Any], collected: Mapping[str, float]) -> None: ...
 
@@ -43,13 +43,12 @@ def run(
     before: Callable[[int], None],
     after: Callable[[int], bool],
 ) -> int:
-    """Go round the loop from ``first_step`` to ``num_steps`` and return the number of steps done.
+    """Train from ``first_step`` to ``num_steps`` and return the number of steps done.
 
     Args:
-        batches: of complete groups, none older than the bound: the collector itself, or the replay buffer that it fills
-            concurrently.
-        before: called with the number of each step, before it (evaluation).
-        after: called with the number of steps done (checkpoint); False ends the loop there.
+        batches: of complete groups within the age bound: the collector, or the replay buffer that it fills.
+        before: called before each step with its number (evaluation).
+        after: called with the number of steps done (checkpoint); False ends the loop.
     """
     for step in range(first_step, num_steps):
         before(step)

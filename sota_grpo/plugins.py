@@ -1,12 +1,12 @@
-"""What the names of options stand for: our own classes, and those that installed packages declare as entry points.
+"""Registries of names in options: our own classes, and entry points of installed packages.
 
-A package of yours adds a task, for one, by a line of its ``pyproject.toml``::
+A package adds, for example, a task by a line of its ``pyproject.toml``::
 
     [project.entry-points."sota_grpo.tasks"]
     riddles = "my_package.riddles:RiddlesTask"
 
 after which ``env.dataset=riddles`` trains on it. The other groups are ``sota_grpo.engines``, ``sota_grpo.optimizers``
-and ``sota_grpo.sinks``. A package cannot take a name of ours.
+and ``sota_grpo.sinks``. A package cannot replace a name of ours.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ Value = TypeVar("Value")
 
 
 class Registry(Mapping[str, Value], Generic[Value]):
-    """By name what ``own`` has and what entry points of ``group`` add; the latter are imported when they are asked for.
+    """A mapping of names to ``own`` values and to entry points of ``group``, imported at first access.
 
     Args:
-        group: of the entry points.
-        own: by name, the values, or ``module:name`` of what is imported when it is asked for.
+        own: values by name; a text ``module:name`` is imported at first access.
     """
 
     def __init__(self, group: str, own: Mapping[str, Value | str]) -> None:
@@ -38,7 +37,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         return {entry.name: entry for entry in entry_points(group=self._group) if entry.name not in self._own}
 
     def __getitem__(self, name: str) -> Value:
-        """Raises UserError where a package's entry point cannot be imported; KeyError for an unknown name."""
+        """Raise UserError if a package's entry point cannot be imported, and KeyError for an unknown name."""
         own = self._own.get(name)
         if isinstance(own, str):
             module, _, member = own.partition(":")
@@ -52,7 +51,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
             package = "a package" if entry.dist is None else f"the package {entry.dist.name}"
             raise UserError(
                 f"{name} of {self._group} is {entry.value} of {package}, which cannot be imported "
-                f"({type(error).__name__}: {error}); mend or remove the package."
+                f"({type(error).__name__}: {error}); repair or remove the package."
             ) from error
 
     def __contains__(self, name: object) -> bool:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the training step at hand is finished, its state saved, then the program ends."""
+"""Ctrl-C, SIGTERM and SIGHUP: finish the current training step, save, and exit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from types import FrameType, TracebackType
 
 logger = logging.getLogger(__name__)
 
-_LAST_S = 5.0  # for closing workers, before the process ends itself; theirs end when it is gone
+_LAST_S = 5.0  # for closing workers, before the process exits; workers end with it
 
 
 def interrupt_once() -> None:
-    """Of several Ctrl-C the first raises KeyboardInterrupt; the next ones do not disturb what is being closed then.
+    """Let only the first Ctrl-C raise KeyboardInterrupt, so that the next ones do not disturb the cleanup.
 
-    One that comes 5 seconds later ends the process at once, with exit code 130: its workers end when it is gone.
+    After 5 seconds the next one ends the process at once, with exit code 130; its workers end with it.
     """
     began: list[float] = []
 
@@ -30,28 +30,25 @@ def interrupt_once() -> None:
         if began[-1] - began[0] > _LAST_S:
             os._exit(130)
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody ignores it, or handles it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, or handled
         signal.signal(signal.SIGINT, handle)
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the interpreter takes its handlers away next
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # handlers are gone after this
 
 
 class Interrupted(Exception):
-    """A stop was asked for while the run waited; nothing was taken, so the state can be saved as it stands."""
+    """A stop was requested while the run waited for a batch; its state is complete."""
 
 
 class StopRequest:
-    """A context in which the first SIGINT, SIGTERM or SIGHUP only sets :attr:`requested`; a second one interrupts at
-    once.
+    """A context in which the first SIGINT, SIGTERM or SIGHUP sets :attr:`requested` and a second one interrupts.
 
-    A preempted node sends SIGTERM and, some time later, SIGKILL. When the step at hand takes longer than ``grace_s``
-    after SIGTERM, it is interrupted as by a second signal, so that the run still ends in good order; the last
-    checkpoint is then the place to go on from. Where even that is not heeded, the process ends itself.
-    A terminal that goes away sends SIGHUP, which is taken as SIGTERM, often twice: further ones are ignored. Where it
-    is ignored already (``nohup``), it stays so.
-    Outside the main thread, which alone is given signals, it asks for nothing.
+    A preempted node sends SIGTERM and later SIGKILL. If the current step takes longer than ``grace_s`` after SIGTERM,
+    it is interrupted as by a second signal, and the last checkpoint counts; if that has no effect, the process exits.
+    A closed terminal sends SIGHUP, often twice: further ones are ignored, and under ``nohup`` the first one, too.
+    Outside the main thread, which alone receives signals, the context does nothing.
 
     Args:
-        grace_s: longest wait for the step at hand after SIGTERM or SIGHUP; None waits for ever.
+        grace_s: longest wait for the current step after SIGTERM or SIGHUP; None: no limit.
 
     >>> with StopRequest() as stop:
     ...     stop.requested
@@ -77,7 +74,7 @@ class StopRequest:
         self.step_is_over()
 
     def step_is_over(self) -> None:
-        """The grace was for the step; what is saved after it is not given up."""
+        """Cancel the grace time: the checkpoint after the step is not interrupted."""
         for timer in self._timers:
             timer.cancel()
 
@@ -89,7 +86,7 @@ class StopRequest:
             (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
             return
         self.requested = True
-        logger.warning("%s: stopping after this step; once more stops at once.", signal.Signals(number).name)
+        logger.warning("%s: stopping after this step; a second signal stops at once.", signal.Signals(number).name)
         if number != signal.SIGINT and self._grace_s is not None:
             self._after(self._grace_s, self._interrupt)
 
@@ -100,6 +97,6 @@ class StopRequest:
         self._timers.append(timer)
 
     def _interrupt(self) -> None:
-        logger.warning("The step at hand takes longer than train.grace_s=%g; it is given up.", self._grace_s)
+        logger.warning("The current step takes longer than train.grace_s=%g; it is interrupted.", self._grace_s)
         self._after(_LAST_S, lambda: os._exit(128 + signal.SIGTERM))
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # reaches a blocking call too

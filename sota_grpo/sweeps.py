@@ -1,9 +1,8 @@
-"""Sweeps: what the runs below a directory gave, side by side, and how a sweep that was cut off goes on.
+"""Sweeps: the runs of a directory side by side, and the resume of an interrupted sweep.
 
-The command of a sweep is kept in its directory, so that the same command can find it again: ``--multirun
-train.resume=auto`` continues the newest sweep that it began and did not complete. Every run there that is finished is
-left as it is and every other one goes on or begins. With ``hydra.sweep.dir=DIR`` given, that directory is used,
-whatever is in it.
+The directory of a sweep has its command, by which ``--multirun train.resume=auto`` finds the newest incomplete sweep of
+the same command. Finished runs stay, every other one is resumed or started. ``hydra.sweep.dir=DIR`` names a directory
+instead.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from sota_grpo.text import duration, one_line
 from sota_grpo.untrusted import read_yaml
 
 Found = TypeVar("Found")
-LAST_STEPS = 10  # a single step's reward is too noisy to compare runs by
+LAST_STEPS = 10  # a single step's reward is too noisy to compare runs
 SEED = "seed"
 ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
 
-FOLDER = "multirun"  # Hydra's own, with DATE/TIME below it
+FOLDER = "multirun"  # Hydra's own, with DATE/TIME in it
 SWEEP_FILE = "sweep.json"
 SUMMARY = "summary"  # .md and .json, in the sweep's directory
 
 _DEPTH = 3  # folders between a sweep and its runs: hydra.sweep.subdir may name several
 _UNKNOWN = "-"
 _WIDTH = 400  # of text that no terminal limits: no cell is wrapped
-# May differ between a sweep and its continuation: they change nothing that a run computes.
+# May differ between a sweep and its continuation: they do not change a run's results.
 _FREE = re.compile(
     r"\+{0,2}(train\.resume|logging\.|hydra\.(sweep\.dir|callbacks\.|output_subdir=)|hydra[./]launcher\b)"
 )
@@ -67,45 +66,44 @@ class RunRow:
 
     name: str  # its folder below the sweep's
     path: Path
-    overrides: Mapping[str, str]  # what its command line asked for, by option
+    overrides: Mapping[str, str]  # of its command line, by option
     state: str  # finished, running, stopped or failed
-    note: str  # why it failed, or why it is not finished; empty where there is nothing to say
+    note: str  # why it failed or is not finished, or empty
     steps: int  # training steps done so far
-    num_steps: int | None  # training steps that it was started for, where it began to train
-    seconds: float  # of its steps and evaluations, by the clock; what a run takes to start is not among them
-    #: By name: of what is measured every step the mean over the last 10 steps that measured it, of evaluations and
-    #: counters the last value.
+    num_steps: int | None  # training steps in all, if it has begun
+    seconds: float  # of its steps and evaluations, without its start
+    #: By name: the mean over the last 10 steps with a value; of evaluations and counters the last value.
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs that differ in nothing but their seed."""
+    """The runs that differ in their seed only."""
 
-    overrides: Mapping[str, str]  # what distinguishes this setting from the others, the seed left out
+    overrides: Mapping[str, str]  # the options that differ between settings, without the seed
     runs: int
-    finished: int  # so many of them; the means are over these
+    finished: int  # runs in the means
     means: Mapping[str, tuple[float, float | None]]  # by metric, with the standard error over seeds; None for one seed
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs side by side."""
+    """The runs of a directory."""
 
-    path: Path  # the directory that they are in
+    path: Path
     runs: list[RunRow]  # by number
-    varied: list[str]  # the options in which they differ, in the order of the command line
-    metric: str  # they are sorted by it
+    varied: list[str]  # options that differ between runs, in the order of the command line
+    metric: str  # of the order
     ascending: bool = False  # the smallest first
 
     @property
     def ranked(self) -> list[RunRow]:
-        """The runs by the metric; those that did not measure it come last."""
+        """The runs by the metric, those without it last."""
         return sorted(self.runs, key=lambda run: self._rank(run.metrics.get(self.metric)))
 
     @property
     def settings(self) -> list[Setting]:
-        """The settings by the mean of the metric; empty where no setting has several seeds."""
+        """The settings by the mean of the metric; empty if no setting has several seeds."""
         names = [name for name in self.varied if name != SEED]
         groups: dict[tuple[str | None, ...], list[RunRow]] = {}
         for run in self.runs:
@@ -126,7 +124,7 @@ class Sweep:
 
     @property
     def headline(self) -> str:
-        """How many runs there are, and how they ended."""
+        """A sentence with the number of runs in each state."""
         states = [run.state for run in self.runs]
         ended = [f"{states.count(state)} {state}" for state in ("finished", "running", "stopped", "failed")]
         number = f"{len(states)} run" + ("s" if len(states) > 1 else "")
@@ -135,23 +133,26 @@ class Sweep:
 
     @property
     def notes(self) -> list[str]:
-        """What there is to say of single runs."""
+        """Sentences about single runs."""
         return [f"run {run.name} {run.state}: {run.note}" for run in self.runs if run.note]
 
     def _rank(self, value: float | None) -> tuple[bool, float]:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
 
     def measured(self) -> list[str]:
-        """Every metric that a run measured, in the order of the glossary."""
+        """Return every metric that a run measured, in the order of docs/logging.md."""
         names = {name for run in self.runs for name in run.metrics}
         return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
 
 
 def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False) -> Sweep:
-    """The runs below ``path``: a sweep's directory, finished or at work, or any folder of run directories.
+    """Read the runs in ``path``, the directory of a sweep or any folder of run directories.
 
-    They are sorted by ``metric``; None: by accuracy where it was measured, else by reward. It is an error when there is
-    no run below it, or it is itself one run.
+    Args:
+        metric: of the order; None: accuracy where it was measured, else reward.
+
+    Raises:
+        UserError: there is no run in it, or it is itself a run.
     """
     if not path.is_dir():
         raise UserError(f"There is no folder {path}; give the directory of a sweep (multirun/DATE/TIME).")
@@ -159,7 +160,7 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
         raise UserError(f"{path} is one run, not a folder of runs; give {path.parent}.")
     folders = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if is_run(folder)]
     if not folders:
-        raise UserError(f"There is no run below {path}; give the directory of a sweep (multirun/DATE/TIME).")
+        raise UserError(f"There is no run in {path}; give the directory of a sweep (multirun/DATE/TIME).")
     runs = [_read_run(folder, path) for folder in sorted(folders, key=natural)]
     names = dict.fromkeys(name for run in runs for name in run.overrides)
     varied = [name for name in names if len({run.overrides.get(name) for run in runs}) > 1]
@@ -168,13 +169,13 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
 
 
 def objective(run_dir: Path) -> float | None:
-    """What a sweeper optimises: the last held-out accuracy, else the mean reward of the last 10 steps, else None."""
+    """Return the objective of a sweeper: the last held-out accuracy, else the mean reward of the last 10 steps."""
     metrics, _, _ = read_metrics(run_dir / METRICS_FILE)
     return metrics.get(ACCURACY, metrics.get(REWARD))
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """The metrics, training steps and seconds of a run, as in :class:`RunRow`."""
+    """Return the metrics, training steps and seconds of a run, as in :class:`RunRow`."""
     recent: dict[str, deque[float]] = {}
     steps, seconds = 0, 0.0
     for row in read_rows(path):
@@ -192,7 +193,7 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
 
 
 def _read_run(path: Path, root: Path) -> RunRow:
-    """What can be read of a run; what cannot is named in its note."""
+    """Read a run; its note names the files that cannot be read."""
     notes: list[str] = []
 
     def tried(read: Callable[[], Found], instead: Found) -> Found:
@@ -222,7 +223,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
 
 
 def _overrides(path: Path) -> dict[str, str]:
-    """The overrides that Hydra noted, by option: ``+`` does not count, ``~option`` is ``removed``."""
+    """Read Hydra's overrides of a run, by option: without ``+``, and ``removed`` for ``~option``."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -241,7 +242,7 @@ def _overrides(path: Path) -> dict[str, str]:
 
 
 def as_text(sweep: Sweep, width: int | None = None) -> str:
-    """The tables and what there is to say of single runs, in plain characters; wrapped to ``width``, if any."""
+    """Return tables and notes in plain characters, wrapped to ``width``."""
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(Text(sweep.headline), soft_wrap=True)
@@ -258,7 +259,7 @@ def as_text(sweep: Sweep, width: int | None = None) -> str:
 
 
 def as_markdown(sweep: Sweep) -> str:
-    """The same as Markdown."""
+    """Return tables and notes as Markdown."""
     tables = []
     for header, *rows in _tables(sweep):
         lines = [header, ["---"] * len(header), *rows]
@@ -269,7 +270,7 @@ def as_markdown(sweep: Sweep) -> str:
 
 
 def as_csv(sweep: Sweep) -> str:
-    """One line per run, with every metric that any of them measured; what a run did not measure is empty."""
+    """Return one line per run with every metric that any of them measured."""
     names = sweep.measured()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -282,7 +283,7 @@ def as_csv(sweep: Sweep) -> str:
 
 
 def as_json(sweep: Sweep) -> dict[str, Any]:
-    """Everything as plain values for strict JSON."""
+    """Return everything as plain values for strict JSON."""
     runs = []
     for run in sweep.ranked:
         columns = vars(run) | {"path": str(run.path)}
@@ -296,7 +297,7 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_summary(path: Path) -> Sweep:
-    """Write ``summary.md`` and ``summary.json`` into the sweep's directory ``path``; each changes atomically."""
+    """Write ``summary.md`` and ``summary.json`` to the sweep's directory, atomically."""
     sweep = read_sweep(path)
     write_text(path / f"{SUMMARY}.md", as_markdown(sweep))
     write_json(path / f"{SUMMARY}.json", as_json(sweep))
@@ -304,7 +305,7 @@ def write_summary(path: Path) -> Sweep:
 
 
 def _tables(sweep: Sweep) -> list[list[list[str]]]:
-    """The runs, and the settings where several seeds were run of one; the first line of each has the titles."""
+    """Return the table of the runs and, with several seeds, that of the settings; the first line is the header."""
     extra = [] if sweep.metric in (ACCURACY, REWARD) else [sweep.metric]
 
     def shown(value: float | None, error: float | None = None) -> str:
@@ -337,9 +338,7 @@ def _escaped(text: str) -> str:
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
-    """``arguments`` of ``grpo.py``, with the directory of the sweep (``root/DATE/TIME``) that they continue, where
-    ``train.resume=auto`` asks for one.
-    """
+    """Return ``arguments`` of ``grpo.py``, for ``train.resume=auto`` with the directory of the sweep to continue."""
     kept = list(arguments)
     is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in kept)  # to Hydra
     if not is_sweep or "train.resume=auto" not in kept or any(one.startswith("hydra.sweep.dir=") for one in kept):
@@ -353,9 +352,7 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
-    """Write into a sweep's directory which command works there, and whether every run of it is finished; then
-    ``train.resume=auto`` begins another one.
-    """
+    """Write the command of a sweep to its directory, and whether all its runs are finished."""
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:
@@ -363,5 +360,5 @@ def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = 
 
 
 def _identity(arguments: Sequence[str]) -> list[str]:
-    """What makes two commands the same sweep; the order counts, because Hydra numbers the runs by it."""
+    """Return the arguments that identify a sweep, in their order, by which Hydra numbers the runs."""
     return [one for one in arguments if not _FREE.match(one)]

@@ -1,8 +1,4 @@
-"""Text that models, graders, servers and libraries wrote, made fit for a terminal, a log, JSON lines or HTML; times;
-output that may fail.
-
-Standard library only, and nothing of ours.
-"""
+"""Untrusted text for a terminal, a log, JSON lines or HTML; durations; output that may fail. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,14 +13,14 @@ from typing import Any, TextIO
 logger = logging.getLogger(__name__)
 
 _KEPT = frozenset("\u00a0\u3000\u200c\u200d")  # spaces, and the joiners that some scripts need
-# What JSON leaves raw, though terminals obey it, lines break at it, or UTF-8 has no bytes for it: further control
-# characters, separators of lines, changes of direction, halves of surrogate pairs.
+# Left raw by JSON, but harmful in terminals, line readers or UTF-8: further control characters, line separators,
+# changes of direction, halves of surrogate pairs.
 _RAW = "\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _ODD, _ODD_IN_HTML = re.compile(f"[{_RAW}]"), re.compile(f"[<>&{_RAW}]")
 
 
 def readable(text: str, keep: str = "\n\t") -> str:
-    """``text``, control characters, directions and half surrogates escaped, all but those to ``keep``.
+    """Escape control characters, changes of direction and half surrogates, except those to ``keep``.
 
     >>> readable("3 < 4\\x1b[2J\\u202e\\n5 Ångström \\ud800")
     '3 < 4\\\\x1b[2J\\\\u202e\\n5 Ångström \\\\ud800'
@@ -38,12 +34,12 @@ def readable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str, limit: int | None = 500) -> str:
-    """The first ``limit`` characters, readable and on one line."""
+    """Return the first ``limit`` characters, readable and on one line."""
     return readable(text[:limit], keep="")
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says first, else its type.
+    """Return the first line of an exception's text, else its type.
 
     >>> first_line(ValueError("no route\\nand a page of details")), first_line(KeyError())
     ('no route', 'KeyError')
@@ -53,24 +49,32 @@ def first_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """The type of an exception and what it says first."""
+    """Return the type of an exception and the first line of its text."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
 
 class ReadableFormatter(logging.Formatter):
-    """Lines of a log, which may quote what others have written."""
+    """A formatter of log lines that may quote untrusted text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return readable(super().format(record))
 
 
+def console_handler(stream: TextIO | None = None) -> logging.Handler:
+    """Return a handler that shows our own sentences, except those for the log file only, by default on stderr."""
+    console = logging.StreamHandler(stream)
+    console.setLevel(logging.INFO)
+    console.addFilter(lambda record: not getattr(record, "file_only", False))
+    console.setFormatter(ReadableFormatter("%(message)s"))
+    return console
+
+
 def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
-    """``value`` as JSON in one line, as legible as it may be; read back, it is the same.
+    """Return ``value`` as one line of JSON with control characters escaped.
 
     Args:
-        value: what JSON takes.
-        html: no character of markup either, so that it can stand in a ``<script>`` element.
+        html: escape markup, too, for a ``<script>`` element.
         options: of :func:`json.dumps`.
 
     >>> json_line({"text": "\\x1b[2J <b> é \\u202e\\ud800"})
@@ -83,7 +87,7 @@ def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any.
+    """Return minutes and seconds, with hours if there are any.
 
     >>> duration(151), duration(3661.2), duration(0.4)
     ('2:31', '1:01:01', '0:00')
@@ -94,9 +98,9 @@ def duration(seconds: float) -> str:
 
 
 class Output:
-    """A text stream that ends no run when it cannot be written: a closed pipe, a lost terminal, a full disk.
+    """A text stream whose failure (a closed pipe, a lost terminal, a full disk) ends no run, only its own output.
 
-    One warning says so; what is written afterwards goes to the null device. None is standard output.
+    Logs one warning and writes to the null device afterwards. None is standard output.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Files of a run directory that somebody else may have made: data, whatever they are made to look like.
+"""Readers of run directories, whose files are untrusted: another user may have made them.
 
-Every reader of a run opens its files here. What is refused is an ``OSError`` whose text says why, so that a caller
-treats it like any other file that cannot be read.
+Every reader of a run opens its files here. A refused file is an ``OSError`` with the reason, like any other unreadable
+file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sota_grpo.errors import UserError
 
 SMALL_BYTES = 16 << 20  # of a file that is read as a whole
 _YAML_BYTES, _YAML_DEPTH = 1 << 20, 32
-# A longer file that is stored in a hundredth of its length or less takes hours and tells nothing.
+# A longer file that occupies a hundredth of its length or less takes hours and has no content.
 _HOLES_MATTER, _HOLES = 1 << 30, 100
-#: What torch's ``weights_only`` loader raises of bytes that are no file of tensors. Its text advises to run their code.
+#: Errors of torch's ``weights_only`` loader for bytes that are no tensors; their text advises to run the file's code.
 NO_TENSORS = (
     *(RuntimeError, EOFError, pickle.UnpicklingError, struct.error),
     *(LookupError, TypeError, ValueError, AttributeError),
@@ -33,12 +33,11 @@ _NOT_REGULAR = "it is no regular file"
 
 
 def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, levels: int = 1) -> IO[bytes]:
-    """Open a regular file of a run for reading; neither a pipe nor a device is waited for.
+    """Open a regular file of a run for reading, without waiting for a pipe or a device.
 
     Args:
-        path: of the file.
-        most_bytes: a larger file is refused; None takes any.
-        levels: folders from the run directory to the file, 1 for one that stands in it.
+        most_bytes: refuse a larger file; None: no limit.
+        levels: depth of the file in the run directory, 1 for a file directly in it.
 
     Raises:
         OSError: no regular file, too large, all holes, or a link that leaves the run; or the system refuses.
@@ -65,15 +64,15 @@ def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, le
 
 
 def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = None) -> None:
-    """Check a folder before it is given to a library that opens files itself, or written to; one not there passes.
+    """Check a folder before a library reads it or this program writes to it; a missing folder passes.
 
     Args:
-        folder: the folder; it and its direct contents are checked.
-        run_dir: where links may lead.
-        below: of its folders, those whose contents are checked as well; None: all.
+        folder: it and its direct contents are checked.
+        run_dir: the only place where links may lead.
+        below: folders in it that are checked recursively; None: all.
 
     Raises:
-        UserError: something below it is a link that leaves ``run_dir``, a pipe or a device.
+        UserError: it contains a link that leaves ``run_dir``, a pipe or a device.
     """
     if not os.path.lexists(folder):
         return
@@ -81,21 +80,20 @@ def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = Non
     for path in chain([folder], folder.glob("*"), deeper):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode) and _leaves(path, run_dir):
-            raise UserError(f"{path}: {_LINK}; put there what it names (a run directory may be linked as a whole).")
+            raise UserError(f"{path}: {_LINK}; replace it by its target (a run directory may be linked as a whole).")
         if not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise UserError(f"{path}: {_NOT_REGULAR}; remove it.")
 
 
 def read_yaml(path: Path, *, levels: int = 1) -> Any:
-    """What stands in a YAML file, as OmegaConf has it and unresolved; what could grow while it is read is refused.
+    """Return the content of a YAML file, as OmegaConf has it and unresolved; content that could expand is refused.
 
     Args:
-        path: of the file.
         levels: as in :func:`open_file`.
 
     Raises:
         OSError: as :func:`open_file`.
-        Exception: PyYAML's and OmegaConf's own, for what is no YAML, has aliases or is nested too deeply.
+        Exception: PyYAML's and OmegaConf's own: no YAML, aliases, or too deep nesting.
     """
     import yaml
     from omegaconf import OmegaConf

@@ -1,11 +1,14 @@
-"""The command ``sota-grpo``: tools around a training run, one module each, and options that several take."""
+"""The command ``sota-grpo``: training, and tools around a run."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.config.secrets import without_tokens
@@ -14,23 +17,34 @@ from sota_grpo.errors import UserError, run_command
 if TYPE_CHECKING:
     from sota_grpo.config import Config
 
+ASYNC = "--async"
+_QUERY = "-sc"  # with it the shell asks the program for completions (Hydra's convention)
+_LINE = "COMP_LINE"  # the line typed so far
+_OPTIONS = ("--async", "--cfg", "--config-dir", "--config-name", "--help", "--info", "--multirun", "--resolve")
+_NO_PREFIX = "\0"  # no argument begins with it, so that Hydra gets all of them
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one tool; mistakes of the user are one sentence and exit code 2, Ctrl-C is one and 130."""
+    """Run a command; a mistake of the user is one sentence and exit code 2, Ctrl-C is one and 130."""
     argv = sys.argv[1:] if arguments is None else arguments
     run_command("sota-grpo", lambda: _run(without_tokens(argv)), "nothing was written")
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from sota_grpo.cli import check, doctor, estimate, eval, export, replay, report, score, sweep, train
+    from sota_grpo.cli import check, doctor, estimate, eval, runs, score
 
-    parser = argparse.ArgumentParser(prog="sota-grpo", description="Tools around GRPO post-training.")
+    parser = argparse.ArgumentParser(prog="sota-grpo", description="GRPO post-training, and tools around a run.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, doctor, check, estimate, eval, report, replay, export, score, sweep):
-        command.add_command(commands)
-    if arguments[:1] == [train.QUERY]:  # the shell's question, which comes without a command
-        return train.complete(arguments, commands.choices)
-    options, left = parser.parse_known_args(arguments)  # which takes no overrides (OPTION=VALUE) behind options
+    train = commands.add_parser(
+        "train", help="train: grpo.py of a checkout; --async: grpo-async.py", prefix_chars=_NO_PREFIX, add_help=False
+    )
+    train.add_argument("arguments", nargs="*")
+    train.set_defaults(run=lambda options: _train(options.arguments))
+    for module in (doctor, check, estimate, eval, runs, score):
+        module.add_command(commands)
+    if arguments[:1] == [_QUERY]:
+        return _complete(arguments, commands.choices)
+    options, left = parser.parse_known_args(arguments)  # which takes no overrides (OPTION=VALUE) after options
     if left and not (hasattr(options, "overrides") and all("=" in one and one[0] != "-" for one in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
@@ -38,18 +52,52 @@ def _run(arguments: Sequence[str]) -> int:
     return options.run(options)
 
 
+def _train(arguments: Sequence[str]) -> int:
+    """Pass the command line to Hydra, which ends the process with the exit code of ``grpo.py``."""
+    # OpenMP threads that spin while they wait slow a busy machine down by 10x and more; read when torch loads
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from sota_grpo.run.entry import entry
+
+    sys.argv[1:] = [argument for argument in arguments if argument != ASYNC]
+    entry(mode="async" if ASYNC in arguments else "sync", command="sota-grpo train [--async]")
+    return 0
+
+
+def _complete(arguments: Sequence[str], commands: Collection[str]) -> int:
+    """Print the completions of the line that is being typed: commands, or after ``train`` those of Hydra."""
+    program, _, typed = os.environ.get(_LINE, "").lstrip().partition(" ")
+    command, space, rest = typed.lstrip().partition(" ")
+    *before, word = rest.split(" ")
+    names: Collection[str] = ()
+    if not space:
+        names, word = sorted(commands), command
+    elif command == "train" and word.startswith("-"):
+        names = _OPTIONS
+    elif command == "train" and before[-1:] in (["--config-name"], ["-cn"]):
+        from sota_grpo.assembly.compose import preset_names
+
+        names = preset_names()
+    elif command == "train":
+        os.environ[_LINE] = " ".join([program, *(one for one in before if one != ASYNC), word])
+        return _train(arguments)
+    print("\n".join(name for name in names if name.startswith(word)))
+    return 0
+
+
 def add_parser(
     commands: Any, name: str, summary: str, description: str | None, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    """The parser of one command, which is done by ``run``."""
+    """Add the parser of a command, which ``run`` executes."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=summary, description=description, formatter_class=raw)
+    parser = commands.add_parser(
+        name, help=summary, description=inspect.cleandoc(description or ""), formatter_class=raw
+    )
     parser.set_defaults(run=run)
     return parser
 
 
 def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
-    """The type of an option that counts something.
+    """Return the type of an integer option.
 
     >>> whole("a number of tokens")("none")
     Traceback (most recent call last):
@@ -65,7 +113,7 @@ def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
 
 
 def above_zero(what: str) -> Callable[[str], float]:
-    """The type of an option that measures something."""
+    """Return the type of an option that is a finite number above 0."""
 
     def parsed(text: str) -> float:
         try:
@@ -81,19 +129,31 @@ def above_zero(what: str) -> Callable[[str], float]:
 
 def add_trust(parser: Any) -> None:
     """Add ``--trust-run`` to the parser of a command that reads a run."""
-    parser.add_argument(
-        "--trust-run",
-        action="store_true",
-        help="run the code, and ask the server, that the run's own config names; what it is is printed",
-    )
+    help_text = "run the code and ask the server that the run's config names; each is printed"
+    parser.add_argument("--trust-run", action="store_true", help=help_text)
 
 
-def tell_trust(options: argparse.Namespace, config: Config) -> None:
-    """Print what ``--trust-run`` lets the ``config`` of the run do."""
+def print_trust(options: argparse.Namespace, config: Config) -> None:
+    """Print what ``--trust-run`` permits to the ``config`` of the run."""
     from sota_grpo.assembly.compose import needs_consent
 
     for option, act in needs_consent(config).items() if options.trust_run else ():
         print(f"--trust-run: the run's config may {act} ({option}).", file=sys.stderr)
+
+
+def require_run(options: argparse.Namespace, unused: Sequence[str]) -> Path:
+    """Return the directory of the run that the options name, before torch is imported.
+
+    Raises:
+        UserError: there is no run, or ``--trust-run`` is missing for an option of its config that is not ``unused``.
+    """
+    from sota_grpo.assembly.compose import load_config
+    from sota_grpo.run.entry import quiet_console
+
+    quiet_console()
+    run_dir = Path(options.run_dir).expanduser()
+    print_trust(options, load_config(run_dir, trust=options.trust_run, unused=unused))
+    return run_dir
 
 
 def add_config(parser: Any) -> None:
@@ -102,11 +162,11 @@ def add_config(parser: Any) -> None:
 
     add = parser.add_argument
     add("--config-name", "-cn", metavar="NAME", default=DEFAULT_CONFIG, help=f"preset; default: {DEFAULT_CONFIG}")
-    add("overrides", metavar="OPTION=VALUE", nargs="*", help="what grpo.py would be given; mode=async: grpo-async.py")
+    add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of grpo.py; mode=async: of grpo-async.py")
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """The config that the options name, composed and not validated; UserError where there is none."""
+    """Return the config that the options name, composed and not validated; UserError where there is none."""
     from sota_grpo.assembly.compose import compose
 
     for override in options.overrides:

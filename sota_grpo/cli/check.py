@@ -1,7 +1,7 @@
-"""``sota-grpo check``: the gate of a run alone, on any config, before you start it or hand it to a queue.
+"""``sota-grpo check``: make the checks of a run on any config, without training.
 
-Model, engine, reference and task are put together as ``grpo.py`` would, a few samples are drawn, and each check says
-what it measured. Nothing is trained and no run directory is written::
+Model, engine, reference and task are built as ``grpo.py`` would, a few samples are drawn, and each check prints what it
+measured. No run directory is written::
 
     sota-grpo check --config-name grpo_cpu engine=transformers
     sota-grpo check --config-name grpo_gsm8k model.name=./my-model env.dataset_path=train.jsonl
@@ -17,7 +17,7 @@ import sys
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sota_grpo.cli import add_config, add_parser, config_of
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from sota_grpo.training.gate import Check
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: Any) -> None:
     """Add ``check`` and its options to the parser of ``sota-grpo``."""
     parser = add_parser(commands, "check", "check that a config would train right mathematics", __doc__, run)
     add_config(parser)
-    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep what the engine logs, and gate.json, there")
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder for the engine's logs and gate.json")
     parser.add_argument("--json", action="store_true", help="the outcomes as JSON instead of sentences")
 
 
@@ -42,17 +42,17 @@ def run(options: argparse.Namespace) -> int:
     config = config_of(options)
     preflight(config)
     quiet_console()
-    began = time.perf_counter()
-    out = sys.stdout
+    began, out = time.perf_counter(), sys.stdout
+
+    def show(one: Check) -> None:
+        if not options.json:
+            print(f"{one.outcome}  {one.name}: {one.sentence} ({one.seconds:.1f} s)", file=out, flush=True)
+
     with redirect_stdout(sys.stderr), Heartbeat():  # libraries and reward functions may print
         announce(config)
         from sota_grpo.assembly.evaluation import check
 
-        checks = check(
-            config,
-            run_dir=options.run_dir,
-            on_check=lambda one: None if options.json else print(_sentence(one), file=out, flush=True),
-        )
+        checks = check(config, run_dir=options.run_dir, on_check=show)
     made = [one.passed for one in checks if one.passed is not None]
     seconds = time.perf_counter() - began
     if options.json:
@@ -61,7 +61,3 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"{sum(made)} of {len(made)} checks passed in {seconds:.1f} s")
     return 0 if all(made) else 1
-
-
-def _sentence(check: Check) -> str:
-    return f"{check.outcome}  {check.name}: {check.sentence} ({check.seconds:.1f} s)"

@@ -1,9 +1,9 @@
-"""``sota-grpo doctor``: whether this node, or every node of a Ray cluster, has what a run needs, each with the fix::
+"""``sota-grpo doctor``: check this node, or every node of a Ray cluster, for the needs of a run, each with its fix::
 
     sota-grpo doctor --run-dir /shared/outputs
     sota-grpo doctor --address auto        # on every node of the cluster; equal versions and a folder that all see
 
-The exit code is 1 where something is missing without which a run fails, else 0.
+The exit code is 1 where a need is missing without which a run fails, else 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_DEVELOPERS = ("test", "docs", "bench", "mutation")  # extras that no run nee
 
 
 class Finding(NamedTuple):
-    """One look at a node: ``warning`` where some runs fail or are slow; a sentence, with the fix where it is not ok."""
+    """The result of a check: ``warning`` where some runs fail or are slow; a sentence, with the fix if it is not ok."""
 
     subject: str
     state: str
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One machine: its findings, and the versions that have to be equal everywhere."""
+    """A machine: its findings, and the versions that must be equal on all nodes."""
 
     name: str
     findings: list[Finding]
@@ -49,14 +49,15 @@ class Node(NamedTuple):
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add ``doctor`` and its options to the parser of ``sota-grpo``."""
-    add = add_parser(commands, "doctor", "look at what a machine or a cluster has", __doc__, run).add_argument
+    add = add_parser(commands, "doctor", "check a machine or a cluster before a run", __doc__, run).add_argument
     add("--address", metavar="ADDRESS", help="of a running Ray cluster (auto, HOST:PORT): all its nodes")
-    add("--run-dir", metavar="DIR", type=Path, default=Path("outputs"), help="that runs are below; default: outputs")
+    run_dir = "parent of run directories; default: outputs"
+    add("--run-dir", metavar="DIR", type=Path, default=Path("outputs"), help=run_dir)
     add("--json", action="store_true", help="the findings as JSON instead of sentences")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look, print, and return 1 if something failed, else 0; UserError where the cluster cannot be reached."""
+    """Check and print; 1 if a check failed, else 0. UserError where the cluster cannot be reached."""
     folder, address = str(options.run_dir.absolute()), options.address
     nodes = [examine(folder)] if address is None else examine_cluster(address, folder)
     if options.json:
@@ -69,17 +70,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(folder: str, mark: str | None = None) -> Node:
-    """Look at this machine: runs are written below ``folder``, where the driver may have made the file ``mark``."""
+    """Check this machine for runs in ``folder``, where the driver may have made the file ``mark``."""
     looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory, "open files": _open_files}
     looks["disk"] = lambda: _disk(Path(folder))
     findings = []
     for subject, look in looks.items():
         try:
             findings.append(Finding(subject, *look()))
-        except Exception as error:  # a broken driver or library raises anything, and the other looks still count
-            findings.append(Finding(subject, WARNING, f"could not be looked at ({sentence(error)})."))
+        except Exception as error:  # a broken driver or library raises anything, and the other checks still count
+            findings.append(Finding(subject, WARNING, f"could not be checked ({sentence(error)})."))
     if mark is not None:
-        why = f"{folder} is not the driver's, and checkpoints of ranks need a file system that all nodes share."
+        why = f"{folder} is not the driver's; checkpoints of ranks need a shared file system: mount one there."
         looked = (OK, f"{folder} is the driver's.") if os.path.exists(mark) else (WARNING, why)
         findings.append(Finding("run directory", *looked))
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
@@ -90,7 +91,7 @@ def examine(folder: str, mark: str | None = None) -> Node:
 
 
 def _packages() -> tuple[str, str]:
-    """Installed versions against the ranges of the package's own metadata; extras count where they are installed."""
+    """Compare installed versions with the ranges of the package's metadata; extras count where they are installed."""
     from packaging.requirements import Requirement
 
     faults: dict[str, list[str]] = {FAILED: [], WARNING: []}
@@ -108,7 +109,7 @@ def _packages() -> tuple[str, str]:
             faults[WARNING if extra else FAILED].append(text + (f" by the extra {extra[1]}" if extra else ""))
     for state, texts in faults.items():
         if texts:
-            return state, f"{'; '.join(dict.fromkeys(texts))}: `pip install 'sota-grpo[EXTRA]'` mends it."
+            return state, f"{'; '.join(dict.fromkeys(texts))}: `pip install 'sota-grpo[EXTRA]'` installs it."
     return OK, f"{version('sota-grpo')}, and all that it needs."
 
 
@@ -163,7 +164,7 @@ def _open_files() -> tuple[str, str]:
 
 
 def compare(nodes: list[Node]) -> list[Finding]:
-    """Of several nodes, each version that is not the same on all; nodes without any have a finding of their own."""
+    """Return a finding for each version that differs between nodes; nodes without versions have their own finding."""
     nodes, findings = [node for node in nodes if node.versions], []
     for name in dict.fromkeys(name for node in nodes for name in node.versions):
         where = {node.name: node.versions.get(name, "missing") for node in nodes}
@@ -174,7 +175,7 @@ def compare(nodes: list[Node]) -> list[Finding]:
 
 
 def examine_cluster(address: str, folder: str) -> list[Node]:
-    """Look at every node of a running Ray cluster, by a task on each that looks for a file of this machine's, too.
+    """Check every node of a running Ray cluster by a task, which also looks for a file that this machine wrote.
 
     Raises:
         UserError: Ray is not installed, or the cluster or ``folder`` cannot be used.
@@ -192,7 +193,7 @@ def examine_cluster(address: str, folder: str) -> list[Node]:
 
 
 def _of_answer(name: str, answer: Any) -> Node:
-    """Of a node's answer, or of the error in its place."""
+    """Return the node of an answer, or of the error that a node gave instead."""
     if not isinstance(answer, Exception):
         return answer._replace(name=f"{answer.name} ({name})")
     hung = isinstance(answer, TimeoutError)

@@ -1,14 +1,14 @@
-"""``sota-grpo estimate``: whether a run fits, before anything is loaded.
+"""``sota-grpo estimate``: compute the memory and the steps of a run before it starts.
 
-Says where learner, engine and reference would be, what each device holds at each moment with the largest sample, and
-how many steps there are. Needs no weights, and for common models no hub::
+It prints the devices of learner, engine and reference, the memory of each at each moment with the largest sample, and
+the number of steps. It needs no weights, and for common models no hub::
 
     sota-grpo estimate --config-name grpo_gsm8k
     sota-grpo estimate hardware=eight_gpus mode=async model.name=Qwen/Qwen2.5-7B-Instruct --gpus 8 --memory-gb 80
 
-The exit code is 0 when it fits and 2 when it does not; then the smallest change with which it would is named, within
-``--gpus``. The tensors of a learner are right within 15 % on a CPU and 10 % on one GPU (tests measure both); engines
-and several GPUs have not been compared, and the C library's heap is not counted.
+The exit code is 0 when the run fits and 2 when it does not; then the smallest change that makes it fit is printed,
+within ``--gpus``. A learner's tensors are within 15 % on a CPU and 10 % on one GPU (tests measure both); engines and
+several GPUs have not been compared, and the C library's heap is not counted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = add_parser(commands, "estimate", "memory and steps of a run, before it starts", __doc__, run)
     add_config(parser)
     add, size, gpus = parser.add_argument, above_zero("a number of GiB"), whole("a number of GPUs")
-    add("--memory-gb", metavar="X", type=size, help="GiB of each GPU (of the machine on a CPU); default: what is here")
-    add("--gpus", metavar="N", type=gpus, help="that there are; default: those here, else no limit")
+    add(
+        "--memory-gb", metavar="X", type=size, help="GiB of each GPU (of the machine on a CPU); default: this machine's"
+    )
+    add("--gpus", metavar="N", type=gpus, help="available GPUs; default: this machine's, else no limit")
     count = whole("a number of tokens")
     add("--prompt-tokens", metavar="N", type=count, help="of the longest prompt; default: measured on the data")
     add("--json", action="store_true", help="everything as one JSON object")
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(estimated: Estimate) -> None:
-    """Facts, and a table for each kind of device; plain where the output is no terminal."""
+    """Print facts, and a table for each kind of device; plain where the output is no terminal."""
     from rich.console import Console
 
     from sota_grpo.assembly.estimate import disk_of

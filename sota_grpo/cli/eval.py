@@ -1,8 +1,8 @@
-"""``sota-grpo eval``: how many held-out problems a model, or what a run has trained, answers rightly.
+"""``sota-grpo eval``: measure a model, or the model of a run, on held-out problems.
 
-Greedy accuracy, avg@k (the mean over k samples) and pass@1 to pass@k (the chance that at least one of so many samples
-is right), each with its standard error over problems; on any task, with any engine. A run is evaluated on what it held
-out, with its own options and seed, so that its last evaluation comes out again::
+It prints greedy accuracy, avg@k (the mean over k samples) and pass@1 to pass@k (the chance that at least one of them is
+right), each with its standard error over problems; on any task, with any engine. A run is evaluated on its own held-out
+problems, with its own options and seed, which reproduces its last evaluation::
 
     sota-grpo eval outputs/2026-01-31/10-00-00 --k 8
     sota-grpo eval Qwen/Qwen2.5-1.5B-Instruct --task math --num-samples 500 --responses responses.jsonl
@@ -10,9 +10,9 @@ out, with its own options and seed, so that its last evaluation comes out again:
     sota-grpo eval smollm2 --task ifeval --num-samples 541 env.eval_path=input_data.jsonl --out before.json
     sota-grpo eval RUN --task ifeval --num-samples 541 env.eval_path=input_data.jsonl --against before.json
 
-The last one says how much better the run is on the same problems, with the standard error of the paired difference.
+The last one prints the gain over the other model on the same problems, with its paired standard error.
 
-OPTION=VALUE is what ``grpo.py`` takes: env.dataset_path=FILE, inference_model.max_tokens=2048, engine=vllm.
+OPTION=VALUE is an option of ``grpo.py``: env.dataset_path=FILE, inference_model.max_tokens=2048, engine=vllm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.cli import above_zero, add_parser, add_trust, tell_trust, whole
+from sota_grpo.cli import above_zero, add_parser, add_trust, print_trust, whole
 from sota_grpo.cli.score import STANDARD, graded_row, row_writer
 from sota_grpo.config.mixture import tasks_named
 from sota_grpo.errors import RunFailed, UserError
@@ -41,15 +41,12 @@ _PLAIN_LINE_S = 10.0  # between two lines of progress where there is no terminal
 
 def add_command(commands: Any) -> None:
     """Add ``eval`` and its options to the parser of ``sota-grpo``."""
-    summary = "measure a model, or what a run has trained, on held-out problems"
+    summary = "measure a model, or the model of a run, on held-out problems"
     parser = add_parser(commands, "eval", summary, __doc__, run)
     add = parser.add_argument
     add("target", metavar="MODEL_OR_RUN", help="a run directory, the folder of a model, its hub name, or tiny")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the run or of the preset")
-    add(
-        "--task",
-        help="what to evaluate on (env.dataset, or a task of the run's mixture); default: the run's own, or gsm8k",
-    )
+    add("--task", help="env.dataset, or a task of the run's mixture; default: the run's own, or gsm8k")
     add("--config-name", "-cn", metavar="NAME", help="preset for a model; default: that of the task")
     number = whole("a whole number", least=0)
     add("--k", metavar="K", type=number, help="samples per problem; 0: greedy only; default: eval.avg_at_k")
@@ -61,11 +58,11 @@ def add_command(commands: Any) -> None:
     add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
     add("--responses", metavar="FILE", help="write every response with its score, .jsonl, as sota-grpo score does")
     add_trust(parser)
-    add("--against", metavar="FILE", help="what --out wrote of another model on the same problems: show the gain")
+    add("--against", metavar="FILE", help="result (--out) of another model on the same problems: show the gain")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure what the options name; 0 once it is measured."""
+    """Measure the model or run; 0 once it is measured."""
     _require_writable(options.out)
     if options.responses is not None and options.responses == options.out:
         raise UserError(f"--out and --responses both name {options.out}; give each a file of its own.")
@@ -80,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     quiet_console()
     named = {"config_name": options.config_name, "task": options.task, "step": options.step}
     target = find_target(options.target, _overrides(options), **named, trust=options.trust_run)
-    tell_trust(options, target.config)
+    print_trust(options, target.config)
     engine = resolve_engine_name(target.config.engine.name, device=resolve_device(target.config))
     if (fault := temperature_fault(engine, options.temperature, "--temperature")) is not None:
         raise UserError(fault)
@@ -115,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    """Those that are options of this command, then those given as they stand."""
+    """Return the overrides that are options of this command, then OPTION=VALUE."""
     known = {"engine": options.engine, "eval.avg_at_k": options.k, "eval.num_samples": options.num_samples}
     known["seed"] = options.seed
     odd = [argument for argument in options.overrides if "=" not in argument]
@@ -125,7 +122,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
-    """What was measured, as far as the config says it."""
+    """Return the description of the measurement."""
     problems = [[example.query, example.answer, dict(example.extra)] for example in evaluator.examples]
     text = json.dumps(problems, sort_keys=True, default=str)
     return {
@@ -135,13 +132,13 @@ def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
         "engine": evaluator.rollouts.engine.name,
         "max_tokens": evaluator.max_tokens,
         "seed": evaluator.seed,
-        # of the problems in their order: evaluations with the same one can be compared problem by problem
+        # of the problems in their order: evaluations with the same one are paired
         "problems": hashlib.sha256(text.encode()).hexdigest(),
     }
 
 
 def _read_result(name: str) -> dict[str, Any]:
-    """What ``--out`` wrote."""
+    """Read a result that ``--out`` wrote."""
     try:
         result = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -152,21 +149,17 @@ def _read_result(name: str) -> dict[str, Any]:
 
 
 def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str, Any]) -> None:
-    """A difference is paired only where problems and the room for an answer are the same."""
+    """Check that problems and token limits are the same, without which differences are not paired."""
     if before["problems"] != heading["problems"]:
-        raise UserError(
-            f"--against {name} was measured on other problems ({before['num_problems']} of {before['task']}); give "
-            "both evaluations the same --task, --num-samples and env.eval_path."
-        )
+        measured = f"--against {name} was measured on other problems ({before['num_problems']} of {before['task']})"
+        raise UserError(f"{measured}; give both the same --task, --num-samples and env.eval_path.")
     if before["max_tokens"] != heading["max_tokens"]:
-        raise UserError(
-            f"--against {name} was measured with inference_model.max_tokens={before['max_tokens']}, not "
-            f"{heading['max_tokens']}; give both the same."
-        )
+        option = f"inference_model.max_tokens={before['max_tokens']}"
+        raise UserError(f"--against {name} was measured with {option}, not {heading['max_tokens']}; use the same.")
 
 
 def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[Response]) -> Iterator[dict[str, Any]]:
-    """The columns of the problem, the response, and what ``sota-grpo score`` would add to them."""
+    """Yield the columns of the problem, the response and its score, as ``sota-grpo score`` has them."""
     example = evaluator.examples[problem]
     extra = dict(example.extra)
     columns = {"question": example.query, "answer": example.answer, **extra.pop("columns", {}), **extra}
@@ -184,7 +177,7 @@ def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[
 
 @contextmanager
 def _progress(evaluator: Evaluator) -> Iterator[Callable[[bool, Sequence[Response]], None]]:
-    """What shows on stderr how far an evaluation is: a bar on a terminal, else a line every few seconds."""
+    """Yield a function that shows progress on stderr: a bar on a terminal, else a line every few seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -211,7 +204,7 @@ def _progress(evaluator: Evaluator) -> Iterator[Callable[[bool, Sequence[Respons
 
 
 def show(result: dict[str, Any], stream: Any) -> None:
-    """The result as ``--out`` writes it, as tables."""
+    """Print a result as tables."""
     from rich.console import Console
 
     from sota_grpo.recording.progress import figures, percent
@@ -243,10 +236,7 @@ def show(result: dict[str, Any], stream: Any) -> None:
         old = result["against"]
         table = figures("the same problems", "before", "after", "gain, points")
         for name, gain in old["gain"].items():
-            shares = [
-                evaluation["greedy"] if name == "accuracy" else evaluation["greedy"][name]
-                for evaluation in (old, result)
-            ]
+            shares = [one["greedy"] if name == "accuracy" else one["greedy"][name] for one in (old, result)]
             points = f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f}"
             table.add_row(name, *map(accuracy, shares), points)
         console.print(table)
@@ -255,13 +245,13 @@ def show(result: dict[str, Any], stream: Any) -> None:
 
 
 def _require_writable(name: str | None) -> None:
-    """Before an hour of work, not after it."""
-    if name in (None, STANDARD):
+    """Check before the work that the result can be written."""
+    if name is None or name == STANDARD:
         return
+    path = Path(name)
     try:
-        path = Path(str(name))
         is_new = not path.exists()
-        path.open("a", encoding="utf-8").close()
+        path.open("a").close()
         if is_new:
             path.unlink()
     except OSError as error:
@@ -271,7 +261,7 @@ def _require_writable(name: str | None) -> None:
 def _write(name: str | None, result: dict[str, Any]) -> None:
     if name is None:
         return
-    counts = json.dumps(result["counts"])  # thousands of numbers, which are not for reading
+    counts = json.dumps(result["counts"])  # thousands of numbers on one line
     text = json.dumps(result | {"counts": 0}, indent=2, ensure_ascii=False) + "\n"
     text = text.replace('\n  "counts": 0', f'\n  "counts": {counts}', 1)
     if name == STANDARD:

@@ -1,7 +1,7 @@
 """``sota-grpo score``: grade responses that exist already, with the grader that a training run would use.
 
-Rows in, rows out, one JSON object per line and in the same order; each gains ``reward``, ``terms``, ``success`` and
-``error``, and what the task's grader gives beside them (IFEval: the outcome of every instruction)::
+Input and output have one JSON object per line, in the same order; each row gains ``reward``, ``terms``, ``success`` and
+``error``, and further columns of the task's grader (IFEval: the outcome of every instruction)::
 
     {"response": "... #### 18", "answer": "18"}
     {"response": "... #### 18", "answer": "18", "reward": 1.0, "terms": {...}, "success": true, "error": null}
@@ -16,12 +16,11 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from sota_grpo.cli import above_zero, add_parser, whole
 from sota_grpo.errors import RunFailed, UserError
@@ -34,75 +33,52 @@ from sota_grpo.tasks.dataset import DatasetError, text_of
 from sota_grpo.text import json_line
 
 STANDARD = "-"  # stdin or stdout
-_BATCH = 64  # rows that a grader is given at once
-_AHEAD = 4  # batches per grader that are read before the first is written
+_BATCH = 64  # rows of a request to a grader
+_AHEAD = 4  # batches per grader that may wait for their scores
 RowWriter = Callable[[dict[str, Any]], None]
-_ENCODING, _ERRORS = "utf-8-sig", "surrogateescape"  # of the input: what is not UTF-8 stands escaped in the output
+_ENCODING, _ERRORS = "utf-8-sig", "surrogateescape"  # of the input; bytes that are not UTF-8 are escaped in the output
 
 
-@contextmanager
-def row_reader(name: str) -> Iterator[TextIO]:
-    """The lines of a file or of stdin; a byte order mark is no part of them, and no byte is refused.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+def _lines_of(name: str) -> AbstractContextManager[TextIO]:
+    """Open a file or stdin for reading, without a byte order mark and whatever its bytes are."""
     if name == STANDARD:
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(encoding=_ENCODING, errors=_ERRORS)
-        yield sys.stdin
-        return
+        return nullcontext(sys.stdin)
     try:
-        file = open(name, encoding=_ENCODING, errors=_ERRORS)  # noqa: SIM115
+        return open(name, encoding=_ENCODING, errors=_ERRORS)
     except OSError as error:
         raise UserError(f"--input {name} cannot be read ({error.strerror}).") from error
-    with file:
-        yield file
 
 
 @contextmanager
 def row_writer(name: str, read: str | None = None, option: str = "--output") -> Iterator[RowWriter]:
-    """What writes a row to the output, which has its name only once it is complete; until then it stands beside it.
+    """Yield a function that writes a row to ``NAME.partial``, which becomes ``NAME`` at the end; ``-`` is stdout.
 
     Args:
-        name: of the file, or ``-``.
         read: name of the input.
         option: by which the user gave the name.
 
     Raises:
-        UserError: at once, if nothing can be written there.
-        RunFailed: by the writer, too: the disk is full, or something else is in the way later.
-        BrokenPipeError: the reader of stdout has had enough.
-        KeyboardInterrupt: with the number of rows that are written as its text.
+        UserError: the file cannot be written.
+        RunFailed: by the function, too: a row or the file cannot be written (a full disk).
+        BrokenPipeError: the reader of stdout has closed it.
+        KeyboardInterrupt: its text has the number of rows written.
     """
-    if name == STANDARD:
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")
-        with _writing(sys.stdout, option, "stdout") as write:
-            yield write
-        return
-    partial = Path(f"{name}.partial")
-    target = f"{option} {name}"
-    if read is not None and Path(read).resolve() in (Path(name).resolve(), partial.resolve()):
-        raise UserError(f"{target} would overwrite the input; give another file.")
+    partial, target, count = Path(f"{name}.partial"), f"{option} {name}", 0
     try:
-        if Path(name).exists() and not Path(name).is_file():
-            raise UserError(f"{target} is there and is no file; give a file, or - for stdout.")
-        file = partial.open("w", encoding="utf-8")
+        if name == STANDARD:
+            if isinstance(sys.stdout, TextIOWrapper):
+                sys.stdout.reconfigure(encoding="utf-8")
+            file, holder, target = sys.stdout, "stdout", option
+        elif read is not None and Path(read).resolve() in (Path(name).resolve(), partial.resolve()):
+            raise UserError(f"{target} would overwrite the input; give another file.")
+        elif Path(name).exists() and not Path(name).is_file():
+            raise UserError(f"{target} exists and is no file; give a file, or - for stdout.")
+        else:
+            file, holder = partial.open("w", encoding="utf-8"), str(partial)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror}).") from error
-    with file, _writing(file, target, str(partial)) as write:
-        yield write
-    try:
-        partial.replace(name)
-    except OSError as error:
-        raise RunFailed(f"{target} cannot be written ({error.strerror}); {partial} holds all rows.") from error
-
-
-@contextmanager
-def _writing(file: TextIO, output: str, holder: str) -> Iterator[RowWriter]:
-    """Args: where rows go; option and name of it, for messages; what holds the rows when the work ends early."""
-    count = 0
 
     def attempt(action: Callable[..., object], *arguments: str) -> None:
         try:
@@ -110,10 +86,10 @@ def _writing(file: TextIO, output: str, holder: str) -> Iterator[RowWriter]:
         except BrokenPipeError:
             raise
         except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # where what is buffered goes: Python would try again at exit
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # takes what is buffered: Python would try again at exit
             os.dup2(nowhere, file.fileno())
             os.close(nowhere)
-            reason = f"{output} cannot be written on ({error.strerror}); {holder} holds the rows before."
+            reason = f"{target} cannot be written on ({error.strerror}); {holder} holds the rows before."
             raise RunFailed(reason) from error
 
     def write(row: dict[str, Any]) -> None:
@@ -121,17 +97,22 @@ def _writing(file: TextIO, output: str, holder: str) -> Iterator[RowWriter]:
         attempt(file.write, json_line(row, default=str) + "\n")
         count += 1
 
-    try:
-        yield write
-    except KeyboardInterrupt:
+    with nullcontext() if name == STANDARD else file:
+        try:
+            yield write
+        except KeyboardInterrupt:
+            attempt(file.flush)
+            raise KeyboardInterrupt(*([f"rows written to {holder}: {count}"] if count else [])) from None
         attempt(file.flush)
-        raise KeyboardInterrupt(*([f"rows written to {holder}: {count}"] if count else [])) from None
-    attempt(file.flush)
+    try:
+        if name != STANDARD:
+            partial.replace(name)
+    except OSError as error:
+        raise RunFailed(f"{target} cannot be written ({error.strerror}); {partial} holds all rows.") from error
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the input: its row, and what to grade or why it cannot be."""
+class Line(NamedTuple):
+    """A line of the input: its row, and its response with the example, or the reason why there is none."""
 
     row: dict[str, Any]
     pair: tuple[str, Example] | None = None
@@ -142,13 +123,13 @@ def add_command(commands: Any) -> None:
     """Add ``score`` and its options to the parser of ``sota-grpo``."""
     parser = add_parser(commands, "score", "grade responses that exist already", __doc__, run)
     add = parser.add_argument
-    add("--task", required=True, choices=TASKS, help="whose grader")
+    add("--task", required=True, choices=TASKS, help="task of the grader")
     add("--input", metavar="FILE", help="rows to grade, .jsonl; - is stdin")
-    add("--output", metavar="FILE", default=STANDARD, help="where the graded rows go; default: stdout")
+    add("--output", metavar="FILE", default=STANDARD, help="file for the graded rows; default: stdout")
     add("--text", metavar="RESPONSE", help="one response instead of --input")
     add("--answer", metavar="ANSWER", help="the right answer to --text")
     add("--row", metavar="JSON", help="further columns of --text, as a JSON object")
-    add("--answer-format", choices=ANSWER_FORMATS, help="where the answer stands; default: the task's own")
+    add("--answer-format", choices=ANSWER_FORMATS, help="form of the answer; default: the task's own")
     add("--reward-path", metavar="FILE", help="Python file with reward functions, instead of the task's own reward")
     add("--reward-name", metavar="NAME", action="append", help="function in --reward-path; may be given several times")
     count, cores = whole("a number of processes"), os.cpu_count() or 1
@@ -158,7 +139,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Grade what the options name; 0 once everything that can be read is graded."""
+    """Grade the responses; 0 once all that can be read are graded."""
     if (options.text is None) == (options.input is None):
         raise UserError("give either --input FILE or --text RESPONSE.")
     if options.text is None and options.answer is not None:
@@ -179,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
     if options.text is not None:
         _score_text(task, options)
         return 0
-    with row_reader(options.input) as file, row_writer(options.output, options.input) as write:
+    with _lines_of(options.input) as file, row_writer(options.output, options.input) as write:
         counts = _score_lines(task, file, write, options)
     sentence = f"{counts['scored']} responses scored"
     if counts["scored"]:
@@ -208,7 +189,7 @@ def _score_text(task: Task, options: argparse.Namespace) -> None:
 
 
 def _score_lines(task: Task, file: Iterable[str], write: RowWriter, options: argparse.Namespace) -> Counter[str]:
-    """How many were scored, right, failed and broken, and the sum of their rewards."""
+    """Return how many were scored, right, failed and broken, and the sum of their rewards."""
     counts: Any = Counter()  # the rewards are no integers
     lines = (_line(task, number, text) for number, text in enumerate(file, start=1) if text.strip())
     waiting: deque[tuple[list[Line], Future[list[Score]]]] = deque()
@@ -249,7 +230,7 @@ def _line(task: Task, number: int, text: str) -> Line:
 
 
 def graded_row(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
-    """The row with what its grader found, the reward, its terms, the success and the error."""
+    """Return the row with the grader's further columns, the reward, its terms, the success and the error."""
     reward = total_reward(score.terms, task.term_weights)
     grades = {"reward": reward, "terms": dict(score.terms), "success": score.success, "error": score.error}
     return {**row, **score.info, **grades}

@@ -99,9 +99,7 @@ class EnvConfig:
     dataset_path: str | None = opt(
         None, "local .jsonl/.json/.parquet/.csv with the task's columns, or a hub name; null: the task's own hub data"
     )
-    eval_path: str | None = opt(
-        None, "local file of held-out problems; null: the hub's test split, or part of the data"
-    )
+    eval_path: str | None = opt(None, "file of held-out problems; null: the hub's test split, or part of the data")
     prompt_column: str = opt("prompt", "table: column of the prompts, text or chat lists")
     answer_column: str = opt("ground_truth", "table: column of the right answers")
     num_envs: int = opt(64, "concurrent episodes", above=0)
@@ -109,7 +107,7 @@ class EnvConfig:
     shuffle: bool = opt(True, "shuffle the prompts in every epoch, by the seed")
     max_samples: int | None = opt(None, "train on the first so many examples only; null: all", above=0)
     num_heldout: int | None = opt(
-        None, "examples held out where the task has no test split; null: 512, of a file a tenth at most; 0: none"
+        None, "held-out examples of a task without a test split; null: 512, at most a tenth of a file"
     )
     answer_format: str | None = opt(
         None, "form of the answer in a response; null: the task's own", ("hash", "boxed", "tags", "last_number", "any")
@@ -117,9 +115,7 @@ class EnvConfig:
     format_weight: float | None = opt(None, "reward for the right form, where a right answer earns 1; null: the task's")
     system_prompt: str | None = opt(None, "replaces the task's own system prompt; an empty text removes it")
     chat_template_kwargs: Any = opt(None, "further arguments of the chat template, such as {enable_thinking: false}")
-    skip_unreadable: bool = opt(
-        False, "skip prompts that are too long or that the chat template refuses; false: they end the run"
-    )
+    skip_unreadable: bool = opt(False, "skip prompts that are too long, or refused by the template; false: an error")
     tasks: Any = opt(  # a typed dict would not take new keys from Hydra
         None, "reasoning_gym: weight of each task by name, or a dict of weight, level and options; 0 leaves one out"
     )
@@ -127,9 +123,7 @@ class EnvConfig:
     difficulty: int = opt(4, "arithmetic: most steps of a problem", low=1, high=5)
     reasoning: bool = opt(False, "after a wrong response ask the policy to think again, up to env.max_steps turns")
     max_steps: int = opt(1, "most turns of an episode; inference_model.max_tokens limits each turn", above=0)
-    tools: str | None = opt(
-        None, "FILE.py:NAME,NAME: typed functions that the policy may call through its chat template"
-    )
+    tools: str | None = opt(None, "FILE.py:NAME,NAME: typed functions that the policy may call")
     environment: str | None = opt(
         None,
         "FILE.py:FACTORY of objects with reset, methods that the policy may call, and optionally get_reward; or a "
@@ -140,9 +134,7 @@ class EnvConfig:
         "FILE.py:NAME of TorchRL transforms of your own, applied in order to each prompt group before its advantage",
     )
     reward_workers: int = opt(1, "grader processes; 0: in the trainer, where a grader that hangs hangs the run")
-    timeout_s: float = opt(
-        60.0, "longest time to grade one response (or group) or to call a tool, until its process is replaced", above=0
-    )
+    timeout_s: float = opt(60.0, "longest time of a grading or of a tool call; then its process is replaced", above=0)
 
 
 @dataclass
@@ -170,15 +162,14 @@ class RewardConfig:
     correct: float = opt(1.0, "math: reward of a right answer", low=None)
     wrong: float = opt(-1.0, "math: reward of a wrong answer", low=None)
     no_answer: float = opt(-0.5, "math: reward of a response without an answer", low=None)
-    all_weight: float = opt(
-        0.0, "ifeval, instructions: reward if all are followed, added to the share of those followed"
-    )
+    all_weight: float = opt(0.0, "ifeval, instructions: bonus if all are followed, beyond the share followed")
     judge: JudgeConfig = section(JudgeConfig, "a model that judges responses")
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENGINE_DTYPES, PRECISIONS = (*DTYPES, "native"), ("auto", "fp32", "bf16", "fp16", "native")
 _BASELINES = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none")
+_CORRECTIONS, _MODES = ("none", "token", "sequence", "geometric"), ("truncate", "mask", "reject")
 _SCALES = ("group_std", "group_mean", "batch_std", "advantage_std", "none")
 
 
@@ -205,9 +196,7 @@ class AlgorithmConfig:
         above=1,
     )
     off_policy_threshold: float | None = opt(
-        None,
-        "mask responses of negative advantage whose mean logp_engine - logp exceeds it, in nats (DeepSeek-V3.2); "
-        "null: none",
+        None, "mask responses of negative advantage if mean logp_engine - logp exceeds it (DeepSeek-V3.2)"
     )
     aggregation: str = opt("sequence", "weight of each token in the loss", ("token", "sequence", "constant"))
     kl_estimator: str = opt("k3", "estimator of the KL to the reference", ("k1", "k2", "k3"))
@@ -220,23 +209,15 @@ class AlgorithmConfig:
         above=0,
     )
     top_entropy_quantile: float = opt(
-        1.0, "share of an optimizer step's tokens, those of highest entropy, in the objective", above=0, high=1
+        1.0, "share of a step's tokens, of highest entropy, that are trained on", above=0, high=1
     )
-    correction: str = opt(
-        "none",
-        "importance weights from the proximal to the behaviour policy, per token or response (product or geometric)",
-        ("none", "token", "sequence", "geometric"),
-    )
+    correction: str = opt("none", "importance weights of the proximal over the behaviour policy", _CORRECTIONS)
     correction_mode: str = opt(
-        "truncate",
-        "weights outside floor and cap are clamped, or masked; reject: masked, and 1 inside",
-        ("truncate", "mask", "reject"),
+        "truncate", "outside floor and cap weights are clamped or masked; reject: 1 inside", _MODES
     )
     correction_cap: float = opt(2.0, "largest correction weight", above=0)
     correction_floor: float = opt(0.0, "smallest correction weight; 0: none")
-    distill_coef: float = opt(
-        0.0, "weight of log p_teacher - log p_policy in each token's advantage; the teacher is ref_model.name"
-    )
+    distill_coef: float = opt(0.0, "weight of log p_teacher - log p_policy in the advantage; teacher: ref_model.name")
     advantage_coef: float = opt(1.0, "weight of the task's advantage when there is a teacher")
     drop_truncated: bool = opt(False, "mask responses that max_tokens cut off")
     overlong_buffer: int = opt(0, "soft length penalty over the last so many tokens of max_tokens (DAPO); 0: none")
@@ -264,9 +245,7 @@ class ModelConfig:
     attn_implementation: str | None = opt(None, "sdpa, eager, ..: padded rows; null: packed rows, if the model can")
     load_kwargs: Any = opt(None, "further arguments of from_pretrained (not the engine's), as {use_safetensors: true}")
     trust_remote_code: bool = opt(False, "run Python code that ships with the model")
-    quantization: str | None = opt(
-        None, "with an adapter: QLoRA, frozen weights in 4 bits (bitsandbytes)", ("nf4", "fp4")
-    )
+    quantization: str | None = opt(None, "QLoRA: the frozen weights in 4 bits (bitsandbytes)", ("nf4", "fp4"))
 
 
 @dataclass
@@ -290,16 +269,12 @@ class TrainModelConfig:
     num_devices: int | None = opt(None, "devices of the learner, an FSDP2 rank on each; null: 1", above=0)
     devices: list[int] | None = opt(None, _DEVICES)
     tensor_parallel_size: int = opt(1, "devices that shard every matrix; num_devices counts all of them", above=0)
-    fsdp_size: int | None = opt(
-        None, "devices that shard one copy of the weights; fewer than all: replicas of it (HSDP); null: all", above=0
-    )
+    fsdp_size: int | None = opt(None, "devices that shard the weights; fewer than all: HSDP; null: all", above=0)
     torch_dtype: str = opt("auto", "dtype of the weights; auto is float32", DTYPES)
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass: less memory, more time")
     log_probs: str = opt("tiled", "kernel of the log-probs: ours, or liger-kernel's head", ("tiled", "liger"))
     compile: bool | None = opt(None, "compile the decoder's layers, packed rows only; null: on CUDA")
-    shard_gradients: bool = opt(
-        False, "several devices: reduce gradients after every micro-batch; less memory, more traffic"
-    )
+    shard_gradients: bool = opt(False, "several devices: reduce gradients per micro-batch; less memory, more traffic")
     lora: LoraConfig = section(LoraConfig, "low-rank adapters")
 
 
@@ -318,15 +293,11 @@ class InferenceModelConfig:
     tensor_parallel_size: int = opt(1, "GPUs that shard one copy of the model; num_devices counts all of them", above=0)
     torch_dtype: str = opt("auto", "of weights; auto: bfloat16 on CUDA; native: on CPUs that have it", ENGINE_DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take", high=1)
-    max_num_seqs: int | None = opt(
-        None, "concurrent samples of an engine; null: its share of env.num_envs, vLLM on a GPU: of a step", above=0
-    )
+    max_num_seqs: int | None = opt(None, "concurrent samples per engine; null: of env.num_envs, or of a step", above=0)
     max_model_len: int | None = opt(None, "context: prompt plus response tokens; null: what the model allows", above=0)
     max_tokens: int = opt(1024, "most tokens of one response", above=0)
     temperature: float = opt(1.0, "sampling temperature; the learner divides its logits by it too", above=0)
-    top_p: float = opt(
-        1.0, "sample from the fewest most likely tokens of that probability; 1: from all", above=0, high=1
-    )
+    top_p: float = opt(1.0, "sample from the most likely tokens of that total probability", above=0, high=1)
     top_k: int = opt(0, "sample from the k most likely tokens; 0: all, or 1024 with top_p or min_p", high=MOST_KEPT)
     min_p: float = opt(0.0, "least probability of a token, as a share of the most likely one's; 0: from all", below=1)
     stop: list[str] = section(list, "texts that end a response; the token that completes one is kept")
@@ -338,9 +309,7 @@ class InferenceModelConfig:
 class RefModelConfig:
     """The frozen reference of the KL term, or the teacher; not built where policy.kl_coef and distill_coef are 0."""
 
-    name: str | None = opt(
-        None, "hub name or local directory of the reference or teacher; null: the policy at its start"
-    )
+    name: str | None = opt(None, "hub name or folder of the reference or teacher; null: the initial policy")
     num_devices: int | None = opt(None, "devices of the reference; null: a spare one, else the learner's", above=0)
     devices: list[int] | None = opt(None, _DEVICES)
     torch_dtype: str = opt("auto", "dtype of the reference's weights; auto is that of the learner", DTYPES)
@@ -357,9 +326,7 @@ class PolicyConfig:
 class OptimizerConfig:
     """The optimizer, AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) by default, and its schedule."""
 
-    name: str = opt(
-        "adamw", "AdamW; 8-bit AdamW (bitsandbytes); or Muon for the layers' matrices and AdamW", OPTIMIZERS
-    )
+    name: str = opt("adamw", "AdamW, 8-bit AdamW (bitsandbytes), or Muon for matrices of layers", OPTIMIZERS)
     lr: float = opt(1e-6, "peak learning rate", above=0)
     weight_decay: float = opt(0.0, "decoupled weight decay of matrices and embeddings; norms and biases have none")
     beta1: float = opt(0.9, "decay of the gradient average", below=1)
@@ -390,7 +357,7 @@ class TrainConfig:
     kl_coef_in_loss: bool = opt(True, "add the KL term to the loss; false: subtract it from the reward")
     max_policy_age: int = opt(0, "largest age of a token's policy, in versions, at its training step")
     weight_update_frequency: int | None = opt(
-        None, "mode=async: optimizer steps between weight syncs; null: those of dialog_turns_per_batch", above=0
+        None, "mode=async: optimizer steps between weight syncs; null: all", above=0
     )
     grace_s: float = opt(25.0, "after SIGTERM or SIGHUP: longest wait for the current step, which is then given up")
     checkpoint_frequency: int = opt(25, "training steps between checkpoints; 0: only the last")
@@ -405,9 +372,7 @@ class Config:
 
     seed: int = opt(0, "seed of every random stream of the run", low=None)
     mode: str = opt("sync", "synchronous or concurrent collection; set by the entry script", ("sync", "async"))
-    device: str = opt(
-        "auto", "auto is CUDA; a hub model trains on the CPU only with device=cpu", ("auto", "cpu", "cuda")
-    )
+    device: str = opt("auto", "auto is CUDA; on a CPU a hub model needs device=cpu", ("auto", "cpu", "cuda"))
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "terms of the objective")
     engine: EngineConfig = section(EngineConfig, "inference engine")
     env: EnvConfig = section(EnvConfig, "task and data")

@@ -1,9 +1,8 @@
-"""Tokens: in the environment of this process and of its workers, in no config and in no file.
+"""Tokens, which are only in the environment of this process and its workers, not in a config or file.
 
-``HF_TOKEN`` is the hub's, for gated models; ``SOTA_GRPO_API_KEY`` that of the server behind ``engine.url``;
-``SOTA_GRPO_JUDGE_KEY`` that of the judge; W&B has variables of its own. ``model.hub_token=TOKEN`` and
-``engine.api_key=TOKEN`` among overrides are moved there before Hydra sees them. ``ps`` and Ray's list of jobs still
-show a command line.
+``HF_TOKEN`` is the hub's, for gated models; ``SOTA_GRPO_API_KEY`` that of the server at ``engine.url``;
+``SOTA_GRPO_JUDGE_KEY`` that of the judge; W&B has its own variables. Overrides ``model.hub_token=TOKEN`` and
+``engine.api_key=TOKEN`` become variables before Hydra sees them. ``ps`` and Ray's list of jobs still show them.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ _TOKEN = re.compile(r"[\w.~+/=-]+", re.ASCII)
 
 
 def without_tokens(overrides: Sequence[str]) -> list[str]:
-    """The overrides but for tokens, which are in the environment afterwards; null leaves what is there.
-
-    Those that are there already are checked, too: the error of a client would print one that it cannot send.
+    """Move tokens from the overrides to the environment and return the others; null keeps the variable.
 
     Raises:
-        UserError: a token has another form, or cannot be one; the sentence does not repeat it.
+        UserError: a token, also one in the environment, is malformed; the sentence does not repeat it.
 
     >>> without_tokens(["seed=1", "model.hub_token=null"])
     ['seed=1']
@@ -50,10 +47,10 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
 
 
 def require_tokens() -> None:
-    """Check that a client can send the tokens of the environment.
+    """Check the tokens of the environment, since a client's error would print a malformed one.
 
     Raises:
-        UserError: one cannot be sent; the sentence does not repeat it.
+        UserError: a token is malformed; the sentence does not repeat it.
     """
     for variable in (VARIABLE, API_KEY):
         if token := os.environ.get(variable, "").strip():
@@ -61,13 +58,13 @@ def require_tokens() -> None:
 
 
 def key_of(variable: str) -> str | None:
-    """The key in :data:`API_KEY` or :data:`JUDGE_KEY`; None where there is none; UserError where it cannot be one."""
+    """Return the key in :data:`API_KEY` or :data:`JUDGE_KEY`, or None; UserError for a malformed one."""
     key = os.environ.get(variable, "").strip()
     return _checked(variable, key) if key else None
 
 
 def _checked(variable: str, token: str) -> str:
-    """``token``, if it is one (RFC 6750, section 2.1)."""
+    """Return ``token`` if it is well-formed (RFC 6750, section 2.1)."""
     if not _TOKEN.fullmatch(token):
-        raise UserError(f"{WHAT[variable]} ({variable}) has a character that no token has; give the token itself.")
+        raise UserError(f"{WHAT[variable]} ({variable}) has a character that no token has; give the token alone.")
     return token

@@ -1,5 +1,4 @@
-"""What ``sota-grpo export`` writes: a folder that is complete under its name, or not there; a model
-comes with its card."""
+"""The folders of ``sota-grpo export``, written atomically: a model with its card, or the run for verl."""
 
 from __future__ import annotations
 
@@ -64,11 +63,10 @@ def write_hf(
     dtype: DType | None = None,
     trust: bool = False,
 ) -> int:
-    """The trained model, merged or as a PEFT adapter, with its card. Returns the steps after which it is taken.
+    """Write the trained model, merged or as a PEFT adapter, with its card; return its number of training steps.
 
-    The model that a finished run exported is copied; else, or in a ``dtype`` of its own, it is made from a checkpoint.
-    ``trust`` consents to what the run's config asks this machine to run
-    (:func:`sota_grpo.assembly.compose.needs_consent`).
+    The final model of a finished run is copied; with ``step``, ``adapter`` or ``dtype`` a checkpoint is read.
+    ``trust`` is the consent to the run's config (:func:`sota_grpo.assembly.compose.needs_consent`).
     """
     config = load_config(run_dir, trust=trust, unused=(*UNUSED_WITHOUT_LOSS, *UNUSED_WITHOUT_SAMPLES))
     if adapter and not config.train_model.lora.enabled:
@@ -98,16 +96,14 @@ def write_hf(
 
 
 def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
-    """verl's command line, its data and its reward function; ``trust`` as in :func:`write_hf`."""
+    """Write verl's command line, its data and its reward function; ``trust`` as in :func:`write_hf`."""
     from omegaconf import OmegaConf
 
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     _copy(config, run_dir, trust, "rows", "env.dataset_path", "env.eval_path")
     if config.env.mixture is not None:
-        raise UserError(
-            f"{run_dir} trained on a mixture ({tasks_named(config)}), whose order and token limits have no counterpart "
-            "there; only --to hf exports it."
-        )
+        mixture = f"{run_dir} trained on a mixture ({tasks_named(config)})"
+        raise UserError(f"{mixture}, whose order and token limits verl does not have; only --to hf exports it.")
     task = task_of(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     env = make_env(config, task, tokenizer, LocalGrader(task.score, task.term_weights))
@@ -122,12 +118,12 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
         "reward.py is sota_grpo's grader: install it where verl runs (pip install --no-deps . in a checkout of it).",
     ]
     plain = asdict(config)
-    plain["engine"]["url"] = None  # a secret may stand in it
+    plain["engine"]["url"] = None  # it may contain a secret
     with _new_folder(out, run_dir) as folder:
         write_parquet(folder / "train.parquet", verl_rows(task, task.train, "train"))
         heldout = task.heldout[: config.eval.num_samples]
         write_parquet(folder / "heldout.parquet", verl_rows(task, heldout, "heldout"))
-        if config.reward.path is not None:  # a file of reward functions comes along
+        if config.reward.path is not None:
             source = Path(config.reward.path).expanduser()
             shutil.copy(source, folder / source.name)
             plain["reward"]["path"] = source.name
@@ -140,7 +136,7 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
 
 
 def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) -> None:
-    """Ask for consent to copy what is not in the run: whoever wrote its config may have named files of this machine."""
+    """Ask for consent to copy files outside the run, which an untrusted config may name."""
     home = run_dir.resolve()
     acts = [
         f"copy the {what} of {one_line(path)} into the export ({name})"
@@ -154,7 +150,7 @@ def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) 
 
 
 def script_name(run_dir: Path) -> str:
-    """The name of a run as it may stand in scripts, whoever gave it.
+    """Return the name of a run, escaped for scripts.
 
     >>> script_name(Path("runs/10-00-00; touch $HOME"))
     '10-00-00_ touch _HOME'
@@ -164,7 +160,7 @@ def script_name(run_dir: Path) -> str:
 
 @contextmanager
 def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place at the end; only our own earlier export is replaced."""
+    """Yield a folder that replaces ``out`` at the end; only our own earlier export is overwritten."""
     is_ours = out.resolve().parent == run_dir.resolve() / "export"  # not where a link of that name leads
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is not empty; give another folder, or empty it.")
@@ -183,16 +179,13 @@ _AMOUNTS = (
     *("train.total_dialog_turns", "train.max_policy_age", "inference_model.max_tokens", "inference_model.temperature"),
     "seed",
 )
-_PRIVATE = (
-    *("engine.url", "ray.address", "logging.project", "logging.run_name"),
-    "reward.judge.url",
-)
+_PRIVATE = ("engine.url", "ray.address", "logging.project", "logging.run_name", "reward.judge.url")
 _PATHS = (*PATH_OPTIONS, "train.resume")
 _OF_MEASURING = ("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "inference_model.max_tokens")
 _NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "timeout_s")}
 
 _TEXT = """---
-# The licence is yours to choose (license: ...); that of the base model has to be kept.
+# Choose a licence (license: ...); that of the base model applies, too.
 {front}
 ---
 
@@ -243,10 +236,10 @@ model = AutoPeftModelForCausalLM.from_pretrained("FOLDER", dtype="auto", device_
 def model_card(
     config: Config, steps: int, evaluations: Sequence[Mapping[str, Any]], *, is_adapter: bool = False
 ) -> str:
-    """``README.md`` as the hub reads it: YAML between dashes, then text.
+    """Return ``README.md`` for the hub: YAML between dashes, then text.
 
-    Paths are shown without their folders, and keys and addresses not at all. Of the ``evaluations`` (rows of
-    ``metrics.jsonl``) those up to the ``steps`` after which the model was taken are shown.
+    It shows paths without their folders, no keys and addresses, and of the ``evaluations`` (rows of ``metrics.jsonl``)
+    those up to the model's ``steps``.
     """
     from omegaconf import OmegaConf
 
@@ -274,12 +267,12 @@ def model_card(
 
 
 def _measuring(config: Config) -> str:
-    """The command that measures the model on the same problems, where its files are."""
+    """Return the command that evaluates the model on the same problems."""
     configs = task_configs(config).values()
     named = (path for one in configs for path in (one.env.dataset_path, one.env.eval_path, one.reward.path))
     files = [value for value in named if value is not None]
     if any(Path(file).parent.name == INPUTS for file in files):
-        return "What it was measured on was passed in Python: `sota-grpo eval RUN` does it again, where the run is."
+        return "Its problems were Python inputs, saved in the run: `sota-grpo eval RUN` evaluates it again."
     of_preset = compose(PRESET_OF.get(config.env.dataset, DEFAULT_CONFIG), [f"env.dataset={config.env.dataset}"])
     options = {
         name: value
@@ -288,12 +281,12 @@ def _measuring(config: Config) -> str:
     }
     task = ["--task", config.env.dataset] if config.env.mixture is None else [f"env.dataset={config.env.dataset}"]
     command = shlex.join(["sota-grpo", "eval", "FOLDER", *task, *overrides_of(options)])
-    where = ", where the files that it names are in the current folder" if files else ""
-    return f"It is measured again with this{where}:\n\n```bash\n{command}\n```"
+    where = ", with its files in the current folder" if files else ""
+    return f"This command evaluates it again{where}:\n\n```bash\n{command}\n```"
 
 
 def published(config: Config) -> Config:
-    """A copy that can be shown to everybody: no addresses or names of projects, and files without their folders.
+    """Return a copy for publication: no addresses or project names, and files without their folders.
 
     >>> config = Config()
     >>> config.env.dataset_path, config.engine.url = "/home/me/data/train.jsonl", "http://host:8000"
@@ -358,7 +351,7 @@ def _results(config: Config, evaluations: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def _versions() -> dict[str, str]:
-    """Of what trained the model, as far as it is installed."""
+    """Return the versions of the installed packages that trained the model."""
     versions = {"sota_grpo": "(not installed)"}  # run from its source folder
     for name in ("sota_grpo", "torch", "transformers", "torchrl", "peft", "vllm"):
         with suppress(PackageNotFoundError):

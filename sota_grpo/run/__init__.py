@@ -1,1 +1,39 @@
-"""One run from the command line or from Python, from its first word to its exit code."""
+"""A run: :func:`launch` is the path of the scripts, of ``sota-grpo train`` and of ``sota_grpo.train``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sota_grpo.assembly.preflight import announce, preflight
+from sota_grpo.config import num_steps
+from sota_grpo.recording.progress import Heartbeat
+
+if TYPE_CHECKING:
+    from sota_grpo.assembly.passed import Passed
+    from sota_grpo.config import Config
+
+
+def launch(
+    config: Config, run_dir: Path, passed: Passed | None = None, *, before: Callable[[], None] = lambda: None
+) -> None:
+    """Check the config, import torch, and train to the end.
+
+    Args:
+        passed: Python inputs.
+        before: called between the checks and the import.
+
+    Raises:
+        UserError: the run cannot start or continue.
+        KeyboardInterrupt: the run was interrupted; its text says how to continue, if a checkpoint was saved.
+    """
+    preflight(config, run_dir)
+    before()
+    with Heartbeat():
+        announce(config)
+        from sota_grpo.run.app import CONTINUES, train
+
+        done = train(config, run_dir, passed)
+    if done < num_steps(config):
+        raise KeyboardInterrupt(CONTINUES)

@@ -1,4 +1,4 @@
-"""Training from Python: what ``grpo.py`` does, with rows and reward functions as objects."""
+"""Training from Python: ``grpo.py`` as a function, with rows and reward functions as Python inputs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, require_consent, resumed_config
 from sota_grpo.assembly.passed import take
-from sota_grpo.assembly.preflight import announce, preflight
-from sota_grpo.config import num_steps
 from sota_grpo.errors import UserError
-from sota_grpo.recording.progress import Heartbeat
 from sota_grpo.recording.run_files import (
     CONFIG_FILE,
     EVALUATED,
@@ -30,7 +27,8 @@ from sota_grpo.recording.run_files import (
     read_record,
     read_rows,
 )
-from sota_grpo.text import ReadableFormatter
+from sota_grpo.run import launch
+from sota_grpo.text import console_handler
 from sota_grpo.untrusted import require_plain
 
 if TYPE_CHECKING:
@@ -38,21 +36,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_ENDS = 10  # most steps whose mean stands for the beginning and the end of a run
+_ENDS = 10  # most steps in the mean reward of the beginning and the end of a run
 
 
 class Result:
-    """A run: its metrics, its samples, its model. What :func:`sota_grpo.train` returns.
+    """The metrics, samples and model of a run; the result of :func:`sota_grpo.train`.
 
-    Any run directory will do: of the scripts, of a run that was interrupted, or of one that is training now. Files are
-    read when they are asked for, each time anew, but for the model and its tokenizer, which are loaded once.
+    Any run directory will do, of an interrupted run or of one that is training now. Each access reads the files anew;
+    only the model and its tokenizer are loaded once.
 
     Args:
-        run_dir: where the run is.
-        trust: run the Python files that its model brings along, where its config says ``model.trust_remote_code``.
+        trust: run the model's own Python files, where the config has ``model.trust_remote_code``.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run in ``run_dir``.
 
     Example::
 
@@ -69,25 +66,22 @@ class Result:
 
     @property
     def metrics(self) -> DataFrame:
-        """A row for each training step, under its number ``step``; the columns are explained in docs/logging.md.
-
-        NaN where a quantity could not be measured.
-        """
+        """A row for each training step, by its number ``step`` (docs/logging.md); NaN where nothing was measured."""
         return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if EVALUATED not in row])
 
     @property
     def evaluations(self) -> DataFrame:
-        """A row for each evaluation on held-out problems; ``step`` is the number of training steps done before."""
+        """A row for each held-out evaluation, by the number of training steps done (``step``)."""
         return _frame(read_evaluations(self.run_dir))
 
     @property
     def rollouts(self) -> DataFrame:
-        """The best and the worst response of each group, with prompt, reward and reward terms, under its ``step``."""
+        """The best and the worst response of each group, with prompt, reward and reward terms, by ``step``."""
         return _frame(read_rows(self.run_dir / ROLLOUTS_FILE))
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options of the run, all of them, as nested dicts."""
+        """All options of the run as nested dicts."""
         self._file(CONFIG_FILE, "it has not begun to train")
         return read_config(self.run_dir)
 
@@ -98,14 +92,14 @@ class Result:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The trained model (an adapter is merged), on the CPU, in the dtype it was saved in; UserError without one."""
+        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError without one."""
         from transformers import AutoModelForCausalLM
 
         return self._exported(AutoModelForCausalLM)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, chat template included; UserError where the run has written none."""
+        """The tokenizer and its chat template; UserError without one."""
         from transformers import AutoTokenizer
 
         return self._exported(AutoTokenizer)
@@ -175,33 +169,32 @@ def train(
     overrides: Sequence[str] = (),
     run_dir: str | os.PathLike[str] | None = None,
 ) -> Result:
-    """Train, in this process and in the workers that it starts, and return what came of it.
+    """Train in this process and in the workers that it starts, and return the run.
 
-    The same run as ``grpo.py --config-name CONFIG_NAME OVERRIDES``: same checks, same files, same resume. The process
-    is left as it was found: loggers, number of threads, random states, signal handlers. Ctrl-C lets the step at hand
-    finish, saves it, closes the workers and raises; once more stops at once.
+    The same run as ``grpo.py --config-name CONFIG_NAME OVERRIDES``: same checks, same files, same resume. Loggers,
+    number of threads, random states and signal handlers are restored. Ctrl-C lets the current step finish, saves it,
+    closes the workers and raises; a second one stops at once.
 
     Args:
         config_name: a preset.
-        reward: a function of verl's or TRL's form (docs/tasks.md), or a list of them, or a dict of them by name, in
-            place of the task's own reward; ``"builtin"`` in a list is that one, beside them. They are sent to the
-            processes that grade, those of a script as code; what cannot be grades here under ``env.reward_workers=0``.
-        dataset: a ``datasets.Dataset``, a list of dicts, a DataFrame, or a path of a file; rows as the task ``table``
-            reads them: ``prompt`` (text or a chat), ``ground_truth`` or ``answer``, and whatever functions ask for.
-            Another task reads them under ``env.dataset=NAME``.
-        eval_dataset: the same for the held-out rows. None holds a tenth of the rows out, 512 at most
+        reward: a function of verl's or TRL's form (docs/tasks.md), a list of them, or a dict of them by name, instead
+            of the task's own reward; ``"builtin"`` in a list adds that one. They are pickled for grader processes; a
+            function that cannot be pickled needs ``env.reward_workers=0``.
+        dataset: a ``datasets.Dataset``, a list of dicts, a DataFrame, or the path of a file; rows of the task
+            ``table``: ``prompt`` (text or a chat), ``ground_truth`` or ``answer``, and the columns of the functions.
+            ``env.dataset=NAME`` chooses another task for them.
+        eval_dataset: the same for the held-out rows; None holds out a tenth of the rows, 512 at most
             (``env.num_heldout``).
         tools: functions that the policy may call, with type hints and docstrings (docs/tasks.md).
-        environment: in their place a factory (a class, say) of TRL's protocol; each sample has an object of its own.
-        objective: a surrogate, as ``algorithm.objective`` takes it from a file (docs/extending.md).
-        transforms: TorchRL transforms of each prompt group, or what makes them, as ``env.transforms`` takes them from
-            files; the run works with copies.
+        environment: instead of tools a factory (such as a class) of TRL's protocol, called for each sample.
+        objective: a surrogate function (docs/extending.md).
+        transforms: TorchRL transforms of each prompt group, or their factories (docs/extending.md); they are copied.
         overrides: options, as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
-        run_dir: where everything is written; None is ``outputs/DATE/TIME``.
+        run_dir: the run directory; None is ``outputs/DATE/TIME``.
 
     Raises:
-        UserError: the run cannot start, or it cannot go on (``RunFailed``); the message is one sentence.
-        KeyboardInterrupt: it was interrupted; the message says how to go on.
+        UserError: the run cannot start, or it cannot continue (``RunFailed``); the message is one sentence.
+        KeyboardInterrupt: it was interrupted; the message says how to continue.
 
     Example::
 
@@ -216,20 +209,16 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))
-    folder = _fresh_dir() if run_dir is None else Path(run_dir)
-    with _own_console(), Heartbeat():
+    with _own_console(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
         passed = take(config, overrides, **objects)
-        preflight(config, folder)
-        announce(config)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
-            from sota_grpo.run.app import CONTINUES
-            from sota_grpo.run.app import train as train_config
-        with _left_as_found():
-            steps = train_config(config, folder, passed)
+        try:
+            launch(config, _fresh_dir() if run_dir is None else Path(run_dir), passed)
+        except KeyboardInterrupt as stop:
+            if not str(stop):
+                raise
+            raise KeyboardInterrupt(f"{stop}; its metrics so far: sota_grpo.Result({str(passed.run_dir)!r})") from None
     assert passed.run_dir is not None
-    if steps < num_steps(config):
-        raise KeyboardInterrupt(f"{CONTINUES}; what there is so far: sota_grpo.Result({str(passed.run_dir)!r})")
     return Result(passed.run_dir, trust=True)  # of this very config
 
 
@@ -244,7 +233,7 @@ def _require_overrides(overrides: Any) -> None:
 
 
 def _fresh_dir() -> Path:
-    """``outputs/DATE/TIME``, as the scripts name it, of the first second from now on that no other run has taken."""
+    """Return ``outputs/DATE/TIME``, of the first second from now on that no other run has."""
     moment = datetime.now()
     while (path := Path("outputs") / f"{moment:%Y-%m-%d}" / f"{moment:%H-%M-%S}").exists():
         moment += timedelta(seconds=1)
@@ -252,38 +241,15 @@ def _fresh_dir() -> Path:
 
 
 @contextmanager
-def _left_as_found() -> Iterator[None]:
-    """What a run sets for its whole process is set back after it."""
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    from sota_grpo.training.checkpoint import rng_state, set_rng_state
-
-    threads, random_state = torch.get_num_threads(), rng_state()
-    has_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        set_rng_state(random_state)
-        if has_bars:
-            transformers_logging.enable_progress_bar()
-
-
-@contextmanager
 def _own_console() -> Iterator[None]:
-    """Show the run's own sentences where the caller has not said what becomes of them; touch no other logger."""
+    """Show the run's own sentences unless the caller has a handler; touch no other logger."""
     from sota_grpo.recording.progress import in_notebook
 
     logger = logging.getLogger("sota_grpo")
     before, level = list(logger.handlers), logger.level
     if not logger.hasHandlers():
-        console = logging.StreamHandler(sys.stdout if in_notebook(sys.stdout) else sys.stderr)  # red in a notebook
-        console.setLevel(logging.INFO)
-        console.setFormatter(ReadableFormatter())
-        console.addFilter(lambda record: not getattr(record, "file_only", False))
-        logger.addHandler(console)
+        # stderr is red in a notebook
+        logger.addHandler(console_handler(sys.stdout if in_notebook(sys.stdout) else sys.stderr))
         logger.setLevel(logging.INFO)
     try:
         yield

@@ -1,4 +1,4 @@
-"""One run: from its config to its exit, with gate, loop, evaluations, checkpoints and the exported model."""
+"""One run: checks, loop, evaluations, checkpoints and the exported model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from sota_grpo.assembly.build import RunComponents, build
 from sota_grpo.assembly.compose import anchor_paths
@@ -49,7 +50,7 @@ CONTINUES = "train.resume=auto continues from the last checkpoint"
 
 
 def as_planned(config: Config, directory: RunDir) -> Config:
-    """The config of a resumed run with the micro-batches that ``auto`` was when it was started, whatever fits now."""
+    """Return the config of a resumed run with the ``train.micro_batch_tokens`` that it was started with."""
     if isinstance(config.train.micro_batch_tokens, int) or not directory.resumed:
         return config
     planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens", "auto")
@@ -64,7 +65,7 @@ class Run:
         self.directory, self.run_dir = directory, directory.path
         self.began = time.perf_counter()
         setup_logging(self.run_dir)
-        device = resolve_device(config)  # a GPU that is missing is told before a disk that is full
+        device = resolve_device(config)  # before the disk: a missing GPU is the first error
         require_disk(config, self.run_dir)
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
         self.saves = BackgroundSaves(self.checkpoints)
@@ -78,15 +79,15 @@ class Run:
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
-        """Gate, loop, last evaluation, export, closing table. Returns the number of training steps done."""
+        """Check, train, evaluate, export; return the number of training steps done."""
         self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
         parts = self.parts
-        starting("Handing the weights to the engine")
+        starting("Sending the weights to the engine")
         parts.weight_sync.send(version=parts.learner.version)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
         progress = Progress(self.total, first_step=first, by_reward=parts.evaluator.success_above is not None)
-        # the last one ends first: what is being saved is waited for when no signal's grace ends the process any more
+        # the last one ends first: no grace of a signal ends the process while a checkpoint is written
         with (
             RunLog(
                 self.run_dir,
@@ -99,10 +100,10 @@ class Run:
             self.stop,
         ):
             gc.collect()
-            gc.freeze()  # what lives as long as the run is not walked through again at every collection
+            gc.freeze()  # objects that live as long as the run
             collect_seldom()
             self.run_log.rewind(first)
-            # not before: a first start that fails leaves no run behind
+            # not earlier: a first start that fails leaves no run
             self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
             publish_seconds = lambda: parts.weight_sync.seconds  # noqa: E731
             self.log = StepLog(self.run_log, progress, self.stored, parts.tokenizer, parts.task, publish_seconds)
@@ -130,7 +131,7 @@ class Run:
         return done
 
     def _batches(self) -> Iterator[RowTable]:
-        """Of the collector in turns with the learner, or of the replay buffer that it fills from the first one on."""
+        """Yield batches of the collector, or of the replay buffer that it fills concurrently."""
         collector = self.parts.collector
         if collector.replay_buffer is None:
             yield from collector
@@ -139,7 +140,7 @@ class Run:
             yield from collector.replay_buffer
 
     def _restore(self) -> int:
-        """Load the newest checkpoint of a resumed run; returns the first step to do."""
+        """Load the newest checkpoint of a resumed run; return the first step."""
         parts = ("learner", "collector", "rng", "num_threads")
         newest = self.checkpoints.latest(parts) if self.directory.resumed else None
         if newest is None:
@@ -163,10 +164,10 @@ class Run:
         return step
 
     def _save(self, steps: int) -> None:
-        """On a GPU, or where the learner is other processes, training goes on while its copied state is written.
+        """Save a checkpoint, concurrently with training if the learner is on a GPU or in other processes.
 
-        Learners in other processes copy and write their parts themselves. A learner on this machine's CPU has no core
-        to spare for that, and its copy would need memory beside it.
+        Learner ranks copy and write their shards themselves. A learner on this machine's CPU has no spare core and no
+        memory for a copy.
         """
         began = time.perf_counter()
         self.saves.wait()  # one copy of the state at a time
@@ -190,7 +191,7 @@ class Run:
         self.run_log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
     def _before(self, step: int) -> None:
-        """Evaluate at the start, every ``eval.every`` steps, and where a run that becomes longer had ended."""
+        """Evaluate at the start, every ``eval.every`` steps, and at the former end of a run that was prolonged."""
         if self.saves.saving is not None:
             self.saves.check()
         every = self.config.eval.every
@@ -272,26 +273,39 @@ class Run:
             )
 
     def close(self) -> None:
-        """Free the engine and the reference; idempotent."""
+        """Close engines, reference and workers; idempotent."""
         gc.unfreeze()
         gc.set_threshold(*self.gc_thresholds)
         self.parts.close()
 
 
 def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
-    """Validate, assemble, train, close. Returns the number of training steps done.
+    """Validate, build, train, close; return the number of training steps done.
+
+    Number of threads, random states and transformers' progress bars are restored afterwards.
 
     Args:
-        run_dir: where everything is written; under ``train.resume`` perhaps an older one is continued instead.
-        passed: objects of a Python caller; its ``run_dir`` says afterwards which directory it was.
+        run_dir: the run directory; ``train.resume`` may continue another one.
+        passed: Python inputs; their ``run_dir`` is set to the directory of the run.
 
     Raises:
-        UserError: the run cannot start, or it cannot go on (``RunFailed``).
-        KeyboardInterrupt: it was interrupted; the text says how to go on, where anything was saved.
+        UserError: the run cannot start, or it cannot continue (``RunFailed``).
+        KeyboardInterrupt: it was interrupted; the text says how to continue, if a checkpoint was saved.
     """
     require_tokens()
     validate(config)
-    passed = passed or Passed()
+    threads, random_state, had_bars = torch.get_num_threads(), rng_state(), is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        return _train(config, run_dir, passed or Passed())
+    finally:
+        torch.set_num_threads(threads)
+        set_rng_state(random_state)
+        if had_bars:
+            enable_progress_bar()
+
+
+def _train(config: Config, run_dir: Path, passed: Passed) -> int:
     anchor_paths(config)
     signed = asdict(config) | passed.signature
     total = num_steps(config)

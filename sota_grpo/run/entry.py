@@ -1,7 +1,6 @@
-"""The command line: Hydra in front of :func:`sota_grpo.run.app.train`, for one run or the runs of a sweep.
+"""The command line: Hydra composes the config of a run, or of the runs of a sweep, and :func:`launch` trains.
 
-Nothing heavy is imported before Hydra has read the command line: ``--help`` is quick, and Ctrl-C is heeded from the
-start.
+Nothing heavy is imported before Hydra has read the command line.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from sota_grpo.assembly.compose import (
     resumed_config,
     sentence_of,
 )
-from sota_grpo.assembly.preflight import announce, preflight
-from sota_grpo.config import Config, num_steps, register
+from sota_grpo.config import Config, register
 from sota_grpo.config.secrets import without_tokens
 from sota_grpo.config.spelling import walk
 from sota_grpo.errors import CRASHED, USER_MISTAKE, RunFailed, UserError, run_command
 from sota_grpo.files import write_text
-from sota_grpo.recording.progress import Heartbeat
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
+from sota_grpo.run import launch
 from sota_grpo.sweeps import SUMMARY, as_text, continued, note_command, objective, write_summary
-from sota_grpo.text import Output, ReadableFormatter, readable, say
+from sota_grpo.text import Output, console_handler, readable, say
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
 
 if TYPE_CHECKING:
@@ -52,9 +50,9 @@ _sweep: list[DictConfig] = []  # config of the sweep that this process began
 
 
 def entry(mode: str, command: str | None = None) -> None:
-    """Command line of ``grpo.py`` (``sync``) and ``grpo-async.py`` (``async``), called ``command`` in its help.
+    """Run the command line of ``grpo.py`` (``sync``) or ``grpo-async.py`` (``async``), called ``command`` in its help.
 
-    Hydra composes the config; mistakes of the user are one sentence and exit code 2, an interrupt is one and 130.
+    A mistake of the user is one sentence and exit code 2, an interrupt is one and 130.
     """
 
     def run() -> int:
@@ -62,10 +60,10 @@ def entry(mode: str, command: str | None = None) -> None:
         wants_help = not {"-h", "--help"}.isdisjoint(arguments)
         if wants_help:
             print(help_heading(command or _program()))
-            # Hydra's own --help looks through all of its own groups for a second
+            # Hydra's own --help takes a second to read all of its groups
             arguments = [one for one in arguments if one not in ("-h", "--help", "-m", "--multirun")]
             arguments += ["--cfg", "job"]
-        # Hydra saves what it is given, and is to write nothing into a directory that may be another run's
+        # Hydra saves the command line, but must not write into a directory that may be another run's
         require_names(arguments)
         sys.argv[1:] = continued([_NO_FILES, _KEEP_SWEEP, *with_mode(arguments, mode)])
         if not wants_help:
@@ -79,7 +77,7 @@ def entry(mode: str, command: str | None = None) -> None:
 
 
 def help_heading(command: str) -> str:
-    """What ``--help`` says before it shows every option with its value.
+    """Return the text of ``--help`` before the options.
 
     >>> print(help_heading("grpo.py").splitlines()[0])
     grpo.py [--config-name PRESET] [GROUP=NAME ...] [OPTION=VALUE ...] [--multirun]
@@ -93,13 +91,13 @@ def help_heading(command: str) -> str:
             "Presets and groups:",
             *(f"  {name}: {', '.join(preset_names(folder))}" for name, folder in named.items()),
             "",
-            "Every option, the value that this command gives it and what it changes (--hydra-help: Hydra's own):",
+            "Every option with its value in this command and its help (--hydra-help: Hydra's own):",
         ]
     )
 
 
 def with_help(shown: str) -> str:
-    """A config in YAML with the help text of each option, and its choices, as a comment.
+    """Return a config in YAML with the help and the choices of each option as a comment.
 
     >>> print(with_help("optimizer:\\n  schedule: linear\\n").splitlines()[1])
       schedule: linear  # learning rate after the warm-up (constant, linear, cosine)
@@ -119,9 +117,9 @@ def with_help(shown: str) -> str:
 
 
 def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
-    """``arguments`` with ``mode=...`` where it is not given, and all overrides first: Hydra wants them in one place.
+    """Return ``arguments`` with ``mode=...``, unless it is given, and with all overrides first, as Hydra requires.
 
-    A run that ``grpo.py`` is told to continue has a mode of its own.
+    A run that ``grpo.py`` resumes by name keeps its own mode.
 
     >>> with_mode(["--config-name", "grpo_cpu", "seed=1", "--multirun", "env.repeats=4,8"], "async")
     ['mode=async', 'seed=1', 'env.repeats=4,8', '--config-name', 'grpo_cpu', '--multirun']
@@ -142,7 +140,7 @@ def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
 
 
 def sweep_callback() -> Any:
-    """A Hydra callback that keeps the config of a sweep: a process that only waits for its runs sees none of theirs."""
+    """Return a Hydra callback that keeps the config of a sweep for a process that only waits for its runs."""
     from hydra.experimental.callback import Callback
 
     class KeepSweep(Callback):
@@ -153,7 +151,7 @@ def sweep_callback() -> Any:
 
 
 def _run() -> int:
-    """The exit code of the command: the highest of its runs."""
+    """Run the command and return its exit code, the highest of its runs."""
     import hydra
 
     register()
@@ -172,13 +170,9 @@ def _run() -> int:
 
 
 def quiet_console() -> None:
-    """Our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
+    """Print our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
-    console = logging.StreamHandler()
-    console.setLevel(logging.INFO)
-    console.addFilter(lambda record: not getattr(record, "file_only", False))
-    console.setFormatter(ReadableFormatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[console])
+    logging.basicConfig(level=logging.WARNING, handlers=[console_handler()])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself
 
@@ -188,15 +182,15 @@ def _program() -> str:
 
 
 class Jobs:
-    """Runs what Hydra composes.
+    """The runs of a command.
 
-    In a sweep a run that fails leaves its reason in its directory and the next one begins; a run that is interrupted
-    ends the sweep. The table of all runs is kept up to date in the sweep's directory and printed at the end.
-    A launcher may pickle this and call :meth:`run` in other processes, perhaps of other machines.
+    In a sweep a run that fails writes its reason to its directory and the next one begins; an interrupt ends the sweep.
+    The summary of all runs is in the sweep's directory and printed at the end. A launcher may pickle this object and
+    call :meth:`run` in other processes, perhaps of other machines.
 
     Args:
-        arguments: of the command, as Hydra is given them; a sweep is found again by them.
-        program: how messages begin.
+        arguments: of the command, as Hydra gets them; they identify a sweep.
+        program: first word of messages.
     """
 
     def __init__(self, arguments: Sequence[str], program: str):
@@ -212,7 +206,7 @@ class Jobs:
         self._waits = self._is_job = False  # for runs in other processes; in one of these
 
     def __getstate__(self) -> dict[str, Any]:
-        """A launcher sends the runs to other processes, and this one only waits for them."""
+        """Pickle for a launcher, which runs the jobs in other processes while this one waits."""
         if not self._waits and not self._is_job:
             composed = _sweep[0]
             self._open_sweep(Path(composed.hydra.runtime.cwd, composed.hydra.sweep.dir))
@@ -222,41 +216,43 @@ class Jobs:
         return {**vars(self), "_waits": False, "_is_job": True}
 
     def all(self, command: Callable[[], object]) -> int:
-        """Call ``command``, which calls :meth:`run` for each run; returns the exit code, the highest of all runs."""
+        """Call ``command``, which calls :meth:`run` for each run; return the highest exit code."""
         completed = False
         try:
             self._attempt(command)
             completed = True
-        except OSError as error:  # before the first run Hydra failed to make its directory; inside one it is a bug
+        except OSError as error:  # before the first run: Hydra cannot make its directory; inside one it is a bug
             if self._began or isinstance(error, BrokenPipeError):
                 raise
             self._say(f"{error}; set hydra.run.dir to a directory that can be written.")
             self._codes.append(USER_MISTAKE)
         except (ValueError, TypeError) as error:
             if not self._began:  # Hydra, of a preset that is no name
-                self._tell(UserError(sentence_of(error)))
+                self._print_error(UserError(sentence_of(error)))
             elif isinstance(error, TypeError) or self._sweep_dir is None or 0 in self._codes:
-                raise  # else a sweeper that looks for the best run; where all of them failed, each has said why
+                raise  # else a sweeper has found no best run: all failed, and each has printed its reason
         except RuntimeError as error:
             if self._waits and self._sweep_dir is not None:
                 said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
                 output = f"its output is below {self._sweep_dir / '.submitit'}"
-                self._tell(RunFailed(f"A job of the sweep gave no answer ({said.rstrip('.')}); {output}."))
+                self._print_error(RunFailed(f"A job of the sweep gave no answer ({said.rstrip('.')}); {output}."))
             elif _NO_SLURM in str(error):
-                self._tell(UserError("There is no srun here; start the sweep where jobs are submitted to SLURM."))
+                self._print_error(
+                    UserError("There is no srun here; start the sweep where jobs are submitted to SLURM.")
+                )
             else:
                 raise
         except KeyboardInterrupt as stop:
             if self._sweep_dir is None or str(stop):
                 raise
-            rest = "jobs that were submitted go on" if self._waits else "train.resume=auto goes on with the others"
+            rest = "submitted jobs continue" if self._waits else "train.resume=auto continues the others"
             raise KeyboardInterrupt(f"finished runs stay, {rest}") from None
         finally:
             self._end_sweep(completed)
         return max(self._codes)
 
     def run(self, composed: DictConfig) -> float | None:
-        """One run. Returns what a sweeper optimises: accuracy, else reward; None outside a sweep and for a failure."""
+        """Run once; return the objective of a sweep (accuracy, else reward), or None for a failure or a single run."""
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
@@ -266,22 +262,22 @@ class Jobs:
         if hydra.mode == RunMode.MULTIRUN:
             sweep_dir = Path(hydra.runtime.cwd, hydra.sweep.dir)
             measured = self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
-            if self._is_job and any(self._codes):  # the command that waits is told of the first
+            if self._is_job and any(self._codes):  # for the command that waits
                 failed = RunFailed if max(self._codes) == CRASHED else UserError
                 raise failed(f"job {hydra.job.num}: {self._said}")
             return measured
         try:
             self._attempt(lambda: _train(composed, run_dir, hydra.overrides.task))
         finally:
-            drop_empty(run_dir)  # that Hydra made for a command that was refused
+            drop_empty(run_dir)  # Hydra's, of a refused command
         return None
 
     def _attempt(self, action: Callable[[], object]) -> None:
-        """What the user can mend is one sentence and 2, a run that cannot go on is one and 1."""
+        """Call ``action`` and note its exit code: 2 for a mistake of the user, 1 for a run that cannot continue."""
         try:
             action()
         except self._mistakes as error:
-            self._tell(error)
+            self._print_error(error)
         else:
             self._codes.append(0)
 
@@ -293,17 +289,17 @@ class Jobs:
             self._with_report = _train(composed, run_dir, overrides).logging.report
             self._codes.append(0)
             return objective(run_dir)
-        except RunRefused as error:  # the directory is not this run's: nothing is to be written there
-            self._tell(error)
-        except Exception as error:  # whatever it was, the other runs of a sweep are not to blame
+        except RunRefused as error:  # the directory is another run's
+            self._print_error(error)
+        except Exception as error:  # of any kind: the other runs of the sweep still run
             if not isinstance(error, self._mistakes):
                 traceback.print_exc()
-            self._tell(error)
+            self._print_error(error)
             with suppress(OSError, UserError):
                 note_options(run_dir, composed)
                 note_failure(run_dir, error)
         finally:
-            with suppress(OSError, UserError):  # told at the end, where it still holds
+            with suppress(OSError, UserError):  # printed at the end
                 write_summary(sweep_dir)
         return None
 
@@ -313,7 +309,7 @@ class Jobs:
             note_command(sweep_dir, self._arguments)
             self._sweep_dir = sweep_dir
 
-    def _tell(self, error: Exception) -> None:
+    def _print_error(self, error: Exception) -> None:
         mistake = isinstance(error, self._mistakes)
         missing = _NO_PLUGIN.search(str(error))
         if missing:
@@ -331,12 +327,12 @@ class Jobs:
         say(f"{self._program}: {readable(sentence)}", sys.stderr)
 
     def _end_sweep(self, completed: bool) -> None:
-        """Print the table of the sweep, and leave it and the report beside its runs."""
+        """Print the summary of the sweep, and write it and the report to its directory."""
         if self._sweep_dir is None:
             return
         try:
             sweep = write_summary(self._sweep_dir)
-            if self._waits:  # a sweeper that looks for the best run goes on after a job that failed
+            if self._waits:  # a sweeper continues after a failed job
                 self._codes += [CRASHED for one in sweep.runs if one.state == "failed"]
             if completed and not any(self._codes):
                 note_command(self._sweep_dir, self._arguments, complete=True)
@@ -349,15 +345,13 @@ class Jobs:
         if self._with_report:  # if the last run has one
             from sota_grpo.report import write_report
 
-            with suppress(OSError, UserError):  # a page more or less is no reason to end a sweep otherwise
+            with suppress(OSError, UserError):  # a missing page is no failure of the sweep
                 report = f", report: {write_report([self._sweep_dir], self._sweep_dir / 'report.html')}"
         say(f"Summary: {self._sweep_dir / SUMMARY}.md and .json{report}")
 
 
 def note_options(run_dir: Path, composed: DictConfig) -> None:
-    """Write what Hydra itself would have written to ``.hydra``, before it was known whether the directory is free.
-
-    A run that has begun keeps the files of the command that began it.
+    """Write Hydra's files to ``.hydra``; a run that has begun keeps those of its first command.
 
     Raises:
         UserError: they cannot be written.
@@ -366,7 +360,7 @@ def note_options(run_dir: Path, composed: DictConfig) -> None:
     from omegaconf import OmegaConf
 
     folder, hydra = (run_dir / OVERRIDES_FILE).parent, cast(Any, HydraConfig.instance().cfg)
-    if has_begun(run_dir) or hydra is None:  # nobody asked Hydra
+    if has_begun(run_dir) or hydra is None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -377,20 +371,12 @@ def note_options(run_dir: Path, composed: DictConfig) -> None:
 
 
 def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> Config:
-    """Train to the end; a run that was asked to stop ends the whole command, a sweep's other runs included."""
+    """Train to the end; an interrupt ends the whole command, a sweep's other runs included."""
     from omegaconf import OmegaConf
 
     require_known(composed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     config = resumed_config(config, overrides)
-    preflight(config, run_dir)
-    note_options(run_dir, composed)
-    with Heartbeat():
-        announce(config)
-        from sota_grpo.run.app import CONTINUES, train  # brings torch and all that stands on it
-
-        done = train(config, run_dir)
-    if done < num_steps(config):
-        raise KeyboardInterrupt(CONTINUES)
+    launch(config, run_dir, before=lambda: note_options(run_dir, composed))
     return config

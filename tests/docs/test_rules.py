@@ -71,12 +71,3 @@ def test_only_sizes_and_the_model_are_added() -> None:
     assert small(typed("python grpo.py model.size=4B")) == [*sizes, "model.name=tiny"]
     assert small(typed("python grpo.py model.name=path/to/your/model"))[-1] != "model.name=tiny"
     assert small(typed("python grpo.py --help")) == ["--help"]
-
-
-def test_a_documents_runs_are_few() -> None:
-    given = "inference_model.num_devices=16 policy.betas=[1,2,3]"
-    assert small(typed(f"python grpo.py {given}", "demo.md"))[:2] == given.split()
-    given = "--multirun optimizer.lr=1,2,3 seed=0,1 'policy.kl_coef=choice(0.0, 0.1, 0.2)' a=[1,2]"
-    few = ["--multirun", "optimizer.lr=1,2", "seed=0", "policy.kl_coef=choice(0.0, 0.1, 0.2)", "a=[1,2]"]
-    assert small(typed(f"python grpo.py {given}", "demo.md"))[:5] == few
-    assert small(typed(f"python grpo.py {given}"))[1:3] == ["optimizer.lr=1,2,3", "seed=0,1"]

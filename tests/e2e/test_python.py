@@ -80,7 +80,7 @@ def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path,
     os.kill(process, signal.SIGINT)
     done = fork_server.finish()
     assert done.code != 0
-    told = "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; what there is so far"
+    told = "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; its metrics so far"
     assert told in done.stderr
     assert started
     require_gone(set(started))

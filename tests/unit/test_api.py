@@ -1,4 +1,4 @@
-"""``sota_grpo.train``: the run of the scripts, in somebody else's process."""
+"""``sota_grpo.train``: the run of the scripts in a user's own process."""
 
 from __future__ import annotations
 
@@ -27,18 +27,9 @@ from tests.e2e.processes import workers
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(24)]
 SMALL = [
-    "engine=scripted",
-    "check.mode=off",
-    "eval.mode=off",
-    "logging.report=false",
-    "train.export_hf=false",
-    "train.checkpoint_frequency=1",
-    "env.num_envs=8",
-    "env.repeats=4",
-    "inference_model.max_tokens=8",
-    "train.dialog_turns_per_batch=8",
-    "train.optim_batch_size=8",
-    "train.total_dialog_turns=32",
+    *("engine=scripted", "check.mode=off", "eval.mode=off", "logging.report=false", "train.export_hf=false"),
+    *("train.checkpoint_frequency=1", "env.num_envs=8", "env.repeats=4", "inference_model.max_tokens=8"),
+    *("train.dialog_turns_per_batch=8", "train.optim_batch_size=8", "train.total_dialog_turns=32"),
 ]
 
 
@@ -89,13 +80,6 @@ def test_rows_and_a_function_of_mine_make_a_run(tmp_path: Path) -> None:
     assert Path(result.config["env"]["dataset_path"]).is_relative_to(tmp_path / "run")
 
 
-def test_two_runs_in_one_process_do_not_meet(tmp_path: Path) -> None:
-    first = trained(tmp_path / "a", "train.total_dialog_turns=8")
-    second = trained(tmp_path / "b", "train.total_dialog_turns=8", reward=lambda solution_str: -1.0)
-    assert set(second.metrics["reward"]) == {-1.0}
-    assert (first.metrics["reward"] >= 0).all()
-
-
 def test_the_process_is_left_as_it_was_found(tmp_path: Path) -> None:
     logger, threads = logging.getLogger("sota_grpo"), torch.get_num_threads()
     handlers, level, signals = list(logger.handlers), logger.level, signal.getsignal(signal.SIGINT)
@@ -111,7 +95,7 @@ def test_the_process_is_left_as_it_was_found(tmp_path: Path) -> None:
     assert workers(os.getpid()) == {}
 
 
-def test_sentences_are_seen_only_where_nobody_else_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sentences_are_shown_unless_the_caller_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     logger, root = logging.getLogger("sota_grpo"), logging.getLogger()

@@ -17,8 +17,6 @@ class Fake:
 
     def __init__(self, folder: str):
         self.folder = folder
-        if folder == "cannot be built":
-            raise ValueError("no such\nmodel")
 
     def learn(self) -> None:
         if self.folder == "dies":
@@ -57,13 +55,6 @@ def test_what_a_system_raises_is_told_and_it_is_closed(tmp_path) -> None:
         system.ask(STEP)
     system.close()
     assert (tmp_path / "stepless.closed").exists()
-
-
-def test_a_system_that_cannot_be_built_says_why(tmp_path) -> None:
-    system = make("cannot be built", tmp_path)
-    with pytest.raises(SystemFailed, match="ValueError: no such model"):
-        system.ready()
-    system.close()
 
 
 def test_a_process_that_dies_or_hangs_is_ended_and_named(tmp_path, monkeypatch) -> None:

@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.peers import floor, plot, report
+from benchmarks.peers import floor
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.host import LEARN, STEP, SystemFailed
-from benchmarks.peers.memory import peak_bytes
 from benchmarks.peers.results import CaseResult, Measured
 from benchmarks.peers.run import Plan, Runner
-from benchmarks.peers.systems import OURS, OURS_VLLM, SYSTEMS, TORCHRL, TORCHRL_AS_IT_COMES, TRL, TRL_DEFAULT_BATCH
+from benchmarks.peers.systems import OURS, OURS_VLLM, TORCHRL, TORCHRL_AS_IT_COMES, TRL, TRL_DEFAULT_BATCH
 from benchmarks.peers.table import PROMISES, case_tables, promises
-from benchmarks.peers.work import BASE, FIRST_WORD, LONG, VOCAB, Case, draw_prompts, make_model, make_rows, prepare
+from benchmarks.peers.work import BASE, LONG, VOCAB, Case, draw_prompts, make_model, make_rows
 from sota_grpo.functional.flops import Load, forward_flops
-from sota_grpo.policy.load import load_tokenizer
 
 TINY = Case("tiny", vocab=512, prompt=10, group=4, response=6, prompts=2)
 
@@ -30,21 +28,6 @@ def test_the_examples_in_the_docstrings_hold(name) -> None:
     found = doctest.testmod(importlib.import_module(f"benchmarks.peers.{name}"))
     assert found.attempted
     assert not found.failed
-
-
-def test_text_and_ids_of_a_prompt_are_the_same_prompt(tmp_path) -> None:
-    """As the systems read it: the tokenizer loaded from the folder, the text as one user turn."""
-    seed = int(torch.randint(1 << 30, ()))
-    folder = prepare(TINY, tmp_path, steps=3, seed=seed)
-    tokenizer = load_tokenizer(str(folder.model))
-    assert len(tokenizer) == TINY.vocab
-    turns = [[{"role": "user", "content": text}] for text in folder.texts()]
-    ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, add_generation_prompt=True)["input_ids"]
-    drawn = draw_prompts(TINY, 3 * TINY.prompts + 1, seed)
-    assert ids == drawn[:-1]
-    assert all(7 <= len(prompt) <= 13 and min(prompt) >= FIRST_WORD for prompt in drawn)
-    assert [prompt.tolist() for prompt in folder.load_rows()["prompts"]] == drawn[: TINY.prompts]
-    assert 0 <= folder.compute_score()(None, folder.texts()[0], None) < 1
 
 
 def test_rows_have_signal_in_every_group_and_ratios_on_both_sides_of_the_clip() -> None:
@@ -196,25 +179,6 @@ def test_promises_are_told_from_what_was_measured() -> None:
     assert {promise.case for promise in PROMISES} == {BASE.name, LONG.name, VOCAB.name}
 
 
-def test_tables_compare_with_trl_and_the_floor() -> None:
-    text = case_tables(result(BASE, {OURS: 1.0, TRL: 4.0}, {OURS: 2.0, TRL: 5.0}))
-    step, alone = (line.split() for line in text.splitlines() if OURS in line)
-    # | ours, transformers | generate score ref learn publish | rest | whole | x TRL | x floor | MB | runs |
-    assert " ".join(step) == "| ours, transformers | - | - | - | 1.00 | - | 1.00 | 2.00 | 2.50 | 4.0 | - | 1 |"
-    assert " ".join(alone) == "| ours, transformers | 1.00 | 4.00 | 2.0 | - | - | 1 |"
-    assert "100 / 200 GFLOP/s" in text
-
-
-def test_the_plot_takes_the_cases_that_differ_in_one_thing(tmp_path) -> None:
-    found = [result(case, {OURS: 1.0}, {OURS: 2.0}) for case in (LONG, BASE, VOCAB, TINY)]
-    assert [one.case.name for one in plot.varied(found, "prompt")] == [BASE.name, LONG.name]
-    assert [one.case.name for one in plot.varied(found, "vocab")] == [BASE.name, VOCAB.name]
-    pytest.importorskip("matplotlib", reason="the plot needs the bench extra")
-    assert plot.plot(found, tmp_path / "growth.png")
-    assert (tmp_path / "growth.png").stat().st_size > 10_000
-    assert not plot.plot(found[:1], tmp_path / "none.png")
-
-
 def test_the_command_writes_what_it_prints_even_when_interrupted(tmp_path, monkeypatch, capsys) -> None:
     def interrupted(runner: Runner) -> None:
         runner.result.systems[OURS].learn = [1.0]
@@ -227,25 +191,6 @@ def test_the_command_writes_what_it_prints_even_when_interrupted(tmp_path, monke
     assert json.loads((tmp_path / "results.json").read_text())["cases"][0]["systems"][OURS]["learn"] == [1.0]
     with pytest.raises(SystemExit, match="no case 'bas' in this plan"):
         main(["--cases", "bas"])
-
-
-def test_every_system_of_a_plan_is_one_that_there_is() -> None:
-    options = {"cases": None, "systems": None, "repeats": None}
-    for flags in ({"quick": True, "full": False}, {"quick": False, "full": True}, {"quick": False, "full": False}):
-        for plan in report.plans(report.argparse.Namespace(**options, **flags)):
-            assert set(plan.questions) <= set(SYSTEMS)
-
-
-def test_a_phase_that_fails_is_not_run_again() -> None:
-    ran = []
-
-    def phase() -> None:
-        ran.append(True)
-        raise AttributeError("of the peer's own code")
-
-    with pytest.raises(AttributeError):
-        peak_bytes(phase)
-    assert ran == [True]
 
 
 def test_other_work_is_no_promise_kept() -> None:

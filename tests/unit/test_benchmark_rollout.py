@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from benchmarks import collector, generation
+from benchmarks import generation
 
 
 @pytest.fixture(autouse=True)
@@ -15,15 +15,6 @@ def same_threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("engine", ["scripted", pytest.param("transformers", marks=pytest.mark.slow)])
-def test_the_collector_is_measured_beside_its_engine(engine: str) -> None:
-    options = Namespace(engine=engine, groups=2, size=3, tokens=5, repeat=1, tokens_per_s=1000.0)
-    found = collector.measure(options)
-    if engine == "scripted":  # which sleeps for as long as it is told
-        assert min(found["engine_s"], found["collector_s"]) >= 0.03
-    assert found["ratio"] > 0
 
 
 def test_engine_and_generate_sample_the_same_amount(monkeypatch: pytest.MonkeyPatch) -> None:

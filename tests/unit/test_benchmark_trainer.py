@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
-from benchmarks.trainer import Ours, main, measure, run
+from benchmarks.trainer import Ours, measure, run
 from benchmarks.trainer_work import SHAPES, Case, make_model, make_rows, shared_loads
 from sota_grpo import keys
 from sota_grpo.functional.flops import Load, padded_load
@@ -34,31 +33,6 @@ def test_rows_fill_the_packed_tokens() -> None:
     assert [(group.prompt, group.responses) for group in groups_by_prompt(row_prompts(rows))] == [(20, (10,) * 4)] * 2
     pairs = 2 * (20 * 21 // 2 + 4 * (10 * 20 + 10 * 11 // 2))
     assert shared_loads(rows) == Load(positions=120, pairs=pairs, predicted=80)
-
-
-def test_ragged_rows_are_shorter_and_all_of_the_groups() -> None:
-    rows = make_rows(Case(tokens=4000, prompt=20, response=100, group=8, ragged=0.5))
-    lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in rows]
-    assert 50 <= min(lengths) < max(lengths) <= 100
-    assert shared_loads(rows).positions == sum(group.tokens for group in groups_by_prompt(row_prompts(rows)))
-
-
-def test_a_step_without_room_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match="no room for a prompt"):
-        make_rows(Case(tokens=100))
-
-
-@pytest.mark.parametrize("options", [[], ["--lora", "2"], ["--checkpointing", "--micro-tokens", "40", "--profile"]])
-def test_a_line_of_json_says_what_was_measured(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    case = ["--tokens", "140", "--prompt", "20", "--response", "10", "--group", "4", "--repeat", "1"]
-    main(["--shape", "tiny", "--device", "cpu", "--precision", "fp32", *case, *options])
-    out, err = capsys.readouterr()
-    result = json.loads(out)
-    assert (result["who"], result["rows"], result["packed_tokens"]) == ("ours", 8, 120)
-    assert result["row_tokens_per_s"] / result["packed_tokens_per_s"] == pytest.approx(8 * 30 / 120, rel=0.01)
-    assert result["mfu"] > 0
-    assert result["peak_gib"] is None
-    assert ("aten::mm" in err) == ("--profile" in options)
 
 
 def test_measured_figures_are_those_of_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,13 +64,6 @@ def test_trl_does_the_same_work(lora: int, tmp_path: Path) -> None:
     assert peer.load == padded_load(len(rows), longest, predicted=len(rows) * (longest - 20))
     kept = [sum(tensor.numel() for tensor in system.tensors()) for system in (ours, peer)]
     assert kept[0] == kept[1]
-
-
-@pytest.mark.bench
-def test_systems_take_turns_on_one_case() -> None:
-    pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
-    found = run(SMALL, against=["trl"], measure_peak=False, repeat=1, profiled=False)
-    assert [result["who"] for result in found] == ["ours", "trl"]
 
 
 @pytest.mark.bench

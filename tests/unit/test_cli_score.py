@@ -41,17 +41,8 @@ def test_rows_keep_their_order_and_their_columns(tmp_path: Path) -> None:
 
 
 def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = {"response": "#### 4", "answer": "4"}
-    rows = [
-        good,
-        "{not json",
-        good,
-        {"answer": "4"},
-        "[1]",
-        {"response": "#### 4"},
-        {"response": 4, "answer": "4"},
-        good,
-    ]
+    good, broken = {"response": "#### 4", "answer": "4"}, [{"answer": "4"}, "[1]", {"response": "#### 4"}]
+    rows = [good, "{not json", good, *broken, {"response": 4, "answer": "4"}, good]
     scored = score(tmp_path, rows)
     assert [row["reward"] for row in scored] == [1.0, None, 1.0, None, None, None, None, 1.0]
     told = capsys.readouterr().err
@@ -63,36 +54,13 @@ def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("text", "answer_format", "right"),
-    [
-        ("<answer>7</answer> \\boxed{8} #### 9 or 10", "any", "7"),
-        ("\\boxed{8} #### 9", "boxed", "8"),
-        ("\\boxed{8} then 11", "last_number", "11"),
-    ],
-)
-def test_the_answer_format_says_where_the_answer_stands(
-    tmp_path: Path, text: str, answer_format: str, right: str
-) -> None:
-    rows = [{"response": text, "answer": answer} for answer in (right, "12")]
-    scored = score(tmp_path, rows, "--answer-format", answer_format)
-    assert [(row["reward"], row["success"]) for row in scored] == [(1.0, True), (0.0, False)]
-
-
-def test_text_that_no_encoding_holds_comes_back(tmp_path: Path) -> None:
-    rows = ['{"response": "\\ud800 #### 4", "answer": "4", "note": "\\u2028é"}']
-    assert score(tmp_path, rows)[0]["response"] == "\ud800 #### 4"
-
-
-@pytest.mark.parametrize(
     ("command", "sentence"),
     [
         (["--task", "gsm8k"], "give either --input FILE or --text RESPONSE"),
         (["--task", "gsm8k", "--input", "nowhere.jsonl"], "--input nowhere.jsonl cannot be read (No such file"),
         (["--task", "gsm8k", "--text", "4"], "give --answer"),
-        (["--task", "gsm8k", "--text", "4", "--row", "[]"], "is not a JSON object"),
         (["--task", "gsm8k", "--text", "4", "--row", "[" * 10**5], "is not a JSON object"),
         (["--task", "gsm8k", "--input", "-", "--row", "{}"], "--row goes with --text"),
-        (["--task", "gsm8k", "--input", "-", "--answer", "4"], "--answer goes with --text"),
         (["--task", "gsm8k", "--text", "4", "--answer", "4", "--reward-name", "f"], "with --reward-path FILE"),
         (["--task", "gsm8k", "--text", "4", "--timeout-s", "nan"], "is not a time above 0"),
     ],
@@ -106,11 +74,6 @@ def test_a_mistake_is_one_sentence(command: list[str], sentence: str, capsys: py
 
 PIPE = [sys.executable, "-m", "sota_grpo.cli", "score", "--task", "gsm8k", "--input", "-", "--workers", "1"]
 ROW = '{"response": "#### 4", "answer": "4"}\n'
-
-
-def test_the_command_reads_stdin_and_writes_stdout() -> None:
-    done = subprocess.run(PIPE, input=ROW * 3, capture_output=True, text=True, check=True)
-    assert [json.loads(line)["reward"] for line in done.stdout.splitlines()] == [1.0] * 3
 
 
 def test_what_a_reward_function_prints_is_no_line_of_the_output(tmp_path: Path) -> None:
@@ -131,11 +94,10 @@ def test_what_a_reward_function_prints_is_no_line_of_the_output(tmp_path: Path) 
     assert done.stderr.count("graded by print") == done.stderr.count("graded by the descriptor") == 3
 
 
-@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
-def test_no_byte_and_no_mark_of_the_input_stops_it(encoding: str, tmp_path: Path) -> None:
+def test_no_byte_and_no_mark_of_the_input_stops_it(tmp_path: Path) -> None:
     given = b"\xef\xbb\xbf" + b'{"response": "\xff\xc3\xa9 #### 4", "answer": "4"}\n'
     (tmp_path / "rows.jsonl").write_bytes(given)
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     for source in ("-", str(tmp_path / "rows.jsonl")):
         done = subprocess.run([*PIPE, "--input", source], input=given, capture_output=True, env=environment)
         assert done.returncode == 0, done.stderr
@@ -197,8 +159,7 @@ def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(
     assert len(Path(f"{target}.partial").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("num_read", [0, 640])
-@pytest.mark.parametrize("to_file", [False, True])
+@pytest.mark.parametrize(("to_file", "num_read"), [(False, 0), (True, 640)])
 def test_an_interrupt_says_how_many_rows_are_written(
     to_file: bool, num_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

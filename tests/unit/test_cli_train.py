@@ -10,7 +10,7 @@ import pytest
 
 import sota_grpo.run.app
 from sota_grpo.cli import main
-from sota_grpo.config import Config
+from sota_grpo.config import Config, num_steps
 from sota_grpo.run import entry
 
 
@@ -22,9 +22,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     def run(*arguments: str) -> list[Config]:
         found: list[Config] = []
 
-        def train(config: Config, run_dir: Path) -> int:
+        def train(config: Config, run_dir: Path, passed: object = None) -> int:
             found.append(config)
-            return sota_grpo.run.app.num_steps(config)
+            return num_steps(config)
 
         monkeypatch.setattr(sota_grpo.run.app, "train", train)
         monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])

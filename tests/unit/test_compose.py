@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -27,12 +26,6 @@ def test_a_preset_is_what_hydra_composes(name: str) -> None:
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         expected = OmegaConf.to_object(hydra_compose(name, overrides=["seed=3", "algorithm=dapo"]))
     assert compose(name, ["seed=3", "algorithm=dapo", "hydra.run.dir=anywhere"]) == expected
-
-
-def test_a_token_goes_to_the_environment_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "before")
-    assert compose("grpo_cpu", ["model.hub_token=hf_secret"]) == compose("grpo_cpu")
-    assert os.environ["HF_TOKEN"] == "hf_secret"
 
 
 def test_a_hydra_at_work_is_left_as_it_was(tmp_path: Path) -> None:
@@ -83,7 +76,7 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("+foo=1", "There is no option foo."),
+        ("++foo=1", "There is no option foo."),
         ("beta=0.04", "There is no option beta; here it is policy.kl_coef."),
         ("train.learning_rate=1e-6", "There is no option train.learning_rate; here it is optimizer.lr."),
         ("loss_type=dapo", "There is no option loss_type; here loss_type=dapo is algorithm.aggregation=token."),
@@ -91,7 +84,6 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
         ("logging_steps=1", "There is no option logging_steps; the metrics of every step are logged."),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high."),
         ("train.temperature=1", "did you mean inference_model.temperature?"),
-        ("+env.repeat=1", "There is no option env.repeat; did you mean env.repeats?"),
         ("algorithm=dappo", "There is no algorithm=dappo; the presets are cispo, clip_higher, dapo, "),
         ("optimizer.lr=abc", "optimizer.lr=abc: Value 'abc' of type 'str' could not be converted to Float."),
         ("env.dataset_path=a=b", "an override is OPTION=VALUE, and a value with =, { or [ in it needs quotes."),
@@ -120,12 +112,5 @@ def test_hints_name_options_that_there_are() -> None:
     both = ours & {name for name in [*THEIRS, *NOT_HERE] if "." not in name}
     assert not both, "an option of ours must not be explained away"
     assert not THEIRS.keys() & NOT_HERE.keys()
-
-
-@pytest.mark.parametrize("override", THEIR_VALUES.values())
-def test_a_hint_with_a_value_can_be_given_as_it_is(override: str) -> None:
-    compose("grpo_cpu", [override])
-
-
-def test_an_option_may_be_given_with_two_pluses() -> None:
-    assert compose("grpo_cpu", ["++env.repeats=4"]).env.repeats == 4
+    for override in sorted({*THEIR_VALUES.values()}):
+        compose("grpo_cpu", [override])

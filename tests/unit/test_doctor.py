@@ -80,7 +80,7 @@ def test_a_folder_that_cannot_be_written_fails_the_node(tmp_path: Path, capsys, 
 
 def test_a_look_that_breaks_costs_only_itself(monkeypatch) -> None:
     monkeypatch.setattr(doctor, "_gpu", lambda: 1 / 0)
-    assert found("GPU") == (WARNING, "could not be looked at (ZeroDivisionError: division by zero).")
+    assert found("GPU") == (WARNING, "could not be checked (ZeroDivisionError: division by zero).")
     assert found("open files")[0] in (OK, WARNING)
 
 

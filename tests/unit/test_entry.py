@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 import sota_grpo.run.app
 from sota_grpo.assembly import sampling
-from sota_grpo.config import Config
+from sota_grpo.config import Config, num_steps
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.progress import Heartbeat
@@ -40,13 +40,26 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     return run
 
 
+def noting(found: list[Config]) -> Callable[..., int]:
+    """A stand-in for the training that notes its config and does all steps."""
+
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+        found.append(config)
+        return num_steps(config)
+
+    return train
+
+
+def raising(error: BaseException) -> Callable[..., int]:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+        raise error
+
+    return train
+
+
 def test_overrides_may_stand_on_both_sides_of_an_option(command, tmp_path: Path) -> None:
     found: list[Config] = []
-
-    def train(config: Config, run_dir: Path) -> int:
-        found.append(config)
-        return sota_grpo.run.app.num_steps(config)
-
+    train = noting(found)
     assert command(train, "seed=3", "--multirun", "env.repeats=4,8", mode="async") == 0
     assert [(config.mode, config.seed, config.env.repeats) for config in found] == [("async", 3, 4), ("async", 3, 8)]
     assert read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
@@ -55,9 +68,9 @@ def test_overrides_may_stand_on_both_sides_of_an_option(command, tmp_path: Path)
 
 
 def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         (run_dir / "run.json").write_text("{}")
-        return sota_grpo.run.app.num_steps(config)
+        return num_steps(config)
 
     noted = tmp_path / "run" / ".hydra"
     assert command(train, "seed=3") == 0
@@ -76,12 +89,7 @@ def test_a_run_that_is_named_goes_on_with_its_own_config(command, tmp_path: Path
     own = "{mode: async, model: {name: tiny}, env: {dataset: arithmetic, repeats: 16}, eval: {every: 7}}"
     (tmp_path / "before" / "config.yaml").write_text(own)
     found: list[Config] = []
-
-    def train(config: Config, run_dir: Path) -> int:
-        found.append(config)
-        return sota_grpo.run.app.num_steps(config)
-
-    assert command(train, f"train.resume={tmp_path / 'before'}", "train.total_dialog_turns=4096") == 0
+    assert command(noting(found), f"train.resume={tmp_path / 'before'}", "train.total_dialog_turns=4096") == 0
     (config,) = found
     assert (config.mode, config.env.repeats, config.eval.every, config.optimizer.lr) == ("async", 16, 7, 1e-6)
     assert config.train.total_dialog_turns == 4096
@@ -92,9 +100,9 @@ def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.Log
     logger, before = logging.getLogger("sota_grpo"), logging.getLogger("sota_grpo").handlers[:]
     watched = []
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         watched.extend(handler for handler in logger.handlers if isinstance(handler, Heartbeat))
-        return sota_grpo.run.app.num_steps(config)
+        return num_steps(config)
 
     with caplog.at_level(logging.INFO, logger="sota_grpo"):
         assert command(train) == 0
@@ -105,10 +113,7 @@ def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.Log
 
 @pytest.mark.parametrize(("error", "code"), [(UserError("Mend it."), 2), (RunFailed("It died."), 1)])
 def test_what_ends_a_run_is_one_sentence(error: Exception, code: int, command, capsys: pytest.CaptureFixture) -> None:
-    def train(config: Config, run_dir: Path) -> int:
-        raise error
-
-    assert command(train) == code
+    assert command(raising(error)) == code
     assert capsys.readouterr().err == f"grpo.py: {error}\n"
 
 
@@ -116,7 +121,7 @@ def test_what_ends_a_run_is_one_sentence(error: Exception, code: int, command, c
 def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.CaptureFixture) -> None:
     calls = []
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         calls.append(run_dir)
         if how == "at once":
             raise KeyboardInterrupt
@@ -124,7 +129,7 @@ def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.Cap
 
     assert command(train, "--multirun", "seed=1,2") == 130
     assert len(calls) == 1
-    kept = "finished runs stay, train.resume=auto goes on with the others"
+    kept = "finished runs stay, train.resume=auto continues the others"
     told = capsys.readouterr()
     assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in told.err
     assert "1 run, 1 stopped" in told.out
@@ -187,11 +192,11 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
 ) -> None:
     trained = []
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         if config.seed == 1:
             raise error
         trained.append(config.seed)
-        return sota_grpo.run.app.num_steps(config)
+        return num_steps(config)
 
     assert command(train, "--multirun", "seed=1,2,3") == code
     assert trained == [2, 3]
@@ -205,10 +210,7 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
 
 
 def test_a_run_that_is_refused_leaves_another_runs_directory_alone(command, tmp_path: Path) -> None:
-    def train(config: Config, run_dir: Path) -> int:
-        raise RunRefused("That is another run's.")
-
-    assert command(train, "--multirun", "seed=1") == 2
+    assert command(raising(RunRefused("That is another run's.")), "--multirun", "seed=1") == 2
     assert read_json(tmp_path / "sweep" / "0" / FAILURE_FILE) is None
 
 
@@ -216,11 +218,11 @@ def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.
     """Accuracy first; a run that failed gives nothing, which a sweeper counts as a failure."""
     from sota_grpo.run.entry import Jobs
 
-    def train(config: Config, run_dir: Path) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None) -> int:
         if config.seed == 2:
             raise RunFailed("It died.")
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.75, "reward": 0.5}\n')
-        return sota_grpo.run.app.num_steps(config)
+        return num_steps(config)
 
     monkeypatch.setattr(sota_grpo.run.app, "train", train)
     jobs = Jobs(["--multirun"], "grpo.py")

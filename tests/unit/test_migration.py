@@ -143,12 +143,6 @@ ACTOR = "actor_rollout_ref.actor"
                 f"{ACTOR}.clip_ratio_high": 4.0,
             },
         ),
-        (("algorithm=rloo",), {"algorithm.adv_estimator": "rloo", f"{ACTOR}.policy_loss.loss_mode": "gpg"}),
-        (("algorithm=reinforce_pp",), {"algorithm.adv_estimator": "reinforce_plus_plus"}),
-        (
-            ("algorithm=sapo",),
-            {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 1.0, f"{ACTOR}.tau_neg": 1.05},
-        ),
         (
             ("algorithm=dppo",),
             {
@@ -157,24 +151,12 @@ ACTOR = "actor_rollout_ref.actor"
                 f"{ACTOR}.clip_ratio_low": 0.15,
             },
         ),
-        (("algorithm=vespo",), {f"{ACTOR}.policy_loss.loss_mode": "vanilla", f"{ACTOR}.clip_ratio_low": 0.2}),
-        (
-            ("algorithm=icepop",),
-            {
-                "algorithm.rollout_correction.rollout_is": "token",
-                "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0",
-            },
-        ),
         (
             ("algorithm=geometric_rejection", "algorithm.correction_cap=1.25", "algorithm.correction_floor=0.5"),
             {
                 "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
                 "algorithm.rollout_correction.rollout_rs_threshold": "0.8_2.0",
             },
-        ),
-        (
-            ("policy.kl_coef=0.02", "algorithm.kl_estimator=k2"),
-            {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.02, f"{ACTOR}.kl_loss_type": "mse"},
         ),
         (
             ("policy.kl_coef=0.02", "train.kl_coef_in_loss=false"),
@@ -289,4 +271,4 @@ def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> No
     assert (asked.seed, asked.env.dataset_path, asked.env.num_heldout) == (3, "rows.jsonl", 40)
     assert (asked.env.prompt_column, asked.inference_model.max_tokens) == ("ask", meant.inference_model.max_tokens)
     config.env.dataset_path = "/home/me/run/inputs/train.jsonl"
-    assert "`sota-grpo eval RUN` does it again" in model_card(config, 1, [])
+    assert "`sota-grpo eval RUN` evaluates it again" in model_card(config, 1, [])

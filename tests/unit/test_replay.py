@@ -261,6 +261,18 @@ def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
     (plain / "replays").unlink()
 
 
+def test_overrides_stand_anywhere_and_nothing_else_does(monkeypatch, capsys) -> None:
+    seen = []
+    monkeypatch.setattr("sota_grpo.cli.runs.replay", lambda options: seen.append(options) or 0)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["replay", "RUN", "--step", "2", "--json", "algorithm=dapo"])
+    assert (seen[0].run_dir, seen[0].step, seen[0].overrides) == ("RUN", 2, ["algorithm=dapo"])
+    for odd in ("--steps=2", "dapo"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["replay", "RUN", "--step", "2", odd])
+        assert odd in capsys.readouterr().err
+
+
 def kl_step(*, graded: float | None) -> Step:
     """Two siblings; log-probs of the behaviour policy above the reference's by 0.5 and by 1 + 1."""
     rows = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.cli.sweep import add_command
+from sota_grpo.cli.runs import add_command
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.recording.run_files import LOCK_FILE, RUN_FILE, is_held, note_failure
 from sota_grpo.sweeps import (
@@ -20,7 +20,6 @@ from sota_grpo.sweeps import (
     as_text,
     continued,
     note_command,
-    objective,
     read_sweep,
     write_summary,
 )
@@ -64,12 +63,6 @@ def test_steps_are_averaged_over_the_last_ten_and_evaluations_and_counters_are_t
     assert run.metrics["lr"] == 1.1
     assert (run.metrics["eval/accuracy"], run.metrics["eval/stderr"]) == (0.25, 0.03)
     assert (run.steps, run.num_steps, run.seconds) == (STEPS, STEPS, 34.0)
-
-
-def test_a_sweeper_optimises_accuracy_or_else_reward(tmp_path: Path) -> None:
-    assert objective(make_run(tmp_path / "0", rewards=[0.0, 1.0], accuracy=0.75)) == 0.75
-    assert objective(make_run(tmp_path / "1", rewards=[0.0, 1.0])) == 0.5
-    assert objective(tmp_path / "nowhere") is None
 
 
 def test_every_way_to_end_has_its_state_and_reason(tmp_path: Path) -> None:
@@ -158,7 +151,7 @@ def test_the_summary_is_written_beside_the_runs(tmp_path: Path) -> None:
     assert "| 2 | 0.5 +/- 0 | 50.0 +/- 10.0 % |" in text
 
 
-@pytest.mark.parametrize(("make", "match"), [(False, "There is no run below"), (True, "is one run")])
+@pytest.mark.parametrize(("make", "match"), [(False, "There is no run in"), (True, "is one run")])
 def test_a_folder_without_runs_is_one_sentence(make: bool, match: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "x") if make else tmp_path
     with pytest.raises(UserError, match=match):
@@ -179,7 +172,7 @@ def test_the_command_prints_the_newest_sweep_in_any_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^There is no sweep below multirun/; give the directory of one\.$"):
+    with pytest.raises(UserError, match=r"^There is no sweep in multirun/; give the directory of one\.$"):
         command()
     for day, reward in (("2026-01-01", 0.1), ("2026-01-02", 0.2)):
         accuracy = None if reward > 0.1 else 0.5
