@@ -4,7 +4,7 @@
 ``d = log_prob - ref_log_prob``, both ``[N, T]`` in nats, and tokens drawn from the policy:
 
 ====  ======================  ==================================  ======================================================
-name  value                   mean of the value                   mean of the gradient, when it stands in the loss
+name  value                   mean of the value                   mean of the gradient, as a term of the loss
 ====  ======================  ==================================  ======================================================
 k1    ``d``                   ``KL(policy, ref)``                 0: it pulls nowhere, use it in the reward only
 k2    ``d^2 / 2``             ``KL(policy, ref)`` + O(d^3)        that of ``KL(policy, ref)``, exactly

@@ -448,9 +448,9 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(
         getattr(config, "sliding_window", None)
     )
-    told = sum(window is not None for window in layout.windows)
-    if told < sum(kind == "sliding_attention" for kind in kinds):
-        return "its sliding layers do not tell their window"
+    windowed = sum(window is not None for window in layout.windows)
+    if windowed < sum(kind == "sliding_attention" for kind in kinds):
+        return "its sliding layers do not pass their window"
     wide = next(model.parameters()).dtype in (torch.float32, torch.float64) and not autocast
     close = 1e-4 if wide else 5e-2
     gap = float((packed - padded).abs().max() / padded.abs().max())

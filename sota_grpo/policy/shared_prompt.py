@@ -61,12 +61,12 @@ class Layout:
 
     tokens: Tensor  # int64 [L], the sequence
     positions: Tensor  # int64 [1, L], position of each token in its row
-    predicting: Tensor  # int64 [M], where each assistant token's predecessor stands in the sequence, row by row
+    predicting: Tensor  # int64 [M], index of each assistant token's predecessor in the sequence, row by row
     targets: Tensor  # int64 [M], these assistant tokens
     slots: Tensor  # int64 [M], their flat positions in [N, T]
     place: Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
     blocks: tuple[Block, ...]  # prompts and their responses, in the order of the packed sequence
-    windows: list[int | None] = field(default_factory=list)  # the sliding window that each layer asked for
+    windows: list[int | None] = field(default_factory=list)  # the sliding window of each layer
     kept: KeptSets | None = None  # of the M assistant tokens, where sampling was truncated
 
     def tensors(self) -> list[Tensor]:
@@ -227,7 +227,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
     """
     tokens, attention_mask, assistant_mask = tokens.cpu(), attention_mask.cpu(), assistant_mask.cpu()
     if not is_right_padded(attention_mask):
-        raise ValueError("padding stands before a real token; the packed layout needs right-padded rows")
+        raise ValueError("padding precedes a real token; the packed layout needs right-padded rows")
     lengths = attention_mask.sum(-1)
     completion_mask = assistant_mask & attention_mask
     prompts = torch.where(completion_mask.any(-1), completion_mask.int().argmax(-1), lengths)

@@ -40,7 +40,7 @@ from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rl.records import Example, Sample
 from sota_grpo.rl.table import Column, Key, Row, RowTable, in_place, row_list
 
-# Keys of one value per token and what stands in their padding; the tokens themselves are padded with pad_token_id.
+# Keys of one value per token and their padding; the tokens themselves are padded with pad_token_id.
 _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.ATTENTION_MASK, False),
     (keys.ASSISTANT_MASK, False),

@@ -350,7 +350,7 @@ class GRPOLoss(LossModule):
         return self.surrogate.advantage_only and not any(terms)
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
-        """There is no value estimator; ``set_keys`` asks for one to be told."""
+        """No-op: there is no value estimator, and ``set_keys`` calls this."""
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         """Losses and diagnostics of one (micro-)batch; see the class."""

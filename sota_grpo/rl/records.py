@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # named in annotations only: a grader's process lives without
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: the raw question, the raw gold answer, and what else the scorer needs (JSON-serialisable).
+    """One problem: the raw question, the raw gold answer, and other inputs of the scorer (JSON-serialisable).
 
-    ``place`` names its file and row in messages; it is no part of the problem.
+    ``place`` names its file and row in messages.
     """
 
     query: str
@@ -38,9 +38,9 @@ def task_of_example(extra: Mapping[str, Any]) -> str | None:
 
 
 def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tasks that an example counts for in the metrics, by its ``extra``: its entry of a mixture, the task in that.
+    """Return the tasks that an example counts for in the metrics: its entry of a mixture, and its subtask.
 
-    A subtask comes from data; one whose name no metric could have is none.
+    A subtask whose name is no metric's name is left out: it comes from data.
 
     >>> metric_tasks({TASK: "gym", SUBTASK: "chain_sum"}), metric_tasks({SUBTASK: "chain_sum"}), metric_tasks({})
     (('gym', 'gym/chain_sum'), ('chain_sum',), ())
@@ -64,7 +64,7 @@ class Score:
         terms: reward terms by name; None is a term that does not apply to this response and weighs nothing.
         success: whether the response is right.
         error: why the grader failed, if it did.
-        info: what else it found (JSON-serialisable); numbers are logged as metrics, all of it stands in the rollouts.
+        info: further results (JSON-serialisable); numbers are logged as metrics, all of it is in the rollouts.
         reply: the turn (``role``, ``content``) that answers the response where a dialog of several turns goes on; None
             ends it.
     """
@@ -147,8 +147,8 @@ class GroupRequest:
     """One prompt to be sampled ``num_samples`` times.
 
     Sample ``i`` is drawn from the random stream ``sample_seed(seed, first_sample + i)``, so that it depends on no other
-    request, and a group may be asked for in parts. ``example`` is what a dialog of several turns is graded against
-    between its turns; engines do not read it.
+    request, and a group may be sampled in parts. ``example`` grades an episode between its turns; engines do not read
+    it.
     """
 
     group_id: int
@@ -164,7 +164,7 @@ MOST_KEPT = 1024
 
 
 class KeptTokens(NamedTuple):
-    """The sets that the tokens of a response were drawn from, where sampling was truncated.
+    """The sampling support of each token of a response, where sampling was truncated.
 
     ``ids`` int32 ``[K]``, set after set, each with the token that was drawn; ``counts`` int32 ``[R]``, tokens of each
     set, 0 for a token that the policy did not draw.
@@ -183,14 +183,13 @@ class KeptTokens(NamedTuple):
 class Sample:
     """One response: ids ``[R]`` (EOS included), log-probs ``[R]`` f32, policy version of each token ``[R]``.
 
-    ``truncated`` is True when the engine stopped for length, never inferred from the ids. In a dialog of several turns
-    ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, whose log-prob is 0 and whose version is
-    -1; None means that the policy produced every token. ``record`` (JSON-serialisable) is what a dialog with tools has
-    to say of itself to its grader (:class:`~sota_grpo.envs.dialogs.ToolEpisode`); of another dialog of several turns,
-    ``replies``, the turns (``role``, ``content``) after each turn of the policy that was answered. ``kept`` is there
-    where sampling was truncated and the engine can say so; log-probs are then those over the kept sets. ``text`` is the
-    response without end tokens and padding, where a rollout worker has decoded it, so that the trainer's process need
-    not.
+    ``truncated`` is True when the engine stopped for length, never inferred from the ids. In an episode of several
+    turns ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, of log-prob 0 and version -1; None
+    means that the policy produced every token. ``record`` (JSON-serialisable) is what an episode with tools passes to
+    its grader (:class:`~sota_grpo.envs.dialogs.ToolEpisode`); of another episode of several turns it is ``replies``, the
+    environment's turns (``role``, ``content``). ``kept`` is set where sampling was truncated and the engine reports it;
+    log-probs are then those over the kept sets. ``text`` is the response without end tokens and padding, where a
+    rollout worker has decoded it.
     """
 
     token_ids: torch.Tensor

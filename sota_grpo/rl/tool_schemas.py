@@ -1,6 +1,6 @@
-"""Tools as a policy is told of them: functions as JSON schemas, its calls, and whether the arguments fit.
+"""Tools as JSON schemas, a policy's calls of them, and the check of their arguments.
 
-Importing it costs neither torch nor transformers; :func:`function_schemas` imports both.
+Only :func:`function_schemas` imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _JSON_HINTS = (int, float, str, bool, list, tuple, dict, type(None), Any)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a policy asks for.
+    """A tool call of the policy.
 
     Args:
         name, arguments: of the tool, JSON-serialisable; empty where they could not be read.
@@ -47,7 +47,7 @@ class ToolCall:
 
 
 def call_id(number: int) -> str:
-    """A call's id where the policy gave none: nine letters and digits, as Mistral's templates want them."""
+    """Return the id of a call without one: nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
