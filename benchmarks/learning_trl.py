@@ -172,7 +172,7 @@ def trl_trainer(config: Config, parts: RunComponents, folder: Path, *, max_steps
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
+        betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )

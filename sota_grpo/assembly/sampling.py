@@ -141,13 +141,13 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
         env = each.env
         kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
         if value is not None:
-            offered[name] = kind, value, env.timeout_s
+            offered[name] = kind, value, env.timeout_s, env.environments_per_worker
     if offered:
         starting("Starting the tools")
     started = {}
     for one in dict.fromkeys(offered.values()):
-        kind, value, timeout_s = one
-        instances = Instances(instance_spec(value, kind), timeout_s=timeout_s)
+        kind, value, timeout_s, per_worker = one
+        instances = Instances(instance_spec(value, kind), timeout_s=timeout_s, per_worker=per_worker)
         started[one] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()

@@ -10,7 +10,7 @@ A field declares its help, values and limits; rules of several options are in :m
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def opt(
     return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})
 
 
-def section(factory: type, text: str) -> Any:
+def section(factory: Callable[[], Any], text: str) -> Any:
     """Return a config field that is a section or a list."""
     return field(default_factory=factory, metadata={"help": text, "choices": None, "limits": {}})
 
@@ -132,6 +132,9 @@ class EnvConfig:
     transforms: list[str] = section(
         list,
         "FILE.py:NAME of TorchRL transforms of your own, applied in order to each prompt group before its advantage",
+    )
+    environments_per_worker: int = opt(
+        8, "samples whose tools or environments share a process; a call that hangs fails all of them", above=0
     )
     reward_workers: int = opt(1, "grader processes; 0: in the trainer, where a grader that hangs hangs the run")
     timeout_s: float = opt(60.0, "longest time of a grading or of a tool call; then its process is replaced", above=0)
@@ -329,8 +332,9 @@ class OptimizerConfig:
     name: str = opt("adamw", "AdamW, 8-bit AdamW (bitsandbytes), or Muon for matrices of layers", OPTIMIZERS)
     lr: float = opt(1e-6, "peak learning rate", above=0)
     weight_decay: float = opt(0.0, "decoupled weight decay of matrices and embeddings; norms and biases have none")
-    beta1: float = opt(0.9, "decay of the gradient average", below=1)
-    beta2: float = opt(0.999, "decay of the squared-gradient average", below=1)
+    betas: list[float] = section(
+        lambda: [0.9, 0.999], "decay of the average of gradients, and of the average of their squares"
+    )
     eps: float = opt(1e-8, "added to the root of the squared-gradient average")
     clip_grad_norm: float = opt(1.0, "largest norm of the gradient; 0: no clipping")
     schedule: str = opt("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))

@@ -104,8 +104,7 @@ optimizer.lr < learning_rate
 optimizer.schedule < lr_scheduler_type
 optimizer.warmup_steps < warmup_ratio
 optimizer.clip_grad_norm < max_grad_norm
-optimizer.beta1 < adam_beta1
-optimizer.beta2 < adam_beta2
+optimizer.betas < adam_beta1 adam_beta2 beta1 beta2
 optimizer.eps < adam_epsilon
 policy.kl_coef < beta kl_loss_coef use_kl_loss
 env.repeats < num_generations n

@@ -66,6 +66,12 @@ def every_number_is_within_its_limits(config: Config) -> Iterator[str]:
                 yield f"{name}={value} must be {words} {limit:g}."
 
 
+def both_betas_are_decays(config: Config) -> Iterator[str]:
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optimizer.betas={betas} must be two numbers, each at least 0 and below 1; the default is [0.9,0.999]."
+
+
 def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
     """With group sizes of tasks' own, an optimizer step counts groups."""
     train, repeats = config.train, config.env.repeats

@@ -356,7 +356,7 @@ def _amounts(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
         f"{ACTOR}.ppo_mini_batch_size": max(1, size // repeats),
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ACTOR}.ppo_max_token_len_per_gpu": max(budget, longest),
-        f"{ACTOR}.optim.betas": [ours["optimizer.beta1"], ours["optimizer.beta2"]],
+        f"{ACTOR}.optim.betas": ours["optimizer.betas"],
         f"{ACTOR}.optim.lr_warmup_steps": math.ceil(warmup / max(1, steps_per_publish)) if warmup else -1,
     }
 

@@ -186,7 +186,7 @@ class Sample:
     ``truncated`` is True when the engine stopped for length, never inferred from the ids. In an episode of several
     turns ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, of log-prob 0 and version -1; None
     means that the policy produced every token. ``record`` (JSON-serialisable) is what an episode with tools passes to
-    its grader (:class:`~sota_grpo.envs.dialogs.ToolEpisode`); of another episode of several turns it is ``replies``, the
+    its grader (:class:`~sota_grpo.envs.dialogs.ToolEpisode`); of another dialog of several turns it is ``replies``, the
     environment's turns (``role``, ``content``). ``kept`` is set where sampling was truncated and the engine reports it;
     log-probs are then those over the kept sets. ``text`` is the response without end tokens and padding, where a
     rollout worker has decoded it.

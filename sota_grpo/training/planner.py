@@ -35,7 +35,7 @@ class LearnerSettings:
     """Settings of optimizer steps; most are options of the config (``optimizer``, ``train``).
 
     Args:
-        lr, weight_decay, beta1, beta2, eps: AdamW; ``momentum`` is Muon's, of the gradients of matrices.
+        lr, weight_decay, betas, eps: AdamW; ``momentum`` is Muon's, of the gradients of matrices.
         clip_grad_norm: largest gradient norm; 0 leaves the gradient as it is.
         schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
         optim_batch_size: rows per optimizer step.
@@ -56,8 +56,7 @@ class LearnerSettings:
     optim_groups: int | None = None
     optimizer: str = "adamw"
     weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.95
     clip_grad_norm: float = 1.0
@@ -82,7 +81,7 @@ class LearnerSettings:
 
     @property
     def rates(self) -> Rates:
-        return Rates(self.lr, self.weight_decay, (self.beta1, self.beta2), self.eps, self.momentum)
+        return Rates(self.lr, self.weight_decay, self.betas, self.eps, self.momentum)
 
 
 def learning_rate_factor(step: int, settings: LearnerSettings) -> float:

@@ -222,6 +222,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         (SERVED + "train_model.num_devices=2", "leave it out"),
         (SERVED + "model.quantization=nf4", "leave one of them out"),
     ],
+    "both_betas_are_decays": [("optimizer.betas=[0.9]", "two numbers"), ("optimizer.betas=[0.9,1]", "below 1")],
     "every_number_is_within_its_limits": [
         ("train.epochs=0", "train.epochs"),
         ("ref_model.num_devices=0", "ref_model.num_devices=0"),
