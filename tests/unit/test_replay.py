@@ -170,8 +170,9 @@ def test_several_algorithms_stand_side_by_side(plain: Path, tmp_path: Path) -> N
     assert cosines["run"][tripled] == pytest.approx(1, abs=1e-9)
     assert 0.5 < cosines["run"]["rloo"] < 1 - 1e-6
     assert figures["grad_norm"][tripled] == pytest.approx(3 * figures["grad_norm"]["run"], rel=1e-5)
-    for name in ("tokens/with_advantage", "tokens/with_gradient", "clip_fraction", "ess"):
+    for name in ("tokens/with_advantage", "tokens/with_gradient", "clip_fraction"):
         assert figures[name][tripled] == figures[name]["run"]
+    assert figures["ess"][tripled] == pytest.approx(figures["ess"]["run"], rel=1e-9)  # its rows are packed otherwise
     assert "every ratio is 1" in found["notes"][1]
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
