@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,23 @@ def works_once(tries: str) -> Echo:
     if Path(tries).stat().st_size == 2:
         raise RuntimeError("device busy")
     return Echo()
+
+
+class Raising:
+    """Raises what the task names."""
+
+    def run(self, kind: str) -> None:
+        raise {
+            "exit": SystemExit(3),
+            "cancelled": asyncio.CancelledError(),
+            "cancelled_here": CancelledError(),
+            "stop": StopIteration(),
+            "key": KeyError("missing"),
+        }[kind]
+
+
+def raising() -> Raising:
+    return Raising()
 
 
 class HostedRollout:

@@ -15,7 +15,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -443,9 +443,14 @@ class OpenCalls:
 
 
 def portable(name: str, error: BaseException) -> BaseException:
-    """The exception with the worker's traceback as a note; a RuntimeError that quotes it where it cannot be pickled."""
+    """The exception with the worker's traceback as a note; a RuntimeError that quotes it where it cannot be pickled.
+
+    So for SystemExit, CancelledError, StopIteration and the like, which would end or disturb the owner's event loop.
+    """
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
+        if not isinstance(error, Exception) or isinstance(error, (CancelledError, StopIteration)):
+            raise TypeError
         pickle.loads(pickle.dumps(error))
     except Exception:  # an exception class may do anything here; what it said must not be lost
         error = RuntimeError(f"{type(error).__name__}: {error}")

@@ -261,8 +261,7 @@ class Fleet:
             WorkerDied: the fleet was closed or no slot is left.
             Exception: what the method raised.
         """
-        if self._dead is not None:
-            raise self._dead
+        self._require_open()
         if not self._awake.is_set():
             self._end_sleep()
         task = Task(next(self._numbers), args, self._loop.create_future())
@@ -328,6 +327,10 @@ class Fleet:
             self.attend()
         return future.result()
 
+    def _require_open(self) -> None:
+        if self._dead is not None or self._stop.is_set():
+            raise self._dead or self._closed()
+
     def _closed(self) -> WorkerDied:
         return WorkerDied(f"the {self._role} fleet was closed")
 
@@ -388,7 +391,7 @@ class Fleet:
     async def _keep(self, slot: Slot) -> None:
         """Have one worker after another in the slot, until too many starts fail."""
         pause_s = 0.0
-        while True:
+        while not self._stop.is_set():  # a task group that fails as it is cancelled raises its failure only
             try:
                 await self._bring_up(slot, pause_s)
             except ExceptionGroup as failures:  # whatever a launcher raises is a failed start
@@ -572,7 +575,7 @@ class Fleet:
             slot.line[slot] = None
 
     def _dispatch(self) -> None:
-        while self._queue and (line := next(filter(None, self._lines), None)):
+        while not self._stop.is_set() and self._queue and (line := next(filter(None, self._lines), None)):
             task, slot = heapq.heappop(self._queue), next(iter(line))
             slot.tasks[task.number] = task
             self._offer(slot)
@@ -616,8 +619,7 @@ class Fleet:
 
     async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> list[Any]:
         """Ask every ready worker; one that is starting gets a sticky broadcast before its first task."""
-        if self._dead is not None:
-            raise self._dead
+        self._require_open()
         broadcast = Broadcast(method, args, deadline_s, self._loop.create_future(), self._sticky.get(method))
         self._broadcasts.append(broadcast)
         for slot in self._slots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import selectors
@@ -151,6 +152,19 @@ def test_what_a_replaced_worker_says_is_ignored(stage: Stage) -> None:
     old.open["late"].set_result("from the old one")
     stage.now(0).open["again"].set_result("from the new one")
     assert again.result(WAIT_S) == "from the new one"
+
+
+@pytest.mark.parametrize("kind", ["exit", "cancelled", "stop", "cancelled_here"])
+def test_an_exception_that_ends_event_loops_is_the_tasks_and_the_worker_stays(kind: str) -> None:
+    fleet = Fleet("raising", starter(ThreadLauncher(), "raising", spec("raising")), 1, capacity=1)
+    try:
+        with pytest.raises(RuntimeError, match="SystemExit|CancelledError|StopIteration"):
+            fleet.submit(kind).result(WAIT_S)
+        with pytest.raises(KeyError):
+            fleet.submit("key").result(WAIT_S)
+        assert fleet.restarts == 0
+    finally:
+        fleet.close()
 
 
 def test_a_task_that_takes_too_long_fails_and_its_neighbours_are_queued_again(stage: Stage) -> None:
@@ -422,6 +436,27 @@ def test_close_fails_what_is_open_and_what_comes_later(stage: Stage) -> None:
     with pytest.raises(WorkerDied, match="closed"):
         fleet.broadcast("ping", deadline_s=1.0)
     assert stage.now(0).killed
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+def test_close_returns_where_a_worker_dies_in_the_same_moment(stage: Stage, num_turns: int) -> None:
+    fleet = stage.fleet(1, capacity=1)
+    task = fleet.submit(0)
+    wait_for(lambda: stage.now(0).tasks == [0])
+
+    async def die_and_close() -> None:
+        stage.now(0).kill()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        fleet._stop.set()
+
+    fleet.start(die_and_close())
+    fleet._thread.join(WAIT_S)
+    if fleet._thread.is_alive():
+        stage.fleets.clear()  # close() would wait for ever
+    assert not fleet._thread.is_alive()
+    with pytest.raises(WorkerDied, match="closed"):
+        task.result(WAIT_S)
 
 
 def test_a_worker_that_arrives_after_the_end_is_killed(stage: Stage) -> None:
