@@ -151,7 +151,11 @@ def works_once(tries: str) -> Echo:
 class Raising:
     """Raises what the task names."""
 
-    def run(self, kind: str) -> None:
+    def run(self, kind: str) -> Future[None]:
+        if kind == "cancelled_future":
+            future: Future[None] = Future()
+            future.cancel()
+            return future
         raise {
             "exit": SystemExit(3),
             "cancelled": asyncio.CancelledError(),

@@ -323,7 +323,7 @@ class Host(JobQueue):
         return getattr(worker, method)(*unpack())
 
     def _reply(self, answer: Callable[[bool, Any], object], done: Future[Any]) -> None:
-        error = done.exception()
+        error = CancelledError() if done.cancelled() else done.exception()
         answer(*((True, done.result()) if error is None else (False, portable(self.name, error))))
 
 

@@ -154,11 +154,11 @@ def test_what_a_replaced_worker_says_is_ignored(stage: Stage) -> None:
     assert again.result(WAIT_S) == "from the new one"
 
 
-@pytest.mark.parametrize("kind", ["exit", "cancelled", "stop", "cancelled_here"])
+@pytest.mark.parametrize("kind", ["exit", "cancelled", "stop", "cancelled_here", "cancelled_future"])
 def test_an_exception_that_ends_event_loops_is_the_tasks_and_the_worker_stays(kind: str) -> None:
     fleet = Fleet("raising", starter(ThreadLauncher(), "raising", spec("raising")), 1, capacity=1)
     try:
-        with pytest.raises(RuntimeError, match="SystemExit|CancelledError|StopIteration"):
+        with pytest.raises(RuntimeError, match=r"SystemExit|CancelledError|StopIteration"):
             fleet.submit(kind).result(WAIT_S)
         with pytest.raises(KeyError):
             fleet.submit("key").result(WAIT_S)
