@@ -24,6 +24,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.transforms import RowTransform
+from sota_grpo.rl.user_transforms import UserTransforms
 from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.source.rollouts import GRADE, REFERENCE, SAMPLE, Prompt, Rollouts, StageClock
@@ -40,6 +42,13 @@ except ImportError:  # TorchRL imports vLLM here, where that is installed; a bro
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # seconds between two polls of should_stop
+
+
+def _of_tables(transform: Callable[[Any], object]) -> Callable[[RowTable], object]:
+    """Return a function that applies ``transform`` to a table in place; TorchRL's own transforms get TensorDicts."""
+    if isinstance(transform, Transform) and not isinstance(transform, RowTransform):
+        return UserTransforms([(f"The transform {type(transform).__name__}", transform)])
+    return transform
 
 
 def _refusal(sentence: str) -> Callable[..., Any]:
@@ -111,9 +120,9 @@ class PromptGroupCollector(BaseCollector):
             rows become.
         postproc: changes each batch; a replay buffer has transforms instead.
         weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` needs weights.
-        graded_transform: changes each group in place as soon as it is graded, before zero-advantage groups are
-            discarded.
-        group_transforms: change each group that is graded and kept in place, before ``reference``.
+        graded_transforms: TorchRL transforms of each group in place as soon as it is graded, before zero-advantage
+            groups are discarded.
+        group_transforms: TorchRL transforms of each group that is kept, before ``reference``.
         reference: returns a future of the group's rows with the log-probs that the KL term needs; None: no KL term.
         seed: sample ``i`` of group ``g`` is drawn from the random stream of ``(seed, g, i)``.
         refill: replace zero-advantage groups by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
@@ -144,8 +153,8 @@ class PromptGroupCollector(BaseCollector):
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[Any], Any] | None = None,
         weight_sync: EngineWeightSync | None = None,
-        graded_transform: Callable[[RowTable], object] | None = None,
-        group_transforms: Sequence[Transform] = (),
+        graded_transforms: Sequence[Callable[[Any], object]] = (),
+        group_transforms: Sequence[Callable[[Any], object]] = (),
         reference: Callable[[RowTable], Future[RowTable]] | None = None,
         seed: int = 0,
         refill: bool = False,
@@ -168,8 +177,9 @@ class PromptGroupCollector(BaseCollector):
         self.num_groups, self.max_policy_age = dialog_turns_per_batch // env.repeats, max_policy_age
         self.replay_buffer = replay_buffer
         self.rollouts = Rollouts(env, policy, attend)
-        self.graded_transform = graded_transform
-        self.group_transforms, self.refill, self.sleep_engine = tuple(group_transforms), refill, sleep_engine
+        self.graded_transforms = [*map(_of_tables, graded_transforms)]
+        self.group_transforms = [*map(_of_tables, group_transforms)]
+        self.refill, self.sleep_engine = refill, sleep_engine
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
         self.weight_sync = weight_sync
         self._seed, self._reference = seed, reference
@@ -580,8 +590,8 @@ class PromptGroupCollector(BaseCollector):
         seed = sample_seed(self._seed, group.group_id)
         prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
         graded = await self.rollouts.group(prompt, self.sampling, self._clock)
-        if self.graded_transform is not None:
-            self.graded_transform(graded.rows)
+        for transform in self.graded_transforms:
+            transform(graded.rows)  # in place
         if self.refill and zero_advantage_rows(graded.rows).all():
             with self._changed:
                 fresh = self._slots.discard(group, graded.rows)
