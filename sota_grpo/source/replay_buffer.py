@@ -250,18 +250,18 @@ class GroupReplayBuffer(ReplayBuffer):
         as_table: bool = False,
         sampler: Sampler | None = None,
     ):
-        each_once = OldestGroups(sampler)
+        group_sampler = OldestGroups(sampler)
         super().__init__(
             storage=GroupStorage(max_groups, as_table=as_table),
-            sampler=each_once,
-            writer=GroupWriter(each_once),
+            sampler=group_sampler,
+            writer=GroupWriter(group_sampler),
             transform=transform,
             batch_size=num_groups,
             collate_fn=_as_sampled,
         )
-        #: The collector's: is called with the function that samples, waits before it, and counts.
+        #: Set by the collector: wraps each sample(); it waits for the groups before, and counts them.
         self.around_sample: Callable[[Callable[[], Any]], Any] | None = None
-        #: The collector's: whether it has given as many batches as it was made for.
+        #: Set by the collector: whether it has given as many batches as it was made for.
         self.is_over: Callable[[], bool] | None = None
 
     def __iter__(self) -> Iterator[Any]:
