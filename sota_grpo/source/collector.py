@@ -103,8 +103,8 @@ class PromptGroupCollector(BaseCollector):
     batch are requested together when the caller requests the batch, and their replacements together once all others
     are graded.
 
-    **After a resume** finished groups keep their rows, and groups in flight are sampled again under the same ids, before
-    any new prompt. Both keep their admission version, and their new tokens are younger, so the bound holds. A batch
+    **After a resume** finished groups keep their rows, and groups in flight are sampled again under the same ids,
+    before any new prompt. Both keep their admission version, and new tokens are younger, so the bound holds. A batch
     that was given out and not released counts as trained.
 
     Args:

@@ -64,7 +64,7 @@ class OldestGroups(Sampler):
     This is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token.
 
     Args:
-        sampler: chooses instead among the groups that are finished: a TorchRL ``Sampler`` that returns as many different
+        sampler: chooses instead among the groups that are finished: a TorchRL ``Sampler`` that gives as many different
             indices as are requested, such as ``SamplerWithoutReplacement(drop_last=True)``. Each group is still sampled
             once. The age of a token is then asserted in every batch, and not bounded by the order.
 
