@@ -7,6 +7,7 @@
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
 #              three files at a time, since some wait; SLOW="--minutes=30 --files-by=1" begins tests for half an hour,
 #              file by file in an order drawn from the seed 1
+# make fuzz-draws   the fast tests with other random draws, FUZZ="--minutes=60", and what repeats those that failed
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
 # make notebook   run docs/python.ipynb again
 # make api     a reference of every public name in docs/api, from the docstrings
@@ -16,6 +17,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 SLOW ?=
+FUZZ ?=
 REAL ?=
 PYTEST = PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --processes-again
 IFEVAL ?= input_data.jsonl
@@ -23,7 +25,7 @@ GSM8K ?= train.jsonl
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
-.PHONY: demo agent real real-gsm8k test slow lint type e2e bench bench-quick notebook api clean
+.PHONY: demo agent real real-gsm8k test slow fuzz-draws lint type e2e bench bench-quick notebook api clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -73,6 +75,9 @@ test: $(VENV)/.test
 
 slow: $(VENV)/.test
 	$(PYTEST) -n 3 -m slow $$(grep -rl 'mark\.slow' tests --include='test_*.py') $(SLOW)
+
+fuzz-draws: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.draws $(FUZZ)
 
 e2e: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e

@@ -8,7 +8,7 @@ What runs, put together by :func:`sota_grpo.assembly.build.build`::
     collector.start()                                             # engines, graders and reference fill the buffer
     for batch in buffer:                                          # sota_grpo/loop.py
         learner.update(batch)
-        collector.update_policy_weights_()                        # to every engine, also between two tokens
+        collector.update_policy_weights_()                        # to every engine, while it generates
 """
 
 import os

@@ -54,7 +54,7 @@ def run(
         before(step)
         batch = next(batches)
         update = learner.update(batch)
-        collector.update_policy_weights_(version=learner.version)  # and the batch's slots are free
+        collector.update_policy_weights_(version=learner.version)  # also frees the slots of the batch
         log.write(step, batch, update, collector.metrics())
         if not after(step + 1):
             return step + 1

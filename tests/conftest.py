@@ -32,7 +32,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its processes import torch, for kernels of a second
 
-#: The draws of a test follow from its own name and this seed, so a change elsewhere does not change them.
+#: What a test draws follows from its own name and this, from no file: a change draws nothing anew elsewhere. Any other
+#: text gives other draws. Of "3.7", what files and shared fixtures draw is that of "3".
 os.environ.setdefault("TEST_SEED", "0")
 END = pytest.StashKey[float]()  # on the monotonic clock: no test begins after it
 OF_PROCESSES = re.compile(
@@ -43,11 +44,11 @@ HASH_SEED = os.environ.get("PYTHONHASHSEED")  # of this process; those that test
 AGAIN_S = 1200  # for one test in a process of its own; by itself it has its own time limit
 
 
-def seed_draws(name: str) -> bytes:
+def seed_draws(name: str, seed: str) -> bytes:
     """``random``, NumPy and torch draw what belongs to this test or file, in whichever process and order it runs."""
     import torch  # not where tests are only handed out
 
-    digest = hashlib.sha256(f"{os.environ['TEST_SEED']} {name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
     torch.manual_seed(int.from_bytes(digest[:7]))
@@ -56,10 +57,14 @@ def seed_draws(name: str) -> bytes:
 
 def seed_test(item: pytest.Item) -> None:
     """Its draws and, in a way of its own that forgets earlier failures, Hypothesis's."""
-    digest = seed_draws(item.nodeid)
+    digest = seed_draws(item.nodeid, os.environ["TEST_SEED"])
     function = getattr(item, "function", None)
     if hasattr(function, "hypothesis"):
         sys.modules["hypothesis"].seed(digest)(function)
+
+
+def seed_of_files() -> str:
+    return os.environ["TEST_SEED"].partition(".")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,6 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--files-by", metavar="SEED", help="take the files in an order drawn from SEED")
     group.addoption(
         "--minutes", type=float, default=math.inf, help="after so many minutes begin no test more, but skip it"
+    )
+    group.addoption(
+        "--redraw-s", type=float, metavar="S", help="run each test that draws for S seconds, with other draws each time"
     )
     group.addoption(
         "--processes-again",
@@ -108,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze what was collected and imported, so that no collection of a test walks through it."""
+    """What was collected and imported stays, so that no collection of a test walks through it."""
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None  # a run in this process would thaw all of it, and each later one walk through it
@@ -120,16 +128,16 @@ def pytest_unconfigure(config: pytest.Config, thaw: Callable[[], None] = gc.unfr
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """Seed the draws of a file while it is imported."""
+    """What a file draws while it is imported."""
     os.environ.pop("PYTHONHASHSEED", None)
     if isinstance(collector, pytest.Module):
-        seed_draws(collector.nodeid)
+        seed_draws(collector.nodeid, seed_of_files())
     return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed the draws of a test and its fixtures, and reset the log level; skip it when the time is over."""
+    """What a test draws, and the fixtures that are made for it, and what it logs; none when the time is over."""
     if time.monotonic() > item.config.stash[END]:
         pytest.skip(f"not reached within {item.config.getoption('minutes'):g} minutes")
     logging.getLogger("sota_grpo").setLevel(logging.NOTSET)  # a run in this process leaves its own
@@ -138,10 +146,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seed the draws of a shared fixture independently of the test that makes it."""
+    """What a fixture of several tests draws, whichever of them is the first; that one's draws stay what they are."""
     if fixturedef.scope == "function":
         return (yield)
-    seed_draws(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}")
+    seed_draws(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}", seed_of_files())
     try:
         return (yield)
     finally:
@@ -164,17 +172,44 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """With ``--processes-again``, run a failed test of processes once more, in a fresh process."""
-    if not (item.config.getoption("processes_again") and item.get_closest_marker("processes")):
+    """Once as ever; then with other draws or, of processes and failed, in a fresh process, where that is asked for."""
+    redraw_s, again = item.config.getoption("redraw_s"), item.config.getoption("processes_again")
+    if redraw_s is None and not (again and item.get_closest_marker("processes")):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if failed := [report for report in reports if report.failed]:
-        run_again(item, failed)
+    if redraw_s is not None:
+        reports = redraw(item, nextitem, redraw_s, reports)
+    elif any(report.failed for report in reports):
+        run_again(item, [report for report in reports if report.failed])
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def redraw(
+    item: pytest.Item, nextitem: pytest.Item | None, seconds: float, reports: list[pytest.TestReport]
+) -> list[pytest.TestReport]:
+    """Again and again with other draws, until it fails, the time is over, or nothing was drawn; the last reports."""
+    ends, seed = time.monotonic() + seconds, seed_of_files()
+    for number in itertools.count(1):
+        drawn = draws_left()
+        seed_test(item)
+        again = isinstance(item, pytest.Function) and (hasattr(item.function, "hypothesis") or draws_left() != drawn)
+        if not again or any(report.failed for report in reports) or time.monotonic() > ends:
+            break
+        os.environ["TEST_SEED"] = f"{seed}.{number}"
+        item._initrequest()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    os.environ["TEST_SEED"] = seed
+    return reports
+
+
+def draws_left() -> tuple[Any, ...]:
+    """What will be drawn next: changed, where anything was drawn."""
+    _, words, place, *_ = np.random.get_state()
+    return random.getstate(), words.tobytes(), place, sys.modules["torch"].get_rng_state().tolist()
 
 
 def run_again(item: pytest.Item, failed: list[pytest.TestReport]) -> None:

@@ -142,7 +142,7 @@ def build(
             sampling=sampling,
             dialog_turns_per_batch=groups_per_step(config) * env.repeats,
             weight_sync=weight_sync,
-            graded_transform=UserTransforms(own_transforms) if own_transforms else None,
+            graded_transforms=[UserTransforms(own_transforms)] if own_transforms else [],
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
             attend=learner.attend if isinstance(learner, RemoteLearner) else None,

@@ -51,7 +51,7 @@ def load_transforms(named: Sequence[str]) -> list[tuple[str, Transform]]:
                 f"{option} gives a {type(made).__name__}, not a torchrl.envs.transforms.Transform; name a transform, "
                 "its class, or a function without parameters that returns one."
             )
-        loaded.append((value, made))
+        loaded.append((option, made))
     return loaded
 
 
@@ -79,12 +79,13 @@ class UserTransforms:
             try:
                 after = RowTable.of(transform(rows.stack().clone()))
             except Exception as error:  # of the user's program
-                path = (in_file(name) or (Path(name),))[0]
+                value = name.partition("=")[2]
+                path = (in_file(value) or (Path(value),))[0]
                 line = error_line(path, error)
                 place = "" if line is None else f" in line {line}"
-                raise RunFailed(f"env.transforms={name} failed{place}: {type(error).__name__}: {error}.") from error
+                raise RunFailed(f"{name} failed{place}: {type(error).__name__}: {error}.") from error
             if (fault := _fault(rows, after)) is not None:
-                raise RunFailed(f"env.transforms={name} {fault}.")
+                raise RunFailed(f"{name} {fault}.")
             rows.columns = {key: rows.columns[key] if _is_fixed(key) else own for key, own in after.columns.items()}
         return rows
 

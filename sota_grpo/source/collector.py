@@ -1,4 +1,4 @@
-"""The collector of both scripts, synchronous or concurrent with the learner, with the interface of TorchRL's."""
+"""The collector of both scripts, a TorchRL ``BaseCollector``, synchronous or concurrent with the learner."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.transforms import RowTransform
+from sota_grpo.rl.user_transforms import UserTransforms
 from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.source.rollouts import GRADE, REFERENCE, SAMPLE, Prompt, Rollouts, StageClock
@@ -40,6 +42,13 @@ except ImportError:  # TorchRL imports vLLM here, where that is installed; a bro
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # seconds between two polls of should_stop
+
+
+def _of_tables(transform: Callable[[Any], object]) -> Callable[[RowTable], object]:
+    """Return a function that applies ``transform`` to a table in place; TorchRL's own transforms get TensorDicts."""
+    if isinstance(transform, Transform) and not isinstance(transform, RowTransform):
+        return UserTransforms([(f"The transform {type(transform).__name__}", transform)])
+    return transform
 
 
 def _refusal(sentence: str) -> Callable[..., Any]:
@@ -73,28 +82,30 @@ class PromptGroupCollector(BaseCollector):
             ...
             collector.update_policy_weights_(model)
 
-    **A group's life is one coroutine**: sampled, graded, given the reference's log-probs, finished. It runs in the
-    thread that drives the engine: the dispatcher, or the caller that waits for a batch. A batch is the ``num_groups``
-    groups with the oldest admission version, in the order drawn; the caller waits for the unfinished ones. The wait
-    ends with an exception if ``should_stop`` is true (:class:`Interrupted`; nothing has changed), if a group failed,
-    or if nothing was finished for ``wait_deadline_s`` (``TimeoutError``). After each of them the state can be saved.
+    **A group's life is one coroutine**: sampled, graded, given the reference's log-probs, added to the buffer. It runs
+    in the thread that drives the engine: the dispatcher, or the caller that waits for a batch. The wait ends with an
+    exception if ``should_stop`` is true (:class:`Interrupted`; nothing has changed), if a group failed, or if no group
+    made progress for ``wait_deadline_s`` (``TimeoutError``). After each of them the state can be saved.
 
-    **The age of a token** is bounded by the four rules of :func:`sota_grpo.functional.max_groups_admitted`. A group
-    holds one of ``(max_policy_age + 1) * num_groups`` slots from its admission until its batch is released.
-    :meth:`update_policy_weights_` releases the batch once the engines serve the new weights. A discarded group frees
-    its slot at once. The bound is asserted on every row. A loop that requests the next batch without a push releases
-    the last batch by that: its policy has not changed.
+    **The age of a token** is the number of pushes since it was sampled. A group's *admission version* is the policy
+    version at which its prompt was drawn. Four rules bound the age (:func:`sota_grpo.functional.max_groups_admitted`
+    has the proof); it is asserted on every row:
 
-    **Synchronous collection** does nothing while the learner learns. The groups of a batch are requested together when
-    the caller requests the batch; groups that replace zero-advantage ones (rewards all equal) are requested together
-    once all others are graded. The caller drives the engine. All slots are taken at every step, so the batches are
-    those of a concurrent run of age 0, with dynamic sampling too (:class:`~sota_grpo.source.admission.Refill`).
+    1. At most ``(max_policy_age + 1) * num_groups`` groups are in flight, in the buffer, or in training: the slots.
+    2. The slots of a batch are freed by :meth:`update_policy_weights_`, once the engines serve the new weights.
+    3. A batch is the ``num_groups`` groups of the oldest admission versions; it waits for unfinished ones.
+    4. A group that dynamic sampling discards frees its slot at once.
 
-    **After a resume** the bound holds by the same proof. Finished groups keep their rows; groups in flight are
-    requested again under the same ids, before any new prompt; both keep their admission version. So the groups, their
-    slots and their order are those of a run without interruption whose engines began the unfinished groups anew.
-    Tokens that are sampled by later versions are younger than the proof needs. A batch that was given out and not
-    released counts as trained.
+    A loop that requests the next batch without a push frees the slots by the request.
+
+    **Synchronous collection** equals concurrent collection with ``max_policy_age=0``, bit for bit, with dynamic
+    sampling too (:class:`~sota_grpo.source.admission.Refill`). Nothing runs while the learner learns: the groups of a
+    batch are requested together when the caller requests the batch, and their replacements together once all others
+    are graded.
+
+    **After a resume** finished groups keep their rows, and groups in flight are sampled again under the same ids,
+    before any new prompt. Both keep their admission version, and new tokens are younger, so the bound holds. A batch
+    that was given out and not released counts as trained.
 
     Args:
         env: the :class:`~sota_grpo.envs.TaskEnv`, or :class:`~sota_grpo.envs.PromptSource` alone, that draws, tokenises
@@ -111,9 +122,9 @@ class PromptGroupCollector(BaseCollector):
             rows become.
         postproc: changes each batch; a replay buffer has transforms instead.
         weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` needs weights.
-        graded_transform: changes each group in place as soon as it is graded, before zero-advantage groups are
-            discarded.
-        group_transforms: change each group that is graded and kept in place, before ``reference``.
+        graded_transforms: TorchRL transforms of each group in place as soon as it is graded, before zero-advantage
+            groups are discarded.
+        group_transforms: TorchRL transforms of each group that is kept, before ``reference``.
         reference: returns a future of the group's rows with the log-probs that the KL term needs; None: no KL term.
         seed: sample ``i`` of group ``g`` is drawn from the random stream of ``(seed, g, i)``.
         refill: replace zero-advantage groups by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
@@ -144,8 +155,8 @@ class PromptGroupCollector(BaseCollector):
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[Any], Any] | None = None,
         weight_sync: EngineWeightSync | None = None,
-        graded_transform: Callable[[RowTable], object] | None = None,
-        group_transforms: Sequence[Transform] = (),
+        graded_transforms: Sequence[Callable[[Any], object]] = (),
+        group_transforms: Sequence[Callable[[Any], object]] = (),
         reference: Callable[[RowTable], Future[RowTable]] | None = None,
         seed: int = 0,
         refill: bool = False,
@@ -168,8 +179,9 @@ class PromptGroupCollector(BaseCollector):
         self.num_groups, self.max_policy_age = dialog_turns_per_batch // env.repeats, max_policy_age
         self.replay_buffer = replay_buffer
         self.rollouts = Rollouts(env, policy, attend)
-        self.graded_transform = graded_transform
-        self.group_transforms, self.refill, self.sleep_engine = tuple(group_transforms), refill, sleep_engine
+        self.graded_transforms = [*map(_of_tables, graded_transforms)]
+        self.group_transforms = [*map(_of_tables, group_transforms)]
+        self.refill, self.sleep_engine = refill, sleep_engine
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
         self.weight_sync = weight_sync
         self._seed, self._reference = seed, reference
@@ -189,7 +201,7 @@ class PromptGroupCollector(BaseCollector):
                 )
         else:
             self._buffer = GroupReplayBuffer(slots, self.num_groups, as_table=as_table)
-        self._buffer.around_sample, self._buffer.is_over = self._give_out, self._is_over
+        self._buffer.around_sample, self._buffer.is_over = self._next_batch, self._is_over
         self._postproc: Callable[[Any], Any] | None = None
         if postproc is not None:
             self.set_postproc(postproc)
@@ -204,7 +216,7 @@ class PromptGroupCollector(BaseCollector):
         self._frames, self._iter = 0, -1
         self._concurrent = self._begun = self._waiting = False
         self._saved_version: int | None = None  # of the state that was loaded
-        self._not_requested: list[Group] = []
+        self._to_request: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
         self._loop, self._clock = EventLoop(policy), StageClock()
@@ -266,7 +278,7 @@ class PromptGroupCollector(BaseCollector):
         next push of weights or by :meth:`shutdown`.
 
         Args:
-            dispatch: False starts no thread: :meth:`handle_events` and the caller that waits do the work.
+            dispatch: False starts no thread (for tests): :meth:`handle_events` and the caller that waits do the work.
 
         Raises:
             RuntimeError: there is no buffer, or the collector was started before.
@@ -276,7 +288,7 @@ class PromptGroupCollector(BaseCollector):
         if self.replay_buffer is None:
             raise RuntimeError(f"{type(self).__name__}.start() fills a replay buffer; give replay_buffer=.")
         if self.replay_buffer is not self._buffer:
-            self._thread = threading.Thread(target=self._fill_foreign, name="collector", daemon=True)
+            self._thread = threading.Thread(target=self._fill_plain_buffer, name="collector", daemon=True)
             self._thread.start()
             return
         self._concurrent = True
@@ -304,7 +316,7 @@ class PromptGroupCollector(BaseCollector):
             version: number of the new weights; default is the next one.
 
         Raises:
-            RuntimeError: it is the second push for one batch of a replay buffer, whose age counts pushes.
+            RuntimeError: it is the second push without a batch between, while a replay buffer is filled.
         """
         if self._failure is not None:
             raise self._failure
@@ -429,7 +441,7 @@ class PromptGroupCollector(BaseCollector):
 
     # ------------------------------------------------------------------ a batch
 
-    def _give_out(self, draw: Callable[[], Any]) -> Any:
+    def _next_batch(self, draw: Callable[[], Any]) -> Any:
         """Wait for the groups of the next batch, take them, call the buffer's ``draw``, count and time."""
         began = time.perf_counter()
         if self.pre_collect_hook is not None:
@@ -497,7 +509,7 @@ class PromptGroupCollector(BaseCollector):
             self._thread.start()
         self._submit([*pending, *fresh])
 
-    def _fill_foreign(self) -> None:
+    def _fill_plain_buffer(self) -> None:
         try:
             for _ in self.iterator():
                 pass
@@ -506,16 +518,16 @@ class PromptGroupCollector(BaseCollector):
 
     def _submit(self, groups: Sequence[Group]) -> None:
         if not self._concurrent:
-            self._not_requested += groups
+            self._to_request += groups
             return
         for group in groups:
             self._run(self._collect_group(group))
 
-    def _request_together(self) -> None:
+    def _request_all(self) -> None:
         """Request the groups that wait for it, once no other group is sampled or graded."""
         counts = self._clock.counts
-        if self._not_requested and not counts[SAMPLE] + counts[GRADE]:
-            groups, self._not_requested = self._not_requested, []
+        if self._to_request and not counts[SAMPLE] + counts[GRADE]:
+            groups, self._to_request = self._to_request, []
             for group in groups:
                 self._run(self._collect_group(group))
 
@@ -539,7 +551,7 @@ class PromptGroupCollector(BaseCollector):
                     if self._concurrent and self._thread is not None:
                         self._changed.wait(_POLL_S)
                     else:
-                        self._request_together()
+                        self._request_all()
                         self._loop.run_once(_POLL_S)
                 finally:
                     self._waiting = False
@@ -580,8 +592,8 @@ class PromptGroupCollector(BaseCollector):
         seed = sample_seed(self._seed, group.group_id)
         prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
         graded = await self.rollouts.group(prompt, self.sampling, self._clock)
-        if self.graded_transform is not None:
-            self.graded_transform(graded.rows)
+        for transform in self.graded_transforms:
+            transform(graded.rows)  # in place
         if self.refill and zero_advantage_rows(graded.rows).all():
             with self._changed:
                 fresh = self._slots.discard(group, graded.rows)

@@ -35,7 +35,7 @@ class GroupStorage(ListStorage):
 
     def get(self, index: int | Sequence[int] | slice) -> Any:
         groups = super().get(index.tolist() if isinstance(index, torch.Tensor) else index)
-        if groups is None:
+        if groups is None or (not isinstance(groups, RowTable) and None in groups):
             raise IndexError(f"The group at {index} was taken.")
         rows = groups if isinstance(groups, RowTable) else RowTable.cat(groups)
         return rows if self.as_table else rows.stack()
@@ -64,8 +64,9 @@ class OldestGroups(Sampler):
     This is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token.
 
     Args:
-        sampler: another of TorchRL's samplers, which chooses instead among the groups that are finished; each group
-            is still sampled once. The age of a token is then checked in every batch, and not bounded by the order.
+        sampler: chooses instead among the groups that are finished: a TorchRL ``Sampler`` that gives as many different
+            indices as are requested, such as ``SamplerWithoutReplacement(drop_last=True)``. Each group is still sampled
+            once. The age of a token is then asserted in every batch, and not bounded by the order.
 
     Attributes:
         versions: number of groups that can be sampled, by admission version.
@@ -123,10 +124,6 @@ class OldestGroups(Sampler):
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         if not self._picked:
             self.pick(storage, batch_size)
-        if len(self._picked) != batch_size:
-            raise ValueError(
-                f"{batch_size} groups were requested, and the collector's batches have {len(self._picked)}."
-            )
         self.sampled, self._picked = self._picked, []
         return torch.tensor(self.sampled), {}
 
@@ -253,18 +250,18 @@ class GroupReplayBuffer(ReplayBuffer):
         as_table: bool = False,
         sampler: Sampler | None = None,
     ):
-        each_once = OldestGroups(sampler)
+        group_sampler = OldestGroups(sampler)
         super().__init__(
             storage=GroupStorage(max_groups, as_table=as_table),
-            sampler=each_once,
-            writer=GroupWriter(each_once),
+            sampler=group_sampler,
+            writer=GroupWriter(group_sampler),
             transform=transform,
             batch_size=num_groups,
             collate_fn=_as_sampled,
         )
-        #: The collector's: is called with the function that samples, waits before it, and counts.
+        #: Set by the collector: wraps each sample(); it waits for the groups before, and counts them.
         self.around_sample: Callable[[Callable[[], Any]], Any] | None = None
-        #: The collector's: whether it has given as many batches as it was made for.
+        #: Set by the collector: whether it has given as many batches as it was made for.
         self.is_over: Callable[[], bool] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -287,7 +284,11 @@ class GroupReplayBuffer(ReplayBuffer):
             RuntimeError: without a collector, the buffer holds fewer groups.
         """
 
+        if self.around_sample is not None and batch_size not in (None, self.batch_size):
+            raise ValueError(f"{batch_size} groups were requested, and the collector's batches have {self.batch_size}.")
+
         def draw() -> Any:
+            self.sampler.sampled = []
             try:
                 return super(GroupReplayBuffer, self).sample(batch_size, return_info)
             finally:  # the groups are taken even if a transform fails

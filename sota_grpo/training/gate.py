@@ -415,7 +415,7 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
         differing = _left_out(run, probe, allowed)
     if differing:
         sentence += f"; these did not land: {_few(differing)}"
-    return Check("pushed weights landed", passed, sentence)
+    return Check("pushed weights are loaded", passed, sentence)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -536,7 +536,7 @@ def no_held_out_question_is_trained_on(run: TrainingComponents) -> Check:
     if not run.task.heldout:
         return Check("no held-out question is trained on", None, "no problem is held out")
     shared = {normalised(e.query) for e in run.task.heldout} & {normalised(e.query) for e in run.task.train}
-    sentence = f"{len(shared)} held-out questions stand in the training split"
+    sentence = f"{len(shared)} held-out questions are in the training split"
     if shared:
         sentence += f", for example {min(shared)[:80]!r}; take them out of one of the two"
     return Check("no held-out question is trained on", not shared, sentence)

@@ -57,6 +57,10 @@ def pins(text: str) -> dict[str, str]:
     return dict(re.findall(r"\b(torch|vllm|ray)(?:\[\w+\])?==([\d.]+\d)", text))
 
 
+def test_each_cluster_runs_one_command() -> None:
+    assert [command.block.document.name for command in RUNS] == list(TEXTS)
+
+
 @pytest.mark.parametrize("command", RUNS, ids=str)
 def test_runs_fit_as_they_are_written(command: Command, workshop: Workshop) -> None:
     workshop.estimate(command, RUNS).require(f"{command}: sota-grpo estimate")
@@ -77,7 +81,6 @@ def test_runs_take_every_gpu_that_is_asked_for() -> None:
     per_node = int(container(PODS["worker"])["resources"]["limits"]["nvidia.com/gpu"])
     total = [WORKERS["replicas"] * per_node, SKY["num_nodes"] * int(SKY["resources"]["accelerators"].split(":")[1])]
     total.append(int(ASKED["nodes"]) * int(ASKED["gpus-per-node"]))
-    assert [command.block.document.name for command in RUNS] == list(TEXTS)
     for command, gpus in zip(RUNS, total, strict=True):
         assert sum(int(value) for name, value in options(command).items() if name.endswith(".num_devices")) == gpus
 
@@ -96,6 +99,12 @@ def test_versions_are_those_of_the_project() -> None:
     assert set(re.findall(r"sota-grpo:[\d.]+", DOCKERFILE)) == {image}
 
 
+@pytest.mark.parametrize("text", [DOCKERFILE, SKY["setup"]], ids=["Dockerfile", "sky.yaml"])
+def test_extras_exist(text: str) -> None:
+    (extras,) = re.findall(r'-e "\.\[(.*)\]"', text)
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
 def test_no_secret_is_written_down() -> None:
     for pod in PODS.values():
         secrets = [one for one in container(pod)["env"] if SECRET.search(one["name"])]
@@ -107,6 +116,14 @@ def test_no_secret_is_written_down() -> None:
     assert not [line for line in DOCKERFILE.splitlines() if line.startswith(("ARG", "ENV")) and SECRET.search(line)]
 
 
+def test_the_user_of_the_image_is_the_user_of_the_pods() -> None:
+    (user,) = re.findall(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)
+    assert f"--uid {user} " in DOCKERFILE
+    for pod in PODS.values():
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["fsGroup"]) == (int(user), int(user))
+
+
 def test_a_pod_that_is_stopped_lets_the_run_save() -> None:
     """The hook finds the run by the beginning of its command line, and there is time for a step and a checkpoint."""
     grace = float(options(RUNS[0])["train.grace_s"])
@@ -116,6 +133,16 @@ def test_a_pod_that_is_stopped_lets_the_run_save() -> None:
     hook = container(HEAD)["lifecycle"]["preStop"]["exec"]["command"][-1]
     (pattern,) = re.findall(r'pgrep -o -f "(.*?)"', hook)
     assert re.search(pattern, RAYJOB["spec"]["entrypoint"])
+
+
+def test_an_image_keeps_its_cache_and_its_outputs_and_is_given_its_tokens() -> None:
+    """What is written on each line of docker run: in the file and in docs/cluster.md."""
+    for text in (DOCKERFILE, (ROOT / "docs" / "cluster.md").read_text()):
+        (command,) = re.findall(r"docker run (?:.*\\\n)*.*", text)
+        assert "/outputs" in command
+        for needed in (":/home/grpo/.cache", "-e HF_TOKEN", "-e WANDB_API_KEY"):
+            assert needed in command
+    assert "/home/grpo/.cache" in DOCKERFILE.partition("USER ")[0].partition("install --directory --owner")[2]
 
 
 def test_the_image_has_what_it_is_built_from_and_nothing_of_this_machine() -> None:
@@ -133,6 +160,14 @@ def test_a_job_that_is_noticed_has_time_for_a_step_and_a_checkpoint() -> None:
     assert to == "B:TERM"
     assert int(seconds) >= 2 * float(options(RUNS[2])["train.grace_s"])
     assert "trap 'kill -TERM $run' TERM\n" in SLURM
+
+
+def test_every_step_of_a_job_has_its_cores_and_the_clusters_token() -> None:
+    """srun inherits no --cpus-per-task since SLURM 22.05; the environment it does."""
+    commands = [line.partition("#")[0] for line in SLURM.splitlines() if "srun " in line.partition("#")[0]]
+    assert ['--cpus-per-task="$SLURM_CPUS_PER_TASK"' in line for line in commands] == [True]
+    assert "export RAY_AUTH_TOKEN RAY_AUTH_MODE=token" in SLURM
+    assert "sleep 15" not in SLURM
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "sky.yaml setup", "sky.yaml run", *PODS])

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler
+from torchrl.envs.transforms import RewardScaling
 
 from sota_grpo import keys
 from sota_grpo.rewards.grading import Grader, LocalGrader
@@ -295,6 +296,14 @@ def test_the_age_is_asserted_where_a_sampler_of_the_user_chooses() -> None:
     with pytest.raises(RuntimeError, match=r"version 0 at version 2.*NewestFirst chose its group too late"):
         collector.replay_buffer.sample()
     collector.shutdown()
+
+
+def test_a_transform_of_torchrl_is_given_tensordicts_of_a_group() -> None:
+    scale = RewardScaling(1.0, 2.0, in_keys=[keys.REWARD])
+    for where in ("graded_transforms", "group_transforms"):
+        plain, scaled = make_collector().next_batch(), make_collector(**{where: [scale]}).next_batch()
+        for row, other in zip(plain.unbind(0), scaled.unbind(0), strict=True):
+            assert other[keys.REWARD] == 2 * row[keys.REWARD] + 1
 
 
 def test_hooks_are_called_around_each_batch_and_what_has_no_meaning_says_so() -> None:

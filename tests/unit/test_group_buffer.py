@@ -136,6 +136,16 @@ def test_a_sampler_of_the_user_chooses_and_each_group_comes_once() -> None:
     assert len(twice) == 2, "what a mistaken sampler chose stays"
 
 
+def test_a_sample_that_fails_takes_no_group() -> None:
+    buffer = GroupReplayBuffer(4, 1, as_table=True)
+    buffer.extend(group(0))
+    buffer.sample()
+    buffer.extend(group(1))  # in the place of the first
+    with pytest.raises(RuntimeError, match="2 groups were requested"):
+        buffer.sample(2)
+    assert ids(buffer.sample()) == [1, 1, 1]
+
+
 def test_what_would_be_lost_is_refused_and_a_buffer_can_be_pickled() -> None:
     buffer = GroupReplayBuffer(4, 2)
     buffer.extend(RowTable.cat([group(0), group(1)]))

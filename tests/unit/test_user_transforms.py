@@ -63,7 +63,7 @@ def test_they_change_rewards_before_the_refill_and_the_advantage(path: Path, con
         options = {"replay_buffer": GroupReplayBuffer(4, 4, transform=GroupAdvantage(scale="none"))}
     collector = PromptGroupCollector(
         env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=16, refill=True,
-        graded_transform=transforms, **options,
+        graded_transforms=[transforms], **options,
     )  # fmt: skip
     if concurrent:
         collector.start()
@@ -117,7 +117,7 @@ def test_what_they_may_not_change(change: Callable[[TensorDictBase], object], me
     env = make_env()
     collector = PromptGroupCollector(
         env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=4,
-        graded_transform=UserTransforms([("own.py:Own", changed(change)())]),
+        graded_transforms=[UserTransforms([("env.transforms=own.py:Own", changed(change)())])],
     )  # fmt: skip
     with pytest.raises(RunFailed, match=f"env.transforms=own.py:Own .*{message}"):
         collector.next_batch()
@@ -128,7 +128,7 @@ def test_a_transform_that_does_nothing_leaves_the_rows_as_they_are() -> None:
     plain, passed = (
         PromptGroupCollector(
             env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=16, as_table=True,
-            graded_transform=transform,
+            graded_transforms=[] if transform is None else [transform],
         ).next_batch().state_dict()
         for env, transform in ((make_env(), None), (make_env(), UserTransforms([("a.py:A", changed(written)())])))
     )  # fmt: skip
