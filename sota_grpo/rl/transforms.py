@@ -315,9 +315,8 @@ class GroupAdvantage(RowTransform):
 
     Args:
         baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. The baseline may also be
-        your
-            own estimator, a function or ``FILE.py:FUNCTION`` (:func:`sota_grpo.rl.objective_files.estimator`), whose
-            advantages are divided by the scale.
+            your own estimator, a function or ``FILE.py:FUNCTION`` (:func:`sota_grpo.rl.objective_files.estimator`),
+            whose advantages are divided by the scale.
         decouple_terms: compare every term (``("next", "reward_terms")``) within the group before they are added (GDPO):
             :func:`sota_grpo.functional.advantages.decoupled_rewards`.
         term_weights: weight of each term, by name, written to ``("next", "term_weights")``; others (penalties) weigh 1.

@@ -45,7 +45,7 @@ class LearnerSettings:
         top_entropy_quantile: share of the tokens of an optimizer step, those of highest entropy, that the surrogate
             keeps; below 1 a forward pass before each optimizer step measures them.
         entropy_target, entropy_coef_delta, entropy_coef_max: of
-            :func:`sota_grpo.functional.entropy.adapted_entropy_coef`; without a target the coefficient stays.
+            :func:`sota_grpo.functional.divergences.adapted_entropy_coef`; without a target the coefficient stays.
         recompute: this learner recomputes the proximal log-probs before the first step on a batch.
         precision: ``fp32``, ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
     """

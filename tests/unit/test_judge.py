@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sota_grpo.assembly.judging import CACHE_FILE, judged_task
 
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, anchor_paths, compose, load_config, needs_consent
-from sota_grpo.assembly.sampling import make_grader, task_of
+from sota_grpo.assembly.sampling import CACHE_FILE, judged_task, make_grader, task_of
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import validate
