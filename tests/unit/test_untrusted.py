@@ -1,4 +1,4 @@
-"""A run directory is data, its author: nothing in it runs, asks a server, hangs a reader or leads out of it."""
+"""A run directory is untrusted data: nothing in it runs, asks a server, hangs a reader or leads out of it."""
 
 from __future__ import annotations
 
