@@ -384,5 +384,5 @@ def test_a_rank_shows_progress_while_it_gathers_its_state(tmp_path, monkeypatch:
     monkeypatch.setattr(worker._thread, "progress", lambda: ticks.append(None))
     state = worker.state_dict().result().state()
     moments = [name for entry in state["optimizer"]["state"].values() for name in entry]
-    assert len(ticks) > len(state["model"]) + len(moments)
+    assert len(ticks) >= len(state["model"]) + len(moments)
     worker.close()
