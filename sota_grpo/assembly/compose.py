@@ -262,9 +262,7 @@ def needs_consent(config: Config) -> dict[str, str]:
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
     """Raise UserError unless ``acts`` is empty: these acts of a run's config lack the user's consent."""
     if acts:
-        raise UserError(
-            f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust whoever made it, {remedy}."
-        )
+        raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 
 
 def resumed_config(config: Config, overrides: Sequence[str]) -> Config:

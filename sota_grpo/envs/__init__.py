@@ -93,7 +93,9 @@ class DatasetEnv(TaskEnv):
             if value != only:
                 raise ValueError(f"{name}={value!r} is not supported, because {reason}; use {name}={only!r}.")
         if tokenizer is None:
-            raise ValueError("tokenizer=None, but the environment speaks token ids; give the policy's own tokenizer.")
+            raise ValueError(
+                "tokenizer=None, but the environment's prompts are token ids; give the policy's own tokenizer."
+            )
         if apply_template and not getattr(tokenizer, "chat_template", None):
             raise ValueError("apply_template=True, but the tokenizer has no chat template; use apply_template=False.")
         if Path(str(data.get("path"))).suffix in SUFFIXES:

@@ -63,7 +63,7 @@ def read_json(text: str) -> Any:
     >>> read_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
     ...
-    sota_grpo.envs.call_formats.BadCall: it is not JSON (a key stands there twice)
+    sota_grpo.envs.call_formats.BadCall: it is not JSON (a key is there twice)
     """
     _extent(text, 0)
     try:
@@ -89,7 +89,7 @@ def check_json(value: Any) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key is there twice")
     return values
 
 
@@ -126,10 +126,10 @@ class MarkedCalls:
     Args:
         opening: begins a call, or a list of them; empty where a call is the first thing that a turn says.
         closing: ends it; may be empty.
-        keys: of the name and the arguments in the JSON object; None where the name stands before the arguments.
-        between: what stands between that name, or the id, and the arguments.
-        before_id: what stands between that name and the id; empty where calls of a name have none.
-        listed: behind ``opening`` stands a list of calls.
+        keys: of the name and the arguments in the JSON object; None where the name comes before the arguments.
+        between: the text between that name, or the id, and the arguments.
+        before_id: the text between that name and the id; empty where calls of a name have none.
+        listed: a list of calls follows ``opening``.
         specials: names of the special tokens that count.
         thinks_until: ends the thinking that the generation prompt has begun; empty where it has begun none.
     """
@@ -202,7 +202,7 @@ class MarkedCalls:
             return position + len(self.closing)
         if re.compile(rf"(?:\s|{'|'.join((OTHER, *map(re.escape, self.specials)))})*+\Z").match(text, position):
             return position  # the turn ends here, too
-        raise BadCall(f"behind its JSON stands no {self.closing}")
+        raise BadCall(f"its JSON is not followed by {self.closing}")
 
     def _call(self, text: str, start: int) -> tuple[ParsedCall, int]:
         """Return the call that begins at ``start``, and its end."""
@@ -235,7 +235,7 @@ class MarkedCalls:
 def without_specials(text: str, specials: Sequence[str]) -> str:
     """Return the text of a call as it was spelled; BadCall if it contains a special token."""
     if OTHER in text or any(name in text for name in specials):
-        raise BadCall("a special token stands in it")
+        raise BadCall("it has a special token")
     return text.replace(SPELLED, "")
 
 
@@ -347,7 +347,7 @@ class TemplateCalls:
         arguments: dict[str, Any] = {}
         for tag in tags.finditer(body, timeout=_left(deadline)):
             if tag["key"] in arguments:
-                raise BadCall(f"the argument {tag['key'][:MAX_NAME]!r} stands there twice")
+                raise BadCall(f"the argument {tag['key'][:MAX_NAME]!r} is there twice")
             arguments[tag["key"]] = parse_content(tag["value"], parser.get("name", "text"), parser.get("args", {}))
         return arguments
 

@@ -55,7 +55,7 @@ class ChatTokens:
         special = {number for number, token in known.items() if token.special}
         special |= set(getattr(tokenizer, "all_special_ids", ()))
         ends = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos")}
-        special -= {getattr(tokenizer, "unk_token_id", None)} - ends  # it stands for what the tokenizer does not know
+        special -= {getattr(tokenizer, "unk_token_id", None)} - ends  # it replaces what the tokenizer does not know
         self._special = {number: known[number] for number in special if number in known}
         longest_first = sorted((token.content for token in self._special.values()), key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -556,7 +556,9 @@ class GroupDialogs:
 
     def _output(self) -> GroupOutput:
         dialogs = [dialog for _, dialog in sorted(self._dialogs.items())]
-        common = num_shared([dialog.prompt_ids for dialog in dialogs])  # they differ behind what environments told
+        common = num_shared(
+            [dialog.prompt_ids for dialog in dialogs]
+        )  # they differ after the observations of environments
         samples = tuple(dialog.sample(common) for dialog in dialogs)
         return GroupOutput(self._request.group_id, samples, dialogs[0].prompt_ids[:common])
 

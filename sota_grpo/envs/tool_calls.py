@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _ASKED, _SAID, _RESULT = "whatwasasked", "whatwassaid", "whatthetoolsaid"  # plain letters, which no template changes
 _TOOL = "probe_tool"
 _QUESTION = {"role": "user", "content": _ASKED}
-_SIMPLE: dict[str, Any] = {"text": "probevalue", "number": 7}  # found wherever it stands
+_SIMPLE: dict[str, Any] = {"text": "probevalue", "number": 7}  # found wherever it is
 _HARD: dict[str, Any] = {"text": 'é日 "x" \\ \n <b> {[', "items": [{"deep": [1, 2.5, None, True]}, []]}
 _PROBES = ([_SIMPLE], [_SIMPLE, _SIMPLE], [_HARD], [_SIMPLE, _HARD])
 _SCHEMA = {
@@ -186,8 +186,8 @@ class ToolCallReader:
         prompt = self._probe("a prompt", [_QUESTION], [_SCHEMA], add_generation_prompt=True)
         one, two, hard, both = (self._written(prompt, said) for said in _PROBES)
         own = getattr(self._tokenizer, "response_template", None)
-        told = json.dumps(own, ensure_ascii=False).replace("\\", "") if own else ""
-        marks = [*(mark for pair in THINKING for mark in pair), told, prompt, *filter(None, (one, two, hard, both))]
+        written = json.dumps(own, ensure_ascii=False).replace("\\", "") if own else ""
+        marks = [*(mark for pair in THINKING for mark in pair), written, prompt, *filter(None, (one, two, hard, both))]
         names = {name for name in self._special.values() if len(name) > 1 and any(name in mark for mark in marks)}
         self._counting = names
         either = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
@@ -258,7 +258,7 @@ def _behind(prompt: str, text: str) -> str:
             rest = text[len(head) :]
             return rest.removeprefix(begins) if rest.startswith(begins) else ends + rest
     before, tail = prompt.rpartition(_ASKED)[1:]
-    if before and tail.strip() and tail in text:  # something stands elsewhere than in the prompt
+    if before and tail.strip() and tail in text:  # a result is elsewhere than in the prompt
         return text.rpartition(tail)[2]
     return text[num_shared([prompt, text]) :]
 

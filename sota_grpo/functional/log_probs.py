@@ -235,7 +235,7 @@ class VocabShard(NamedTuple):
     group: dist.ProcessGroup  # of the ranks, in the order of their rows
 
     def joined(self, own: _Scan, has_target: Tensor) -> _Scan:
-        """What all ranks say together, from what each says of its columns; ``has_target`` where it has the target."""
+        """Combine the ranks' results over their columns; ``has_target`` where this rank has the target."""
         top = own.top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
         drop = own.top - top

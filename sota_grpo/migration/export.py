@@ -39,6 +39,7 @@ from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_pat
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rl.objective_files import in_file
 from sota_grpo.tasks import task_class
 from sota_grpo.text import one_line
 
@@ -124,15 +125,22 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
         heldout = task.heldout[: config.eval.num_samples]
         write_parquet(folder / "heldout.parquet", verl_rows(task, heldout, "heldout"))
         if config.reward.path is not None:
-            source = Path(config.reward.path).expanduser()
-            shutil.copy(source, folder / source.name)
-            plain["reward"]["path"] = source.name
+            plain["reward"]["path"] = _copied(Path(config.reward.path).expanduser(), folder)
+        if (own := in_file(config.env.dataset)) is not None:
+            plain["env"]["dataset"] = f"{_copied(own[0], folder)}:{own[1]}"
         (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
         (folder / "reward.py").write_text(_VERL_REWARD.format(name=facts.name), encoding="utf-8")
         script = folder / "run_verl.sh"
         script.write_text(verl_script(options, report, heading), encoding="utf-8")
         script.chmod(0o755)
     return report
+
+
+def _copied(source: Path, folder: Path) -> str:
+    """Copy a user's file to ``folder``; return its name there, which no other file of the export has."""
+    name = source.name if source.name != "reward.py" and not (folder / source.name).exists() else f"own_{source.name}"
+    shutil.copy(source, folder / name)
+    return name
 
 
 def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) -> None:

@@ -30,7 +30,7 @@ from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.rewards.grading import guarded_scores
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.objective_files import in_file, surrogate
 from sota_grpo.rl.records import Example, total_reward
 from sota_grpo.rl.task import Task
 
@@ -450,6 +450,8 @@ def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
     config = load_config(folder, trust=True)
     if config.reward.path is not None:
         config.reward.path = str(folder / config.reward.path)
+    if (own := in_file(config.env.dataset)) is not None:
+        config.env.dataset = f"{folder / own[0]}:{own[1]}"
     task = task_of(config, bare=True)
 
     def compute_score(

@@ -174,7 +174,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for all: gathered values and files are its."""
+        """Whether this rank has the gathered values and writes files."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

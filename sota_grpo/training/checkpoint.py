@@ -12,7 +12,7 @@ every file::
     checkpoint_000020.5f0c81d2a9b3/rank_00000.safetensors
     checkpoint_000020.5f0c81d2a9b3/rank_00001.safetensors
 
-In the ``.pt``, ``{"stored_tensor": name}`` stands where a tensor was::
+In the ``.pt``, ``{"stored_tensor": name}`` takes the place of each tensor::
 
     {"model": {"w": tensor}, "version": 3}  ->  {"model": {"w": {"stored_tensor": "model.w"}}, "version": 3}
                                                 {"model.w": tensor}

@@ -1,1 +1,1 @@
-"""Processes that work for a run: how they are started, spoken to, watched, replaced and ended."""
+"""Processes that work for a run: how they are started, called, watched, replaced and ended."""

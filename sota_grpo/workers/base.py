@@ -1,7 +1,7 @@
-"""What a worker is, whoever started it (Ray, a process, a thread): its contract, what is in it, how it starts.
+"""Workers, in a thread, a process or a Ray actor: their contract, their host, and how they start.
 
-A worker is an object whose methods are called from elsewhere; a :class:`Host` constructs it and calls them, and
-:class:`Worker` is what its owner has in hand. Imports no torch: a process that grades has none.
+A worker is an object whose methods are called from elsewhere; a :class:`Host` constructs it and calls them, and a
+:class:`Worker` is its owner's handle. Imports no torch: a process that grades has none.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ def descendants() -> list[psutil.Process]:
     """
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is somebody else's
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
             children.setdefault(process.ppid(), []).append(process)
     ours = list(children.get(os.getpid(), ()))
     for process in ours:  # which grows meanwhile
@@ -493,7 +493,7 @@ class Start:
 
         Args:
             now_s: on the owner's clock.
-            beside: all that start with it. One may wait for another (who downloads, who comes last to a rendezvous):
+            beside: all that start with it. One may wait for another (for a download, at a rendezvous):
                 while one of them works, none is silent.
 
         >>> start, other = Start(10.0, began_s=0.0), Start(10.0, began_s=0.0)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import walk, with_options
-from sota_grpo.migration.export import model_card, published
+from sota_grpo.migration.export import model_card, published, write_verl
 from sota_grpo.migration.verl import (
     FILES,
     Beside,
@@ -243,6 +243,39 @@ def test_reward_functions_travel_with_the_folder(tmp_path: Path) -> None:
     columns = example_columns(SimpleNamespace(query="2 + 2?", answer="#### 4", extra={}))
     assert score("gsm8k", "4", "4", columns) == {"score": 2.0, "acc": 1.0}
     assert score("gsm8k", "5", "4", columns) == {"score": 0.0, "acc": 0.0}  # the grader divides by 0
+
+
+_RIDDLES = """
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.tasks.dataset import FileTask, text_of
+
+
+class Riddles(FileTask):
+    name = "riddles"
+    question_columns = ("riddle",)
+
+    def read_row(self, row, place):
+        return Example(str(row.get("riddle", "")), text_of(row, "solution", place))
+
+    def score(self, response, example):
+        right = example.answer in response
+        return Score({"correct": float(right)}, success=right)
+"""
+
+
+def test_users_files_travel_with_the_folder_whatever_their_names(tmp_path: Path) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    run_dir.mkdir()
+    (tmp_path / "reward.py").write_text(_RIDDLES)
+    rows = [{"riddle": f"What comes after {n}?", "solution": str(n + 1)} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = {"dataset": f"{tmp_path / 'reward.py'}:Riddles", "dataset_path": str(tmp_path / "rows.jsonl")}
+    (run_dir / "config.yaml").write_text(json.dumps({"model": {"name": "tiny"}, "env": env}))
+    write_verl(run_dir, out, trust=True)
+    (tmp_path / "reward.py").unlink()
+    score = verl_reward(out / "config.yaml")
+    columns = example_columns(SimpleNamespace(query="What comes after 3?", answer="4", extra={}))
+    assert score("riddles", "It is 4.", "4", columns) == {"score": 1.0, "acc": 1.0}
 
 
 def test_the_table_reads_what_was_written_for_verl(tmp_path: Path) -> None:

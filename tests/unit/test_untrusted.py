@@ -1,4 +1,4 @@
-"""A run directory is data, whoever made it: nothing in it runs, asks a server, hangs a reader or leads out of it."""
+"""A run directory is untrusted data: nothing in it runs, asks a server, hangs a reader or leads out of it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_commands_and_the_functions_behind_them_refuse_before_anything_of_the_ru
         assert ended.value.code == 2
         told = capsys.readouterr().err
         assert "(model.trust_remote_code)" in told
-        assert "; if you trust whoever made it, add --trust-run" in told
+        assert "; if you trust its author, add --trust-run" in told
     (run_dir / "hf").mkdir()
     for act in (
         lambda: find_target(str(run_dir)),

@@ -25,7 +25,7 @@ _FOLDER = Path("tokenizers", "punkt_tab", "english")
 _MAX_CHARS = 100_000  # some 17,000 words, longer than what is sampled; keeps hostile text within a deadline
 _LOWER_CASE_INSIDE = 1 << 5  # Punkt's flag of a word that was seen in lower case inside a sentence
 
-# What stands in for Punkt's data: abbreviations, which seldom end a sentence, and words that are no names, which after
+# What stands in for Punkt's data: abbreviations, which rarely end a sentence, and words that are no names, which after
 # an abbreviation begin one.
 _ABBREVIATIONS = """
     mr mrs ms messrs dr prof rev gen sen rep gov lt col sgt capt maj adm jr sr st inc co corp ltd bros vs ave ft mt yr
@@ -144,7 +144,7 @@ LANGUAGES = frozenset(_CODES.split())  # those that langdetect knows
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether the text is in the language of this code; True where none can be told, which is the official rule.
+    """Whether the text is in the language of this code; True where no language is found, which is the official rule.
 
     langdetect samples the text; here its generator always starts from the same seed, so that a response is graded
     alike every time. It reads the first 10,000 characters.
@@ -161,7 +161,7 @@ def is_language(text: str, language: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _factory() -> Any:
-    """A factory of our own: the package's own one belongs to whoever else uses it, seed and all."""
+    """A factory of our own: other users of the package share its own one, with its seed."""
     from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
 
     factory = DetectorFactory()
