@@ -384,7 +384,11 @@ class GroupAdvantage(RowTransform):
         if self.estimator is not None:
             by_name = {name: _scalars(rows, (*keys.REWARD_TERMS, name))[kept] for name in rows.names(keys.REWARD_TERMS)}
             given = {"rewards": reward[kept], "group_ids": ids, "lengths": lengths, "terms": by_name}
-            options["baseline"] = _checked(of_terms(self.estimator, given), reward[kept])
+            try:
+                advantages = of_terms(self.estimator, given)
+            except Exception as error:  # of the user's function
+                raise ObjectiveError(f"algorithm.baseline failed: {type(error).__name__}: {error}.") from error
+            options["baseline"] = _checked(advantages, reward[kept])
         values = group_advantages(reward[kept], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
         if graded is not None and not self.decouple_terms and self.scale in ("group_std", "group_mean"):

@@ -233,6 +233,7 @@ def test_an_own_estimator_gives_the_advantage_that_the_scale_divides(mine: Path)
     scaled = GroupAdvantage(baseline, "group_std", eps=0.0)(table.without("advantage").take([0, 2])).get("advantage")
     torch.testing.assert_close(scaled.flatten(), torch.tensor([1.0, 16.0]) / math.sqrt(2))
     for wrong, sentence in (
+        (lambda rewards: rewards.median(dim=5), "algorithm.baseline failed: IndexError: Dimension out of range"),
         (lambda rewards: rewards[:1], r"returned \[1\] for 3 responses; .* of shape \[3\]"),
         (lambda rewards: rewards.tolist(), "returned list for 3 responses"),
         (lambda rewards: rewards / 0, r"the advantage inf for response 0, whose reward is 1"),
