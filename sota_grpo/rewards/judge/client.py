@@ -230,13 +230,15 @@ class JudgeClient:
         self._not_before, self._num_without = 0.0, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
+        self._closing, self._is_open = threading.Lock(), True
         self._thread.start()
 
     def submit(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Future[Any]:
         """Run a coroutine function on the client's event loop; a future of its result."""
-        if self._closed.is_set():
-            raise RuntimeError("The judge was asked, and is closed.")
-        return asyncio.run_coroutine_threadsafe(function(*args), self._loop)
+        with self._closing:  # what is submitted before close() is among the tasks that it waits for
+            if not self._is_open:
+                raise RuntimeError("The judge's client is closed.")
+            return asyncio.run_coroutine_threadsafe(function(*args), self._loop)
 
     async def verdict(self, question: Question) -> Verdict:
         """Return the verdict, for coroutines on this event loop.
@@ -302,9 +304,12 @@ class JudgeClient:
 
     def close(self) -> None:
         """Fail the questions that wait, and give open requests, which are paid, 5 s to finish; idempotent."""
-        if self._closed.is_set():
-            return
-        self.submit(self._finish).result()
+        with self._closing:
+            if not self._is_open:
+                return
+            self._is_open = False
+            finished = asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
+        finished.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
