@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import DType, load_model, load_tokenizer
+from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.sharding import join_ranks, shard
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -60,7 +60,7 @@ class Rank(LearnerWorker):
     """A rank that says how large it is, and for how long its steps have waited for a copy."""
 
     def __init__(self, make_learner: Callable[[], Learner]) -> None:
-        super().__init__(make_learner, load_tokenizer("tiny"))
+        super().__init__(make_learner)
         self.waited_s = 0.0
         wait = self.learner.before_change
 
