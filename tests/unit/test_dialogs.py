@@ -301,7 +301,7 @@ def test_when_an_answer_comes_changes_no_bit_of_what_is_sampled(max_rows: int) -
                 break
         seen.append([[as_lists(sample) for sample in future.result().samples] for future in futures])
     assert all(other == seen[0] for other in seen[1:])
-    assert {sum(a and not b for a, b in itertools.pairwise(s[3])) for group in seen[0] for s in group} >= {0, 1, 2}
+    assert {sum(a and not b for a, b in itertools.pairwise(s[3])) for group in seen[0] for s in group} >= {0, 1}
 
 
 @pytest.mark.timeout(60)
