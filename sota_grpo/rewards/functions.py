@@ -24,7 +24,7 @@ from types import CellType, CodeType
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.files import error_line, run_python
+from sota_grpo.files import error_line, load_python
 from sota_grpo.rewards.grading import graders_error
 from sota_grpo.rl.records import LARGEST
 from sota_grpo.text import sentence
@@ -76,25 +76,18 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
     """
     file = Path(path)
     require_file(file)
-    try:
-        module = run_python(file)
-    except (Exception, SystemExit) as error:
-        line = error_line(file, error)
-        place = "" if line is None else f", line {line}"
-        raise RewardFunctionError(
-            f"{file}{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
-        ) from error
+    members = load_python(file, "reward.path", RewardFunctionError)
     own = [
         name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        for name, value in members.items()
+        if inspect.isfunction(value) and value.__module__ == members["__name__"] and not name.startswith("_")
     ]
-    if list(names) == [DEFAULT_NAME] and len(own) == 1 and not callable(getattr(module, DEFAULT_NAME, None)):
+    if list(names) == [DEFAULT_NAME] and len(own) == 1 and not callable(members.get(DEFAULT_NAME)):
         names = own
     for name in names:
-        if not callable(getattr(module, name, None)):
+        if not callable(members.get(name)):
             raise RewardFunctionError(no_function(path, name, own))
-    return [recognise(getattr(module, name), name, path) for name in names]
+    return [recognise(members[name], name, path) for name in names]
 
 
 def no_function(path: str, name: str, names: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.files import error_line, run_python
+from sota_grpo.files import error_line, load_python
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.rl.table import Column, Key, RowTable
 
@@ -29,23 +29,23 @@ def load_transforms(named: Sequence[str]) -> list[tuple[str, Transform]]:
     Raises:
         UserError: there is no such file or name, the file cannot be imported, or the name gives no transform.
     """
-    modules: dict[Path, ModuleType] = {}
+    modules: dict[Path, dict[str, Any]] = {}
     loaded = []
     for value in named:
         path, name = in_file(value) or (Path(value), "")
         option = f"env.transforms={value}"
-        try:
-            if path not in modules:
-                modules[path] = run_python(path)
-            made = getattr(modules[path], name)
-            if not isinstance(made, Transform) and callable(made):
+        if path not in modules:
+            modules[path] = load_python(path, option, UserError)
+        if name not in modules[path]:
+            raise UserError(f"{option} names {name}, which the file does not define; correct the name.")
+        made = modules[path][name]
+        if not isinstance(made, Transform) and callable(made):
+            try:
                 made = made()
-        except (Exception, SystemExit) as error:
-            line = error_line(path, error)
-            place = "" if line is None else f" (line {line})"
-            raise UserError(
-                f"{option} cannot be loaded{place}: {type(error).__name__}: {error}; mend it there."
-            ) from error
+            except Exception as error:
+                line = error_line(path, error)
+                place = "" if line is None else f" (line {line})"
+                raise UserError(f"{option} cannot be made{place}: {type(error).__name__}: {error}.") from error
         if not isinstance(made, Transform):
             raise UserError(
                 f"{option} gives a {type(made).__name__}, not a torchrl.envs.transforms.Transform; name a transform, "

@@ -472,15 +472,15 @@ def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
     [
         (
             "x = 1\ny = x / 0\n" + COMPUTE_SCORE,
-            "rewards.py, line 2: the reward file cannot be imported (ZeroDivisionError",
+            "rewards.py, line 2: it cannot be imported (ZeroDivisionError",
         ),
-        ("x = 1\n\ndef f(:\n", "rewards.py, line 3: the reward file cannot be imported (SyntaxError"),
+        ("x = 1\n\ndef f(:\n", "rewards.py, line 3: it cannot be imported (SyntaxError"),
         (
             "import no_such_package_here\n",
-            "line 1: the reward file cannot be imported (ModuleNotFoundError: No module na",
+            "line 1: it cannot be imported (ModuleNotFoundError: No module na",
         ),
-        ("import sys\n\nsys.exit(1)\n", "rewards.py, line 3: the reward file cannot be imported (SystemExit: 1)"),
-        ("\0", "the reward file cannot be imported (SyntaxError"),
+        ("import sys\n\nsys.exit(1)\n", "rewards.py, line 3: it cannot be imported (SystemExit: 1)"),
+        ("\0", "it cannot be imported (SyntaxError"),
         (
             "import os\ndef grade(solution_str): ...\ndef mark(solution_str): ...\ndef _own(): ...\n",
             "has no function 'compute_score'; its functions are grade, mark:",

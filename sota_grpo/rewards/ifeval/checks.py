@@ -25,7 +25,7 @@ _FOLDER = Path("tokenizers", "punkt_tab", "english")
 _MAX_CHARS = 100_000  # some 17,000 words, longer than what is sampled; keeps hostile text within a deadline
 _LOWER_CASE_INSIDE = 1 << 5  # Punkt's flag of a word that was seen in lower case inside a sentence
 
-# What stands in for Punkt's data: abbreviations, which rarely end a sentence, and words that are no names, which after
+# A replacement for Punkt's data: abbreviations, which rarely end a sentence, and words that are no names, which after
 # an abbreviation begin one.
 _ABBREVIATIONS = """
     mr mrs ms messrs dr prof rev gen sen rep gov lt col sgt capt maj adm jr sr st inc co corp ltd bros vs ave ft mt yr
