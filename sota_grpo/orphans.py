@@ -71,32 +71,35 @@ def fork_under_subreaper() -> None:
     if _LIBC is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
+    # Waited for, not handled: SIGTERM comes once for each thread of an ending parent, and a handler that raises could
+    # run a second time, outside of what catches it.
+    signals = signal.SIGTERM, signal.SIGCHLD
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     adopt_orphans()
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         return
-    code = -signal.SIGTERM
-    with contextlib.suppress(SystemExit):
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the child has them
-        ended = 0
-        while ended != child:
-            ended, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the child has them
+    code: int | None = None
+    while code is None:
+        if signal.sigwait(signals) == signal.SIGTERM:
+            code = -signal.SIGTERM
+        while code is None:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended == child:
+                code = os.waitstatus_to_exitcode(status)
+            if not ended:
+                break
     _end_descendants()
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # of SIGKILL
         signal.signal(-code, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     os.kill(os.getpid(), -code)
-
-
-def _leave(number: int, frame: object) -> None:
-    raise SystemExit
 
 
 def _end_descendants() -> None:

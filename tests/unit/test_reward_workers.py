@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -196,6 +198,22 @@ def test_what_a_grader_sends_away_ends_with_it(end: str, tmp_path: Path) -> None
             pool.scores([(end, example)]).result()
             wait_for(lambda: is_gone(pid))
     wait_for(lambda: is_gone(pid))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a subreaper needs Linux")
+def test_a_subreaper_that_is_asked_again_and_again_to_end_ends_all_before_it(tmp_path: Path) -> None:
+    """The kernel sends SIGTERM once for each thread of a trainer that is killed."""
+    with closing(GradingPool(moody, WEIGHTS, num_workers=1, timeout_s=60.0)) as pool:
+        pool.scores([(f"away {tmp_path}/pid", make_env().task.train[0])]).result()
+        away, (worker,) = sent_away(tmp_path / "pid"), pool.fleet.pids
+        subreaper = psutil.Process(worker).parent()
+        assert subreaper is not None
+        assert subreaper.pid != os.getpid()
+        with suppress(psutil.NoSuchProcess):
+            while subreaper.status() != psutil.STATUS_ZOMBIE:
+                for _ in range(100):
+                    subreaper.send_signal(signal.SIGTERM)
+        assert is_gone(away)
 
 
 def test_a_graders_flood_is_cut_and_its_control_characters_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
