@@ -114,7 +114,7 @@ def build(
 
     Args:
         should_stop: polled while a batch is waited for; true ends the wait (``Interrupted``).
-        functions: reward functions that are Python objects (:mod:`sota_grpo.assembly.passed`).
+        functions: reward functions that are Python objects (:mod:`sota_grpo.assembly.python_inputs`).
     """
     from sota_grpo.source.collector import PromptGroupCollector  # TorchRL's collectors take seconds to import
 

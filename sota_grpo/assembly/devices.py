@@ -138,7 +138,7 @@ def _check_amount(needed: Sequence[Role], total: int) -> None:
     else:
         shared = next((role for role in needed if role.requested), largest)
         fix = f"leave {shared.option} out, so that {shared.name} shares a device"
-    raise UserError(f"{wanted} devices are asked for ({counts}) and this machine has {total}; {fix}.")
+    raise UserError(f"{wanted} devices are needed ({counts}) and this machine has {total}; {fix}.")
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ def reference_has_own_weights(config: Config) -> bool:
     """Whether the reference has weights of its own: under LoRA it is the base model with the adapter off, unless it
     is another model or on another device."""
     options = config.ref_model
-    stands_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
+    is_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None
-    return has_reference(config) and (stands_apart or not is_the_base)
+    return has_reference(config) and (is_apart or not is_the_base)
 
 
 def wants_workers(config: Config) -> bool:

@@ -11,17 +11,17 @@ from sota_grpo.config import num_steps
 from sota_grpo.recording.progress import Heartbeat
 
 if TYPE_CHECKING:
-    from sota_grpo.assembly.passed import Passed
+    from sota_grpo.assembly.python_inputs import PythonInputs
     from sota_grpo.config import Config
 
 
 def launch(
-    config: Config, run_dir: Path, passed: Passed | None = None, *, before: Callable[[], None] = lambda: None
+    config: Config, run_dir: Path, inputs: PythonInputs | None = None, *, before: Callable[[], None] = lambda: None
 ) -> None:
     """Check the config, import torch, and train to the end.
 
     Args:
-        passed: Python inputs.
+        inputs: Python inputs.
         before: called between the checks and the import.
 
     Raises:
@@ -34,6 +34,6 @@ def launch(
         announce(config)
         from sota_grpo.run.app import CONTINUES, train
 
-        done = train(config, run_dir, passed)
+        done = train(config, run_dir, inputs)
     if done < num_steps(config):
         raise KeyboardInterrupt(CONTINUES)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, require_consent, resumed_config
-from sota_grpo.assembly.passed import take
+from sota_grpo.assembly.python_inputs import take
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import (
     CONFIG_FILE,
@@ -211,15 +211,15 @@ def train(
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))
     with _own_console(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
-        passed = take(config, overrides, **objects)
+        inputs = take(config, overrides, **objects)
         try:
-            launch(config, _fresh_dir() if run_dir is None else Path(run_dir), passed)
+            launch(config, _fresh_dir() if run_dir is None else Path(run_dir), inputs)
         except KeyboardInterrupt as stop:
             if not str(stop):
                 raise
-            raise KeyboardInterrupt(f"{stop}; its metrics so far: sota_grpo.Result({str(passed.run_dir)!r})") from None
-    assert passed.run_dir is not None
-    return Result(passed.run_dir, trust=True)  # of this very config
+            raise KeyboardInterrupt(f"{stop}; its metrics so far: sota_grpo.Result({str(inputs.run_dir)!r})") from None
+    assert inputs.run_dir is not None
+    return Result(inputs.run_dir, trust=True)  # of this very config
 
 
 def _require_overrides(overrides: Any) -> None:

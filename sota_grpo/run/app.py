@@ -19,7 +19,7 @@ from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.estimate import require_disk
 from sota_grpo.assembly.learning import model_digests
-from sota_grpo.assembly.passed import Passed
+from sota_grpo.assembly.python_inputs import PythonInputs
 from sota_grpo.config import Config, num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import require_tokens
@@ -279,14 +279,14 @@ class Run:
         self.parts.close()
 
 
-def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
+def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> int:
     """Validate, build, train, close; return the number of training steps done.
 
     Number of threads, random states and transformers' progress bars are restored afterwards.
 
     Args:
         run_dir: the run directory; ``train.resume`` may continue another one.
-        passed: Python inputs; their ``run_dir`` is set to the directory of the run.
+        inputs: Python inputs; their ``run_dir`` is set to the directory of the run.
 
     Raises:
         UserError: the run cannot start, or it cannot continue (``RunFailed``).
@@ -297,7 +297,7 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     threads, random_state, had_bars = torch.get_num_threads(), rng_state(), is_progress_bar_enabled()
     disable_progress_bar()
     try:
-        return _train(config, run_dir, passed or Passed())
+        return _train(config, run_dir, inputs or PythonInputs())
     finally:
         torch.set_num_threads(threads)
         set_rng_state(random_state)
@@ -305,17 +305,17 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
             enable_progress_bar()
 
 
-def _train(config: Config, run_dir: Path, passed: Passed) -> int:
+def _train(config: Config, run_dir: Path, inputs: PythonInputs) -> int:
     anchor_paths(config)
-    signed = asdict(config) | passed.signature
+    signed = asdict(config) | inputs.signature
     total = num_steps(config)
     with open_run(run_dir, signed, config.train.resume, num_steps=total) as directory:
-        passed.write(directory.path, config)
+        inputs.write(directory.path, config)
         if directory.finished:
             say(f"The run in {directory.path} is already finished.")
             return total
         try:
-            with closing(Run(as_planned(config, directory), directory, passed.functions)) as job:
+            with closing(Run(as_planned(config, directory), directory, inputs.functions)) as job:
                 return job.train()
         except Exception as error:
             with suppress(OSError):

@@ -19,11 +19,11 @@ import torch
 
 import sota_grpo
 from sota_grpo.assembly.compose import load_config
-from sota_grpo.assembly.passed import PASSED, Passed, take
+from sota_grpo.assembly.python_inputs import PythonInputs, take
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
-from sota_grpo.rewards.functions import RewardFunctionError, fingerprint, pickled, unpickled
+from sota_grpo.rewards.functions import PASSED, RewardFunctionError, fingerprint, pickled, unpickled
 from sota_grpo.rewards.grading import grading_pool
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.task import Task, scorer_of
@@ -43,12 +43,13 @@ def brief(completions: list[str], **columns: Any) -> list[float]:
     return [1.0 / (1 + len(text)) for text in completions]
 
 
-def taken(*overrides: str, **objects: Any) -> tuple[Config, Passed]:
+def taken(*overrides: str, **objects: Any) -> tuple[Config, PythonInputs]:
     config = Config()
     return config, take(config, overrides, **objects)
 
 
-def lines(content: bytes | None) -> list[dict]:
+def lines(inputs: PythonInputs, name: str) -> list[dict]:
+    content = inputs.inputs[name].files[f"{name}.jsonl"]
     assert content is not None
     return [json.loads(line) for line in content.splitlines()]
 
@@ -72,7 +73,7 @@ def as_frame() -> Any:
 )
 def test_every_table_gives_the_same_rows(make: Callable[[], Any]) -> None:
     config, passed = taken(dataset=make(), eval_dataset=ROWS[:3])
-    assert (lines(passed.train_rows), lines(passed.eval_rows)) == (ROWS, ROWS[:3])
+    assert (lines(passed, "train"), lines(passed, "eval")) == (ROWS, ROWS[:3])
     assert (config.env.dataset, config.env.dataset_path) == ("table", PASSED)
     config = Config()
     config.env.dataset = "gsm8k"  # as an override has it
@@ -86,7 +87,7 @@ def test_what_pandas_writes_for_a_missing_value_is_none() -> None:
     table = {"prompt": ["a", None], "ground_truth": [1.0, None], "day": [None, pandas.Timestamp("2026-11-02")]}
     frame = pandas.DataFrame(table).astype({"ground_truth": "Float64"})
     _, passed = taken(dataset=frame)
-    assert lines(passed.train_rows) == [
+    assert lines(passed, "train") == [
         {"prompt": "a", "ground_truth": 1.0, "day": None},
         {"prompt": None, "ground_truth": None, "day": "2026-11-02T00:00:00"},
     ]
@@ -95,7 +96,7 @@ def test_what_pandas_writes_for_a_missing_value_is_none() -> None:
 def test_columns_keep_their_types_as_far_as_json_has_them() -> None:
     row = {"prompt": "?", "n": numpy.int64(3), "x": numpy.arange(2), "day": datetime.date(2026, 11, 2), "none": None}
     _, passed = taken(dataset=[row])
-    assert lines(passed.train_rows) == [{"prompt": "?", "n": 3, "x": [0, 1], "day": "2026-11-02", "none": None}]
+    assert lines(passed, "train") == [{"prompt": "?", "n": 3, "x": [0, 1], "day": "2026-11-02", "none": None}]
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_it_trains_is_kept_and_goes_on_under_the_same_function_only(tmp_path: Pa
         (lambda log_prob, reward: log_prob, [], "asks for reward"),
         (lambda advantage: advantage, [], "reads neither log_prob nor log_ratio"),
         (3, [], "objective is 3, which is no function"),
-        (functools.partial(objective_of, threading.Lock()), [], "asks for|reads neither|cannot be written"),
+        (functools.partial(objective_of, threading.Lock()), [], "asks for|reads neither|cannot be sent"),
         (objective_of(1.0), ["algorithm.objective=cispo"], "algorithm.objective=cispo names another"),
     ],
 )
@@ -375,7 +376,7 @@ def test_a_function_that_holds_what_no_file_can_is_a_sentence() -> None:
             return -advantage * log_prob
 
     with pytest.raises(
-        UserError, match=r"the objective locked cannot be written to the run .*make what it needs inside"
+        UserError, match=r"the objective locked cannot be sent to another process .*make what it needs inside"
     ):
         take(Config(), [], objective=locked)
 

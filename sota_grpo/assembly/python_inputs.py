@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from inspect import signature
 from keyword import iskeyword
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from sota_grpo.rewards.functions import PASSED, PICKLED, Functions, RewardFuncti
 from sota_grpo.rl.objective_files import TERMS, surrogate
 from sota_grpo.tasks.table import plain_columns
 from sota_grpo.tasks.wrappers import BUILTIN
-from sota_grpo.text import sentence
 
 _OBJECTIVE = '''"""An objective of a Python caller; its code is in objective.pkl."""
 
@@ -52,93 +52,54 @@ globals().update(pickle.loads(Path(__file__).with_name("transforms.pkl").read_by
 
 
 @dataclass
-class Passed:
-    """The Python inputs of a run, as they are written."""
+class PythonInput:
+    """One Python input, as it is written to the run."""
 
-    train_rows: bytes | None = None  # JSON lines
-    eval_rows: bytes | None = None
-    functions: Functions | None = None  # by name, for calls in this process
-    reward_file: bytes | None = None  # pickled, for other processes; None: they cannot be pickled
-    tools: Functions | None = None  # functions by name, or under its own name the factory of environments
-    tools_file: bytes | None = None
-    tools_option: str = "tools"  # of env: tools or environment
-    objective: PassedModule | None = None
-    transforms: PassedModule | None = None
+    option: str  # of the config: section and name
+    digest: str
+    files: Mapping[str, bytes | None]  # by name; None: it cannot be pickled for other processes
+    value: str | list[str]  # of the option, without the folder
+
+
+@dataclass
+class PythonInputs:
+    """The Python inputs of a run, by their names in its signature.
+
+    An objective and transforms are two files: their pickle, and a Python file that a config names as ``FILE.py:NAME``,
+    so that they are loaded like those of a user's file; until the run has a directory, in a temporary one.
+    """
+
+    inputs: dict[str, PythonInput] = field(default_factory=dict)
+    functions: Functions | None = None  # reward functions by name, for calls in this process
     run_dir: Path | None = None  # the directory of the run, once it has one
+    scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def signature(self) -> dict[str, dict[str, str]]:
         """The digests of the objects, for the run's signature."""
-        tables = {"train": self.train_rows, "eval": self.eval_rows}
-        digests = {name: hashlib.sha256(rows).hexdigest() for name, rows in tables.items() if rows}
-        if self.functions is not None:
-            digests["reward"] = fingerprint(self.functions)
-        if self.tools is not None:
-            digests[self.tools_option] = fingerprint(self.tools)
-        for name, module in (("objective", self.objective), ("transforms", self.transforms)):
-            if module is not None:
-                digests[name] = fingerprint(module.objects)
+        digests = {name: one.digest for name, one in self.inputs.items()}
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
         """Write the objects to ``run_dir`` and their paths to ``config``."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
-        if self.train_rows is not None:
-            config.env.dataset_path = _write(folder / "train.jsonl", self.train_rows)
-        if self.eval_rows is not None:
-            config.env.eval_path = _write(folder / "eval.jsonl", self.eval_rows)
-        if self.functions is not None:
-            config.reward.path = _write(folder / f"reward{PICKLED}", self.reward_file)
-        if self.tools is not None:
-            path = _write(folder / f"{self.tools_option}{PICKLED}", self.tools_file)
-            setattr(config.env, self.tools_option, path)
-        if self.objective is not None:
-            (config.algorithm.objective,) = self.objective.write(folder)
-        if self.transforms is not None:
-            config.env.transforms = self.transforms.write(folder)
+        for one in self.inputs.values():
+            _write(folder, one, config)
 
+    def add(self, config: Config, name: str, one: PythonInput) -> None:
+        """Add an input, which ``config`` names by :data:`PASSED`."""
+        self.inputs[name] = one
+        _set(config, one.option, PASSED)
 
-class PassedModule:
-    """Objects that were passed, as two files: their pickle, and a Python file that a config names as ``FILE.py:NAME``.
-
-    So they are loaded like those in a file of the user's. Until the run has a directory, the files are in a temporary
-    one.
-
-    Args:
-        stem: of the files' names.
-        objects: by name.
-        text: of the Python file, which reads the pickle next to it.
-    """
-
-    def __init__(self, stem: str, objects: Mapping[str, Any], text: str) -> None:
-        import cloudpickle
-
-        self.objects, self._stem, self._text = objects, stem, text
-        try:
-            self._pickle = cloudpickle.dumps(dict(objects))
-        except Exception as error:  # whatever the objects that it holds raise
-            raise UserError(
-                f"the {stem} {', '.join(objects)} cannot be written to the run ({sentence(error)}); make what it needs "
-                "inside the function."
-            ) from error
-        self._scratch = tempfile.TemporaryDirectory(prefix="sota_grpo_")
-        self.options = self.write(Path(self._scratch.name))
-
-    def write(self, folder: Path) -> list[str]:
-        """Write both files; return ``FILE.py:NAME`` of each object."""
-        _write(folder / f"{self._stem}{PICKLED}", self._pickle)
-        path = _write(folder / f"{self._stem}.py", self._text.encode())
-        return [f"{path}:{name}" for name in self.objects]
-
-
-def _objective(function: Callable[..., Any]) -> PassedModule:
-    """A surrogate as a file whose function has its parameters, so that what is known by reading it holds."""
-    surrogate(function)  # its parameters are those of one
-    name = _name_of(function)
-    name = name if name.isidentifier() and not iskeyword(name) else "objective"
-    read = ", ".join(name for name in TERMS if name in signature(function).parameters)
-    arguments = ", ".join(f"{name}={name}" for name in read.split(", "))
-    return PassedModule("objective", {name: function}, _OBJECTIVE.format(name=name, read=read, given=arguments))
+    def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
+        """Add objects with a Python file of ``text``, which reads the pickle next to it."""
+        pickle = pickled(objects, name, "make what it needs inside the function")
+        names = [f"{name}.py:{one}" for one in objects]
+        value = names if name == "transforms" else names[0]
+        files = {f"{name}{PICKLED}": pickle, f"{name}.py": text.encode()}
+        self.inputs[name] = PythonInput(option, fingerprint(objects), files, value)
+        self.scratch = self.scratch or tempfile.TemporaryDirectory(prefix="sota_grpo_")
+        _write(Path(self.scratch.name), self.inputs[name], config)
 
 
 def take(
@@ -152,30 +113,33 @@ def take(
     environment: Any = None,
     objective: Any = None,
     transforms: Sequence[Any] | None = None,
-) -> Passed:
+) -> PythonInputs:
     """Convert the objects of :func:`sota_grpo.train`, and set the options of ``config`` for them.
 
     A path becomes ``env.dataset_path`` or ``env.eval_path``. Unless ``overrides`` name a task, it is ``table``.
     """
-    passed, named = Passed(), {override.lstrip("+").partition("=")[0] for override in overrides}
-    for argument, option, table in (
-        ("eval_dataset", "eval_path", eval_dataset),
-        ("dataset", "dataset_path", dataset),
+    inputs, named = PythonInputs(), {override.lstrip("+").partition("=")[0] for override in overrides}
+    for argument, option, name, table in (
+        ("eval_dataset", "env.eval_path", "eval", eval_dataset),
+        ("dataset", "env.dataset_path", "train", dataset),
     ):
         if table is None:
             continue
-        _require_unset(getattr(config.env, option), f"env.{option}", argument)
-        rows = None if isinstance(table, (str, os.PathLike)) else list(_lines(table, argument))
-        if rows == []:
+        _require_unset(attrgetter(option)(config), option, argument)
+        if isinstance(table, (str, os.PathLike)):
+            _set(config, option, str(table))
+            continue
+        rows = b"".join(_lines(table, argument))
+        if not rows:
             raise UserError(f"{argument} has no rows.")
-        setattr(config.env, option, str(table) if rows is None else PASSED)
-        setattr(passed, "train_rows" if argument == "dataset" else "eval_rows", rows and b"".join(rows))
+        file = f"{name}.jsonl"
+        inputs.add(config, name, PythonInput(option, hashlib.sha256(rows).hexdigest(), {file: rows}, file))
     if dataset is not None and "env.dataset" not in named:
         config.env.dataset = "table"
     if reward is not None:
-        _take_functions(config, passed, reward)
+        _take_functions(config, inputs, reward)
     if tools is not None or environment is not None:
-        _take_tools(config, passed, tools, environment)
+        _take_tools(config, inputs, tools, environment)
     if objective is not None:
         if "algorithm.objective" in named:
             _require_unset(config.algorithm.objective, "algorithm.objective", "objective")
@@ -184,8 +148,12 @@ def take(
                 f"objective is {objective!r}, which is no function; one that has a name is chosen by "
                 "overrides=['algorithm.objective=NAME']."
             )
-        passed.objective = _objective(objective)
-        (config.algorithm.objective,) = passed.objective.options
+        surrogate(objective)  # its parameters are those of one; the file has them, so that they are known by reading it
+        name = _name_of(objective)
+        name = name if name.isidentifier() and not iskeyword(name) else "objective"
+        read = [term for term in TERMS if term in signature(objective).parameters]
+        text = _OBJECTIVE.format(name=name, read=", ".join(read), given=", ".join(f"{one}={one}" for one in read))
+        inputs.add_module(config, "algorithm.objective", "objective", {name: objective}, text)
     if transforms is not None:
         for value in config.env.transforms:
             _require_unset(value.rpartition(":")[0], "env.transforms", "transforms")
@@ -195,9 +163,8 @@ def take(
                 "parameters that return one."
             )
         objects = {f"{_name_of(one)}_{number}": one for number, one in enumerate(transforms)}
-        passed.transforms = PassedModule("transforms", objects, _TRANSFORMS)
-        config.env.transforms = passed.transforms.options
-    return passed
+        inputs.add_module(config, "env.transforms", "transforms", objects, _TRANSFORMS)
+    return inputs
 
 
 def _require_unset(value: Any, option: str, argument: str) -> None:
@@ -225,7 +192,7 @@ def _lines(table: Any, argument: str) -> Iterable[bytes]:
         yield json.dumps(plain_columns(row, place)).encode() + b"\n"
 
 
-def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
+def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
     _require_unset(config.reward.path, "reward.path", "reward")
     if not _was_passed(config.reward.path):
         _require_unset(config.reward.name, "reward.name", "reward")
@@ -247,18 +214,20 @@ def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
             raise UserError(str(error)) from error
     if len(set(names)) < len(names) or not names:
         raise UserError(f"reward has the names {names}; give different ones with a dict, reward={{'name': function}}.")
-    passed.functions = {name: one for name, one in pairs if one != BUILTIN}
-    for name, function in passed.functions.items():
+    inputs.functions = functions = {name: one for name, one in pairs if one != BUILTIN}
+    for name, function in functions.items():
         recognise(function, name, "reward")
+    file, content = f"reward{PICKLED}", None
     try:
-        passed.reward_file = pickled(passed.functions)
+        content = pickled(functions)
     except RewardFunctionError:
         if config.env.reward_workers:
             raise
-    config.reward.path, config.reward.name = PASSED, names if len(names) > 1 else names[0]
+    inputs.add(config, "reward", PythonInput("reward.path", fingerprint(functions), {file: content}, file))
+    config.reward.name = names if len(names) > 1 else names[0]
 
 
-def _take_tools(config: Config, passed: Passed, tools: Any, environment: Any) -> None:
+def _take_tools(config: Config, inputs: PythonInputs, tools: Any, environment: Any) -> None:
     if tools is not None and environment is not None:
         raise UserError("tools and environment are both passed: make the functions methods of the environment.")
     option, value = ("tools", tools) if environment is None else ("environment", [environment])
@@ -266,11 +235,11 @@ def _take_tools(config: Config, passed: Passed, tools: Any, environment: Any) ->
     if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
         kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
         raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
-    passed.tools, passed.tools_option = {_name_of(one): one for one in value}, option
-    if len(passed.tools) < len(value):
+    functions = {_name_of(one): one for one in value}
+    if len(functions) < len(value):
         raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
-    passed.tools_file = pickled(passed.tools, "tool", "make what it needs inside the function")
-    setattr(config.env, option, PASSED)
+    file, content = f"{option}{PICKLED}", pickled(functions, "tool", "make what it needs inside the function")
+    inputs.add(config, option, PythonInput(f"env.{option}", fingerprint(functions), {file: content}, file))
 
 
 def _name_of(function: Any) -> str:
@@ -282,17 +251,25 @@ def _name_of(function: Any) -> str:
     return "reward" if name == "<lambda>" else name
 
 
-def _write(path: Path, content: bytes | None) -> str:
-    """Write ``content``, or without any remove the file; return the path for the config."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if content is None:
-            path.unlink(missing_ok=True)
-        else:
-            with atomic_file(path) as temporary:
-                temporary.write_bytes(content)
-    except OSError as error:
-        raise RunFailed(
-            f"{path} cannot be written ({error.strerror}); free space there, or choose another run_dir."
-        ) from error
-    return str(path)
+def _set(config: Config, option: str, value: str | list[str]) -> None:
+    section, _, name = option.partition(".")
+    setattr(getattr(config, section), name, value)
+
+
+def _write(folder: Path, one: PythonInput, config: Config) -> None:
+    """Write the files of an input, or remove those that no other process could read; set its option in ``config``."""
+    for name, content in one.files.items():
+        path = folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                with atomic_file(path) as temporary:
+                    temporary.write_bytes(content)
+        except OSError as error:
+            raise RunFailed(
+                f"{path} cannot be written ({error.strerror}); free space there, or choose another run_dir."
+            ) from error
+    value = one.value
+    _set(config, one.option, [f"{folder / each}" for each in value] if isinstance(value, list) else f"{folder / value}")
