@@ -376,15 +376,6 @@ def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> Non
     assert {options.max_rows for options in asked.values()} == {7}
 
 
-def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
-    config = config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm", "ray.address=auto")
-    with pytest.raises(UserError, match=r"3 in all, and this one has 2; .*policy.kl_coef=0"):
-        make_plan(config, "cuda", 2)
-    with pytest.raises(UserError, match="this one has 1"):
-        make_plan(config, "cuda", 1)
-    assert make_plan(config, "cuda", 3).workers
-
-
 def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
     pytest.importorskip("ray", reason="needs Ray (the extra ray)")
     with socket.socket() as free:
@@ -482,11 +473,6 @@ def test_the_defaults_fit_every_machine(available: int, with_reference: bool) ->
     assert found.ref == ((spare,) if with_reference else ())
 
 
-def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
-    found = place(Role("train_model", devices=[2]), Role("inference_model", 2), None, available=3)
-    assert (found.train, found.inference, found.ref) == ((2,), (0, 1), ())
-
-
 @pytest.mark.parametrize(("devices", "message"), [([7], "device 7"), ([0], "named by")])
 def test_wrong_indices_are_refused(devices: list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -512,16 +498,6 @@ def test_on_the_cpu_a_device_is_a_worker(counts: tuple[int, int, int]) -> None:
     assert (len(named.train), len(named.inference), len(named.ref)) == counts
 
 
-@pytest.mark.parametrize("available", [2, 3, 8])
-@pytest.mark.parametrize("with_reference", [True, False])
-def test_concurrent_engines_never_share_the_learners_device(available: int, with_reference: bool) -> None:
-    ref = Role("ref_model") if with_reference else None
-    found = place(Role("train_model"), Role("inference_model"), ref, available=available, concurrent=True)
-    assert not found.colocated
-    assert not set(found.train) & set(found.inference)
-    assert found.ref == (((2,) if available > 2 else found.train) if with_reference else ())
-
-
 @pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])
 def test_shared_engines_stand_on_all_devices_of_the_learner(available: int, reference: tuple[int, ...]) -> None:
     engines = Role("inference_model", default=2, shared=True)
@@ -536,8 +512,3 @@ def test_shared_engines_ask_for_no_further_device() -> None:
     engines = Role("inference_model", shared=True)
     with pytest.raises(UserError, match=r"9 devices .*train_model=8, ref_model=1.* has 8; lower train_model"):
         place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)
-
-
-def test_a_copy_over_several_devices_asks_for_all_of_them() -> None:
-    found = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
-    assert (found.train, found.inference) == ((2,), (0, 1))

@@ -526,15 +526,6 @@ def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call(kind: str) -> 
     engine.close()
 
 
-def test_the_rest_of_the_protocol_is_the_engines() -> None:
-    inner = scripted()
-    engine = dialogs(inner)
-    assert isinstance(engine, Engine)
-    assert (engine.name, engine.max_model_len, engine.version) == ("scripted", CONTEXT, 0)
-    engine.update_weights([("w", torch.ones(3))], 4)
-    assert (engine.version, inner.version) == (4, 4)
-
-
 def test_an_environment_of_several_turns_travels() -> None:
     """To the processes of TorchRL's collectors: what it draws there is what it draws here."""
     env = ArithmeticEnv(tokenizer=load_tokenizer("tiny"), num_envs=2, repeats=2, max_steps=2, num_train=10, seed=3)

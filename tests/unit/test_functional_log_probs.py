@@ -85,15 +85,6 @@ def test_values_and_gradients_equal_the_full_logits(
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-11)
 
 
-def test_entropy_is_a_detached_diagnostic_unless_asked_for() -> None:
-    hidden, weight, _, targets = problem()
-    log_probs, none = chunked_log_probs(hidden, weight, targets)
-    assert none is None
-    log_probs, entropy = chunked_log_probs(hidden, weight, targets, with_entropy=True)
-    assert not entropy.requires_grad
-    assert log_probs.requires_grad
-
-
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "weight and bias"])
 @pytest.mark.parametrize(("softcap", "entropy_grad"), [(None, False), (None, True), (1.5, False)])

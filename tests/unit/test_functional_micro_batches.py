@@ -61,14 +61,6 @@ def test_order_padding_and_split_change_nothing(aggregation: str) -> None:
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_step_without_trainable_tokens_weighs_nothing(aggregation: str) -> None:
-    assert (
-        loss_weights(torch.zeros(3, 4, dtype=torch.bool), aggregation, max_response_tokens=4).tolist()
-        == [[0.0] * 4] * 3
-    )
-
-
 def test_bad_input_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="aggregation is 'mean'; choose one of token, sequence, constant"):
         row_weights(torch.tensor([1]), "mean")  # type: ignore[arg-type]

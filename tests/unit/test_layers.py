@@ -84,13 +84,3 @@ def test_core_imports_no_heavy_packages(first: str, ours: str, then: str) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
     assert "kernels-community" not in done.stderr
-
-
-def test_config_needs_no_torch() -> None:
-    code = "import sys, sota_grpo.config, sota_grpo.config.validators; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "False"
-
-
-def test_loop_is_the_paper() -> None:
-    assert len((PACKAGE / "loop.py").read_text().splitlines()) < 100
