@@ -473,6 +473,11 @@ def test_the_defaults_fit_every_machine(available: int, with_reference: bool) ->
     assert found.ref == ((spare,) if with_reference else ())
 
 
+def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
+    found = place(Role("train_model", devices=[2]), Role("inference_model", 2), None, available=3)
+    assert (found.train, found.inference, found.ref) == ((2,), (0, 1), ())
+
+
 @pytest.mark.parametrize(("devices", "message"), [([7], "device 7"), ([0], "named by")])
 def test_wrong_indices_are_refused(devices: list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -512,3 +517,8 @@ def test_shared_engines_ask_for_no_further_device() -> None:
     engines = Role("inference_model", shared=True)
     with pytest.raises(UserError, match=r"9 devices .*train_model=8, ref_model=1.* has 8; lower train_model"):
         place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)
+
+
+def test_a_copy_over_several_devices_asks_for_all_of_them() -> None:
+    found = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
+    assert (found.train, found.inference) == ((2,), (0, 1))

@@ -431,17 +431,6 @@ def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
     engine.close()
 
 
-def test_nothing_is_sampled_before_the_first_group_is_asked_for(kind: str) -> None:
-    grader = Grader()
-    engine = of_kind(kind, grader)
-    stream = engine.generate(some_requests(20), SAMPLING)
-    time.sleep(0.02)
-    assert grader.asked == 0
-    list(stream)
-    assert grader.asked > 0
-    engine.close()
-
-
 def test_an_engine_with_nothing_to_sample_is_left_alone_while_the_grader_works() -> None:
     def slow(text: str, example: Example) -> Score:
         time.sleep(0.1)
@@ -524,6 +513,15 @@ def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call(kind: str) -> 
     with pytest.raises(ValueError, match="Group 10 has no example"):
         engine.submit(replace(request, example=None), SAMPLING)
     engine.close()
+
+
+def test_the_rest_of_the_protocol_is_the_engines() -> None:
+    inner = scripted()
+    engine = dialogs(inner)
+    assert isinstance(engine, Engine)
+    assert (engine.name, engine.max_model_len, engine.version) == ("scripted", CONTEXT, 0)
+    engine.update_weights([("w", torch.ones(3))], 4)
+    assert (engine.version, inner.version) == (4, 4)
 
 
 def test_an_environment_of_several_turns_travels() -> None:

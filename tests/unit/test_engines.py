@@ -204,10 +204,7 @@ def test_a_call_gives_equal_bits_whatever_else_is_in_flight():
 
 
 def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
-    """Three rows each and room for eight: two groups run, and the next starts in the step after one has ended.
-
-    Their temperatures differ: groups that are drawn alike would be decoded in pairs.
-    """
+    """Three rows each, room for eight, other temperatures: two groups run, and one that ends lets the next begin."""
     engine = hf_engine(tiny_model(), max_rows=8)
     lengths = [10, 11, 12, 13, 14, 15]
     tickets = []
@@ -347,15 +344,6 @@ def test_what_waits_for_an_engine_is_told_though_its_shutdown_fails(monkeypatch:
     assert broken.call_count == 1
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
-
-
-def test_a_script_is_cut_at_its_eos_and_at_the_room():
-    scripts = {0: [5, 6, EOS, 7], 1: [5, 6], 2: [4, 5, 6, 7, 8, 9]}
-    engine = ScriptedEngine(lambda request, sample, version: scripts[sample], eos_token_id=EOS, log_prob=-2.0)
-    (output,) = engine.generate([GroupRequest(0, (2,), 3, seed=0)], Sampling(max_tokens=4))
-    assert [s.token_ids.tolist() for s in output.samples] == [[5, 6, EOS], [5, 6, EOS], [4, 5, 6, 7]]
-    assert [s.truncated for s in output.samples] == [False, False, True]
-    assert output.samples[0].log_probs.tolist() == [-2.0] * 3
 
 
 class SleepingClock:

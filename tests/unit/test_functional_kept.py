@@ -154,10 +154,7 @@ class Bigrams:
 
 
 def test_the_expected_gradient_is_exact_and_that_of_untruncated_log_probs_is_not():
-    """Over every text that can be sampled: ``sum_x q(x) A(x) grad log q(x)`` is the gradient of ``sum_x q(x) A(x)``.
-
-    Its advantage has a mean of 0, as a group's have; with one token alone that would hide the bias.
-    """
+    """Over all texts: ``sum_x q(x) A(x) grad log q(x)`` is the gradient of ``sum_x q(x) A(x)``, A of mean 0."""
     gaps = []
     for _ in range(8):
         world = Bigrams()

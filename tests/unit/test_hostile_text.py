@@ -1,4 +1,4 @@
-"""Whatever a policy writes is graded: nothing raises, nothing is executed, and nothing takes longer than its deadline."""
+"""Whatever a policy writes is graded: nothing raises, nothing is executed, nothing takes longer than its deadline."""
 
 from __future__ import annotations
 
