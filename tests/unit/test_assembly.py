@@ -474,8 +474,8 @@ def test_the_defaults_fit_every_machine(available: int, with_reference: bool) ->
 
 
 def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
-    found = place(Role("train_model", devices=[2]), Role("inference_model", 2), None, available=3)
-    assert (found.train, found.inference, found.ref) == ((2,), (0, 1), ())
+    found = place(Role("train_model", devices=[0]), Role("inference_model", 2), None, available=3)
+    assert (found.train, found.inference, found.ref) == ((0,), (1, 2), ())
 
 
 @pytest.mark.parametrize(("devices", "message"), [([7], "device 7"), ([0], "named by")])
