@@ -376,6 +376,15 @@ def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> Non
     assert {options.max_rows for options in asked.values()} == {7}
 
 
+def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
+    config = config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm", "ray.address=auto")
+    with pytest.raises(UserError, match=r"3 in all, and this one has 2; .*policy.kl_coef=0"):
+        make_plan(config, "cuda", 2)
+    with pytest.raises(UserError, match="this one has 1"):
+        make_plan(config, "cuda", 1)
+    assert make_plan(config, "cuda", 3).workers
+
+
 def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
     pytest.importorskip("ray", reason="needs Ray (the extra ray)")
     with socket.socket() as free:
