@@ -39,22 +39,15 @@ def make(folder: str, tmp_path: Path) -> Host:
     return Host("fake", folder, tmp_path / "fake.log", serve)  # type: ignore[arg-type]
 
 
-def test_a_system_answers_and_is_closed(tmp_path) -> None:
+def test_a_system_answers_tells_what_it_raises_and_is_closed(tmp_path) -> None:
     system = make(str(tmp_path / "fine"), tmp_path)
     system.ready()
     assert system.ask(LEARN)["seconds"] >= 0
-    system.close()
-    system.close()
-    assert (tmp_path / "fine.closed").exists()
-
-
-def test_what_a_system_raises_is_told_and_it_is_closed(tmp_path) -> None:
-    system = make(str(tmp_path / "stepless"), tmp_path)
-    system.ready()
     with pytest.raises(SystemFailed, match=r"RuntimeError: out of tokens \(fake.log\)"):
         system.ask(STEP)
     system.close()
-    assert (tmp_path / "stepless.closed").exists()
+    system.close()
+    assert (tmp_path / "fine.closed").exists()
 
 
 def test_a_process_that_dies_or_hangs_is_ended_and_named(tmp_path, monkeypatch) -> None:

@@ -16,13 +16,18 @@ from sota_grpo.cli import main
 from sota_grpo.cli import score as score_command
 
 
+def ended(*words: str) -> int:
+    """The exit code of ``sota-grpo score``."""
+    with pytest.raises(SystemExit) as end:
+        main(["score", *words])
+    return end.value.code
+
+
 def score(tmp_path: Path, rows: Sequence[object], *options: str, task: str = "gsm8k") -> list[dict]:
     source, target = tmp_path / "rows.jsonl", tmp_path / "scored.jsonl"
     source.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
-    command = ["score", "--task", task, "--input", str(source), "--output", str(target), "--workers", "1", *options]
-    with pytest.raises(SystemExit) as ended:
-        main(command)
-    assert ended.value.code == 0
+    where = ["--input", str(source), "--output", str(target)]
+    assert ended("--task", task, *where, "--workers", "1", *options) == 0
     return [json.loads(line) for line in target.read_text().splitlines()]
 
 
@@ -66,9 +71,7 @@ def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys
     ],
 )
 def test_a_mistake_is_one_sentence(command: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["score", *command])
-    assert ended.value.code == 2
+    assert ended(*command) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -120,9 +123,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(
         source.stem: "would overwrite the input",  # what is written goes beside it first
     }
     for name, reason in outputs.items():
-        with pytest.raises(SystemExit) as ended:
-            main(["score", "--task", "gsm8k", "--input", str(source), "--output", f"{tmp_path}/{name}"])
-        assert ended.value.code == 2
+        assert ended("--task", "gsm8k", "--input", str(source), "--output", f"{tmp_path}/{name}") == 2
         assert reason in capsys.readouterr().err
     assert source.read_text() == ROW
 
@@ -152,9 +153,7 @@ def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(
         target.mkdir()
 
     monkeypatch.setattr(sys, "stdin", lines())
-    with pytest.raises(SystemExit) as ended:
-        main(["score", "--task", "gsm8k", "--input", "-", "--output", str(target), "--workers", "1"])
-    assert ended.value.code == 1
+    assert ended("--task", "gsm8k", "--input", "-", "--output", str(target), "--workers", "1") == 1
     assert f"{target}.partial holds all rows" in capsys.readouterr().err
     assert len(Path(f"{target}.partial").read_text().splitlines()) == 1
 
@@ -170,9 +169,7 @@ def test_an_interrupt_says_how_many_rows_are_written(
     monkeypatch.setattr(sys, "stdin", lines())
     target = tmp_path / "scored.jsonl"
     where = ["--output", str(target)] if to_file else []
-    with pytest.raises(SystemExit) as ended:
-        main(["score", "--task", "gsm8k", "--input", "-", "--workers", "1", *where])
-    assert ended.value.code == 130
+    assert ended("--task", "gsm8k", "--input", "-", "--workers", "1", *where) == 130
     told = capsys.readouterr()
     found = (Path(f"{target}.partial").read_text() if to_file else told.out).splitlines()
     assert all(json.loads(line)["reward"] == 1.0 for line in found)
@@ -184,9 +181,7 @@ def test_an_interrupt_says_how_many_rows_are_written(
 
 def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "scored.jsonl"
-    with pytest.raises(SystemExit) as ended:
-        main(["score", "--task", "gsm8k", "--text", "#### 4", "--row", '{"answer": "4"}', "--output", str(target)])
-    assert ended.value.code == 0
+    assert ended("--task", "gsm8k", "--text", "#### 4", "--row", '{"answer": "4"}', "--output", str(target)) == 0
     assert json.loads(target.read_text())["reward"] == 1.0
     assert capsys.readouterr().out == ""
 
@@ -197,10 +192,8 @@ def test_sentences_that_are_split_by_rules_are_told(
     row = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "prompt": "Speak."}'
     for punkt in (None, "here"):
         monkeypatch.setattr(score_command, "find_punkt", lambda: punkt)  # noqa: B023
-        with pytest.raises(SystemExit) as ended:
-            main(["score", "--task", "ifeval", "--text", "Well.", "--row", row, "--workers", "1"])
+        assert ended("--task", "ifeval", "--text", "Well.", "--row", row, "--workers", "1") == 0
         told = capsys.readouterr()
-        assert ended.value.code == 0, told.err
         assert ("split by rules" in told.err) == (punkt is None)
         if punkt is None:
             assert json.loads(told.out)["success"]

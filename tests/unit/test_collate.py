@@ -31,17 +31,6 @@ def test_the_worked_example() -> None:
     assert [[id(row) for row in part] for part in parts] == [[id(rows[0]), id(rows[2])], [id(rows[1])]]
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_weights_equal_a_loop_over_the_whole_step(aggregation) -> None:
-    rows = random_rows(generator(), 7)
-    lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in rows]
-    set_loss_weights(lazy_stack(rows, 0), aggregation, max_response_tokens=10)
-    for row, length in zip(rows, lengths, strict=True):
-        weight = {"token": 1 / sum(lengths), "sequence": 1 / (7 * length), "constant": 1 / 70}[aggregation]
-        expected = [weight if trained else 0.0 for trained in row[keys.ASSISTANT_MASK].tolist()]
-        assert row["loss_weight"].tolist() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(("aggregation", "survivors"), [("token", 1 / 5), ("sequence", 1 / 2), ("constant", 1 / 30)])
 def test_dropped_rows_weigh_nothing(aggregation, survivors) -> None:
     """Rows of 2, 3 (truncated) and 3 tokens: 5 tokens, 2 rows remain; the constant divisor 3 * 10 stays."""

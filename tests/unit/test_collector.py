@@ -49,15 +49,6 @@ def test_batches_hold_whole_groups_in_the_order_drawn() -> None:
     assert column(batches[0], keys.SAMPLE_ID) == [0, 1, 2, 3] * 4
 
 
-def test_rewards_are_those_of_the_script() -> None:
-    (rows,) = make_collector(total_dialog_turns=16)
-    for row in rows.unbind(0):
-        group, sample = int(row[keys.GROUP_ID]), int(row[keys.SAMPLE_ID])
-        right = group % 3 == 0 or (group + sample) % 2 == 0
-        assert float(row[keys.REWARD]) == float(right)
-        assert bool(row[keys.SUCCESS]) == right
-
-
 class LateGrader:
     """Answers when it has been asked for ``num_groups`` groups, the last one first, from another thread."""
 
@@ -146,16 +137,6 @@ def test_weights_are_taken_in_each_form_of_torchrl(as_name: str) -> None:
     for options in ({}, {"worker_ids": 1}, {"model_id": "critic"}):
         with pytest.raises(ValueError):
             collector.update_policy_weights_(**options)
-
-
-def test_start_fills_a_replay_buffer_and_shutdown_stops_it() -> None:
-    buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=8)
-    collector = make_collector(total_dialog_turns=48, replay_buffer=buffer)
-    collector.start()
-    collector._thread.join(60)
-    collector.shutdown()
-    assert len(buffer) == 48
-    assert buffer.sample().batch_size == (8,)
 
 
 def test_iterating_over_a_collector_with_a_buffer_writes_it_and_gives_none() -> None:

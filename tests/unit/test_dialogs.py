@@ -201,16 +201,6 @@ def test_every_sample_is_that_of_a_plain_loop(kind: str, late: bool) -> None:
     engine.close()
 
 
-def test_the_cases_of_the_plain_loop_come_up() -> None:
-    """So that the test above is about something: ends of every kind, dialogs of every length."""
-    found = [plain_dialog(r, i, 0.0) for r in some_requests(300, seed=3) for i in range(3)]
-    gaps = [sum(a and not b for a, b in itertools.pairwise(mask)) for *_, mask, _ in found]
-    assert set(gaps) == {0, 1, 2, 3}
-    assert {truncated for *_, truncated in found} == {True, False}
-    full = [len(ids) for ids, *_, truncated in found if truncated]
-    assert len(set(full)) > 10
-
-
 @pytest.mark.parametrize(
     ("context", "said", "truncated"),
     [(7, "xx", True), (8, "xx..x", True), (9, "xx..xx", True), (12, "xx..xx..x", True)],

@@ -288,11 +288,6 @@ def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
     assert largest_sample(64, prompt_tokens=63) == (63, 1)
 
 
-def test_a_file_of_data_that_is_not_there_is_a_mistake() -> None:
-    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
-        planned("env.dataset_path=nowhere.jsonl")
-
-
 def test_a_cpu_run_counts_every_role_on_one_machine() -> None:
     config = compose("grpo_cpu", ["engine=transformers", "policy.kl_coef=0.1"])
     (device,) = RunMemory(config, QWEN, 100, CPU).devices

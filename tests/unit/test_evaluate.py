@@ -178,8 +178,7 @@ def test_a_gain_is_paired() -> None:
 
 
 def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions() -> None:
-    """Three prompts of two, one and one instructions, the grader failing at the last; the first is followed without
-    its last line, which has a comma and stands behind the end."""
+    """Two, one and one instructions, the grader failing at the last; the first is followed without its last line."""
     task, env = IFEvalTask(), make_env()
     ids = ["punctuation:no_comma", "startend:end_checker"]
     rows = [(ids, [{}, {"end_phrase": "Bye."}]), (ids[:1], [{}]), (ids[:1], [{}])]

@@ -641,23 +641,6 @@ def test_every_task_is_answered_once_under_random_kills() -> None:
     assert sorted(answered) == [(task, 1) for task in range(30)], f"seed {seed}"
 
 
-def test_a_stopped_process_and_one_that_died_idle_are_found_and_replaced() -> None:
-    processes = Processes(2, capacity=1, silence_s=1.0)
-    fleet = processes.fleet
-    dead, stopped = fleet.pids
-    assert dead is not None
-    assert stopped is not None
-    os.kill(dead, signal.SIGKILL)
-    wait_for(lambda: fleet.restarts == 1 and len(fleet.names) == 2)
-    futures = [fleet.submit(task, 0.05) for task in range(4)]
-    os.kill(stopped, signal.SIGSTOP)
-    wait_for(lambda: fleet.restarts == 2)
-    assert sorted(future.result(WAIT_S) for future in futures) == [(task, 0) for task in range(4)]
-    wait_for(lambda: fleet.names == ["echo-0.1", "echo-1.1"])
-    assert not {dead, stopped} & set(fleet.pids)
-    processes.close()
-
-
 def test_processes_that_may_not_be_looked_into_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with /proc mounted with hidepid=1, and on a kernel that does not count what is read and written."""
     child, ppid = subprocess.Popen(["sleep", "60"]), psutil.Process.ppid

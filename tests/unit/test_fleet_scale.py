@@ -25,10 +25,7 @@ def simulation(**options) -> Simulation:
 
 
 def test_a_step_is_its_largest_bound_where_nothing_queues_and_responses_are_equally_long() -> None:
-    """Phases and publishes at random: equal to rounding, in virtual time.
-
-    Batches come in bursts of A + 1, so the mean is over whole bursts: 16 steps, of which 4 are left out.
-    """
+    """Equal to rounding, in virtual time; batches come in bursts of A + 1: 16 steps, of which 4 are left out."""
     for age in (0, 1, 2, 3):
         groups = random.randint(1, 2)
         run = simulation(

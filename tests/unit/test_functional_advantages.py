@@ -127,14 +127,6 @@ def test_a_group_of_one_is_0_or_refused() -> None:
         group_advantages(rewards, ids, baseline="leave_one_out")
 
 
-def test_zero_advantage_mask_by_the_plain_loop() -> None:
-    ids = ragged_groups()
-    rewards = torch.randint(0, 2, ids.shape).float()
-    pairs = list(zip(rewards.tolist(), ids.tolist()))
-    expected = [len({r for r, g in pairs if g == group}) == 1 for _, group in pairs]
-    assert zero_advantage_mask(rewards, ids).tolist() == expected
-
-
 class OperatorCount(TorchDispatchMode):
     count = 0
 

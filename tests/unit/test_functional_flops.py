@@ -19,12 +19,7 @@ from sota_grpo.functional.flops import (
 
 
 def test_one_group_by_hand() -> None:
-    """Width 4, one layer of 4 -> 4 -> 4, one head of 4, vocabulary 5; prompt 2 tokens, responses 1 and 2.
-
-    2 matrices of 16 weights over 5 positions: 2 * 32 * 5 = 320 forward. Pairs: prompt 1 + 2, then 2 + 1 and (2 + 1) +
-    (2 + 2), 13 in all, each a product of 4 for the score and 4 for the value: 13 * 4 * 4 = 208. Head: 20 weights at 3
-    positions: 120. The backward pass is twice that.
-    """
+    """2 matrices of 16 weights at 5 positions; 3 + 3 + 7 pairs, 2 products of 4 for each; 20 head weights at 3."""
     shape, load = ModelShape(32, 0, attention_width=4, head_weights=20), shared_load(2, [1, 2])
     assert load == Load(positions=5, pairs=13, predicted=3)
     assert forward_flops(shape, load) == 320 + 208 + 120

@@ -150,22 +150,6 @@ def test_sequence_ratio_by_the_plain_loop(batch) -> None:
     assert torch.equal(log_prob.grad, torch.where(mask, seed, 0.0))
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_token_form_of_gspo_has_the_gradient_of_plain_gspo(batch, aggregation) -> None:
-    log_prob, _, advantage = batch
-    old = log_prob.detach() + 0.3 * torch.randn(ROWS, TOKENS, dtype=torch.float64)
-    mask = torch.rand(ROWS, TOKENS) < 0.6
-    mask[:, 0] = True
-    weight = loss_weights(mask, aggregation, max_response_tokens=TOKENS).double()
-    token_form = clipped_surrogate(sequence_log_ratio(log_prob, old, mask), advantage, 0.05, 0.05)
-    mean = torch.where(mask, log_prob - old, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
-    plain_ratio = mean.exp().expand_as(log_prob)
-    plain = -torch.minimum(plain_ratio * advantage, plain_ratio.clamp(0.95, 1.05) * advantage)
-    (found,) = torch.autograd.grad((weight * token_form).sum(), log_prob)
-    (expected,) = torch.autograd.grad((weight * plain).sum(), log_prob)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-
-
 def sapo_token(rho: float, a: float, p: float) -> tuple[float, float]:
     tau = 0.8 if a > 0 else 1.7
     gate = 1 / (1 + math.exp(-tau * (rho - 1)))

@@ -1,7 +1,4 @@
-"""Whatever a policy writes is graded: nothing raises, nothing is executed, and nothing takes longer than its deadline.
-
-More of it, for one task: ``python -m tests.unit.test_hostile_text math 10000 SEED``.
-"""
+"""Whatever a policy writes is graded: nothing raises, nothing is executed, nothing takes longer than its deadline."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import json
 import math
 import os
 import random
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,33 +123,14 @@ def hostile_texts(rng: random.Random, golds: list[str], count: int) -> Iterator[
         yield before + text + after
 
 
-def grade(name: str, count: int, seed: int) -> tuple[float, str]:
-    """Grade ``count`` hostile responses; the longest time in seconds, and the text that took it."""
-    task, examples = TASKS[name]()
-    rng = random.Random(seed)
-    golds = [gold for gold in map(task.gold_response, examples) if gold]
-    worst = 0.0, ""
-    for text in hostile_texts(rng, golds, count):
-        example = rng.choice(examples)
-        begun = time.perf_counter()
-        score = task.score(text, example)
-        worst = max(worst, (time.perf_counter() - begun, text))
-        assert set(score.terms) == set(task.term_weights)
-        assert all(value is None or math.isfinite(value) for value in score.terms.values())
-        assert score.error is None
-        assert name not in INVARIANTS or INVARIANTS[name](score), (seed, text[:200])
-        json.dumps(dict(score.info))
-    return worst
-
-
 @pytest.mark.timeout(180)  # all of them take some seconds; one alone may take 60 (env.timeout_s)
 @pytest.mark.parametrize("name", TASKS)
 def test_no_response_crashes_is_executed_or_takes_long(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    rng = random.Random(seed := random.randrange(1 << 30))
     task, examples = TASKS[name]()
+    golds = [gold for gold in map(task.gold_response, examples) if gold]
     for example in examples:
         task.score("A text of some words. And another one.", example)
 
@@ -169,13 +145,11 @@ def test_no_response_crashes_is_executed_or_takes_long(
         patched.chdir(tmp_path)
         for module, function in ((builtins, "eval"), (builtins, "exec"), (builtins, "compile"), (os, "system")):
             patched.setattr(module, function, refusing(getattr(module, function)))
-        grade(name, NUM_RESPONSES, seed)
+        for text in hostile_texts(rng, golds, NUM_RESPONSES):
+            score = task.score(text, rng.choice(examples))
+            assert set(score.terms) == set(task.term_weights)
+            assert all(value is None or math.isfinite(value) for value in score.terms.values())
+            assert score.error is None
+            assert name not in INVARIANTS or INVARIANTS[name](score), (seed, text[:200])
+            json.dumps(dict(score.info))
     assert not list(tmp_path.iterdir())
-
-
-if __name__ == "__main__":
-    asked_name, asked_count, asked_seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    began = time.perf_counter()
-    longest, longest_text = grade(asked_name, asked_count, asked_seed)
-    total = time.perf_counter() - began
-    print(f"{asked_name}: {asked_count} responses in {total:.0f} s, longest {longest:.3f} s: {longest_text[:80]!r}")

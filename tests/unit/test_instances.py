@@ -347,24 +347,6 @@ def test_what_cannot_be_used_is_one_sentence(
     assert not hasattr(raised.value, "__notes__")
 
 
-def test_an_environment_of_trl_runs_unchanged(make: Callable[..., Instances]) -> None:
-    instances = make(InstanceSpec("factory", str(ENVIRONMENTS / "guess.py"), ("Guess",)))
-    instances.wait_ready()
-    assert [schema["function"]["name"] for schema in instances.schemas] == ["guess", "hint"]
-    river = instances.open({"word": "river", "prompt": [{"role": "user", "content": "Play."}]}).result(WAIT_S)
-    assert river.observation == "Guess a word of 5 letters."
-    calls = [("guess", {"word": word}) for word in ("rover", "x", "river", "river")]
-    assert instances.call(river.key, [*calls, ("hint", {"position": 1})]).result(WAIT_S) == [
-        Answer("r.ver", False),
-        Answer("error: ValueError: The word has 5 letters, yours has 1.", True),
-        Answer("river", False),
-        Answer("error: ValueError: Game over.", True),
-        Answer("i", False),
-    ]
-    assert instances.finish(river.key).result(WAIT_S) == 0.5
-    assert instances.finish(opened(instances, word="stone")).result(WAIT_S) == 0.0
-
-
 def test_an_adapter_may_be_asynchronous_throughout_and_is_closed(
     make: Callable[..., Instances], tmp_path: Path
 ) -> None:

@@ -658,15 +658,14 @@ def test_a_rubric_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
             judged(config_of(*CHAT, "reward.judge.url=http://127.0.0.1:9", f"reward.judge.rubric={tmp_path / name}"))
 
 
-ASKS = {
-    "reward.judge.url": ("http://h:1", "send prompts and responses to http://h:1"),
-    "reward.judge.rubric": ("/home/me/notes.txt", "send what is in /home/me/notes.txt to its judge"),
-}
-
-
-@pytest.mark.parametrize("option", ASKS)
-def test_a_judge_of_somebody_elses_run_needs_consent(option: str, tmp_path: Path) -> None:
-    value, deed = ASKS[option]
+@pytest.mark.parametrize(
+    ("option", "value", "deed"),
+    [
+        ("reward.judge.url", "http://h:1", "send prompts and responses to http://h:1"),
+        ("reward.judge.rubric", "/home/me/notes.txt", "send what is in /home/me/notes.txt to its judge"),
+    ],
+)
+def test_a_judge_in_a_foreign_run_needs_consent(option: str, value: str, deed: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"reward: {{judge: {{kind: chat, {option.rpartition('.')[2]}: '{value}'}}}}")
     with pytest.raises(UserError, match=f"asks to {deed} .{option}."):
         load_config(tmp_path)

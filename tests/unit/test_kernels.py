@@ -111,8 +111,7 @@ def measured(hidden, weight, targets, pulls, tile: int, *, entropy_grad: bool, f
 def test_log_probs(
     device: str, dtype: torch.dtype, close: float, tile: int, entropy_grad: bool, frozen: bool, monkeypatch
 ) -> None:
-    """In tiles of a few rows and columns, and in one; some logits are sharp. In float32 against float64, and in
-    bfloat16 against the plain form, whose products are rounded alike."""
+    """Some logits are sharp. float32 against float64, bfloat16 against the plain form, which rounds products alike."""
     hidden, weight = (torch.randn(rows, 6).to(device, dtype) for rows in (9, 300))
     hidden[0] *= 20
     targets, pulls = torch.randint(0, 300, (9,), device=device), torch.randn(2, 9, device=device)

@@ -119,10 +119,7 @@ SHARES = {"sapo": 4 * _GATE * (1 - _GATE) / 2, "vespo": 1.0}  # of REINFORCE's g
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_clip_takes_part_in_the_compared_gradients(name: str, tmp_path: Path) -> None:
-    """All ratios are a half, so every objective has half of REINFORCE's gradient, however far off the engine was.
-
-    SAPO's gate has its slope there, and VESPO, whose weight is a power of the ratio, is given ratios of 1.
-    """
+    """All ratios are a half: half of REINFORCE's gradient, or the slope of SAPO's gate; VESPO is given ratios of 1."""
     rows, found = make_rows(), []
     for options in (OBJECTIVES[name], {"objective": "reinforce"}):
         learner = make_learner(tmp_path)
@@ -231,10 +228,7 @@ def test_out_of_memory_in_the_update_ends_the_run_in_a_sentence(tmp_path: Path) 
 
 
 def test_the_share_of_a_token_is_that_of_its_squared_derivative_in_the_whole_step(tmp_path: Path) -> None:
-    """12 rows of one trained token, ratios 1 but one of e^1.5 with A = -1: (e^1.5)^2 / (11 + e^3), in small batches.
-
-    Dual clip takes its gradient, and all that is logged is finite, where it is 200 nats.
-    """
+    """12 tokens, ratios 1 but one of e^1.5, A = -1: (e^1.5)^2 / (11 + e^3); dual clip takes its gradient at e^200."""
     for nats, dual_clip, expected in ((1.5, None, math.exp(3) / (11 + math.exp(3))), (200.0, 3.0, 1 / 11)):
         learner, rows = make_learner(tmp_path, optim_batch_size=12, micro_batch_tokens=7), siblings()
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, dual_clip=dual_clip)

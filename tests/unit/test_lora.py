@@ -126,16 +126,10 @@ def test_what_cannot_work_is_refused(options, message):
         add_lora(make_model(), **{"r": 2, "alpha": 4, **options})
 
 
-def test_an_adapter_is_on_the_layers_that_are_named_and_engines_load_it_merged():
-    model, rows = make_model(), make_rows([8, 5])
-    adapted = trained(model, target_modules=["q_proj", "v_proj"])
+def test_an_adapter_is_on_the_layers_that_are_named():
+    adapted = trained(make_model(), target_modules=["q_proj", "v_proj"])
     on = {name.split(".lora_")[0].rpartition(".")[2] for name, one in adapted.named_parameters() if one.requires_grad}
     assert on == {"q_proj", "v_proj"}
-    expected = log_probs(adapted, rows)
-    plain = make_model()
-    plain.load_state_dict(dict(engine_weights(adapted)), strict=False)
-    assert torch.allclose(log_probs(plain, rows), expected, atol=1e-5)
-    assert not torch.allclose(log_probs(make_model(), rows), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["query", "lm_head"])

@@ -59,14 +59,6 @@ def make_rows(lengths: list[int], *, width: int | None = None, holes: bool = Fal
     return TensorDict(entries, batch_size=[len(lengths)])
 
 
-def repad(rows: TensorDict, extra: int) -> TensorDict:
-    """The same rows with ``extra`` more padding, filled with a real token id."""
-    wide = {}
-    for key, fill in ((keys.FULL_TOKENS, 7), (keys.ATTENTION_MASK, False), (keys.ASSISTANT_MASK, False)):
-        wide[key] = torch.nn.functional.pad(rows[key], (0, extra), value=fill)
-    return TensorDict(wide, batch_size=rows.batch_size)
-
-
 def make_tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<bos>", "<eos>", *(f"w{index}" for index in range(VOCAB - 3))]
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="w0"))
