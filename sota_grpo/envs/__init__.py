@@ -84,14 +84,9 @@ class DatasetEnv(TaskEnv):
         environment: str | Callable[[], Any] | None = None,
         **options: Any,
     ):
-        of_rows = "the columns of the dataset are read as they are"
-        of_ids = "ids that were sampled are never tokenised again (the wrapper's, too)"
-        for name, value, only, reason in (
-            ("collate_fn", collate_fn, None, of_rows),
-            ("input_mode", input_mode, "tokens", of_ids),
-        ):
+        for name, value, only in (("collate_fn", collate_fn, None), ("input_mode", input_mode, "tokens")):
             if value != only:
-                raise ValueError(f"{name}={value!r} is not supported, because {reason}; use {name}={only!r}.")
+                raise ValueError(f"{name}={value!r} is not supported; use {name}={only!r}.")
         if tokenizer is None:
             raise ValueError(
                 "tokenizer=None, but the environment's prompts are token ids; give the policy's own tokenizer."

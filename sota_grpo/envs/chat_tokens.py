@@ -73,7 +73,9 @@ class ChatTokens:
         framing = self._framing(messages)
         # a template may leave its own token out because a content has it, so equal specials prove nothing then
         if self._specials_of(ids) != framing or any(self._replaced(each, " ") != dict(each) for each in messages):
-            name = self._first_name(messages)
+            said = json.dumps([*messages], ensure_ascii=False, default=str)
+            first = self._names.search(said)
+            name = first[0] if first else said[:60]
             ids = self._read_as_text(messages, text)
             if self._specials_of(ids) != framing:
                 raise UserError(
@@ -159,11 +161,6 @@ class ChatTokens:
         )
         numbers = {reader.convert_tokens_to_ids(words[t.content]): number for number, t in self._special.items()}
         return reader, numbers, words
-
-    def _first_name(self, messages: Messages) -> str:
-        said = json.dumps([*messages], ensure_ascii=False, default=str)
-        name = self._names.search(said)
-        return name[0] if name else said[:60]
 
 
 class TurnTokens:

@@ -231,16 +231,13 @@ class OpenEnv:
         server = HttpClient(self._url, headers=headers_of(self._url), option="env.environment", max_bytes=_MOST_BYTES)
         try:
             described = server.get("/schema", timeout_s=30.0)
-        except ServerSilent as error:
-            raise InstanceLost(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
         except ServerError as error:
-            if error.status in (401, 403):
-                raise InstanceLost(
-                    f"the server at {self._url} refuses us, HTTP status {error.status}: set {KEY}"
-                ) from error
-            raise InstanceLost(
-                f"what answers at {self._url}/schema is no OpenEnv server ({sentence(error)})"
-            ) from error
+            reason = f"what answers at {self._url}/schema is no OpenEnv server ({sentence(error)})"
+            if isinstance(error, ServerSilent):
+                reason = f"no OpenEnv server answers at {self._url} ({sentence(error)})"
+            elif error.status in (401, 403):
+                reason = f"the server at {self._url} refuses us, HTTP status {error.status}: set {KEY}"
+            raise InstanceLost(reason) from error
         finally:
             server.close()
         action = described.get("action") if isinstance(described, dict) else None
