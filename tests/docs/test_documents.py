@@ -1,4 +1,4 @@
-"""Every command and every Python block of README.md, CONTRIBUTING.md and docs/*.md does what a reader expects.
+"""Every command and every Python block of README.md, CONTRIBUTING.md and docs/**/*.md does what a reader expects.
 
 Commands are run as they are written, in a directory that has what they name, with sizes of seconds and the embedded
 policy in place of models of the hub (:mod:`tests.docs.rules`). Where a command needs a GPU as it is written, a comment

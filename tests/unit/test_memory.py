@@ -110,7 +110,7 @@ def saved_bytes(policy, rows: list[TensorDictBase], *, half: bool) -> int:
     return sum(size for size, _ in storages.values())
 
 
-ON_A_GPU = [  # GiB at the peak of an update, float32 under bf16 autocast, compiled, on an H100 (docs/log.md)
+ON_A_GPU = [  # GiB at the peak of an update, float32 under bf16 autocast, compiled, on an H100 (docs/log)
     ("qwen3-0.6b", 4096, 5, {}, 16.5),
     ("qwen3-0.6b", 16384, 1, {}, 33.4),
     ("qwen3-0.6b", 40960, 1, {}, 60.3),
