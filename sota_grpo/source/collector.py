@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from torchrl.data import ReplayBuffer
@@ -133,7 +134,7 @@ class PromptGroupCollector(BaseCollector):
         sleep_engine: if synchronous, free the engine's device once a batch is sampled; the next push wakes it.
         should_stop: is polled while a batch is waited for.
         wait_deadline_s: longest wait in which nothing is finished.
-        attend: runs the health checks of the workers; is called while a batch is waited for.
+        poll: runs the health checks of the workers; is called while a batch is waited for.
         metrics_extra: further metrics of every batch.
         as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, the form that our learner takes.
 
@@ -164,7 +165,7 @@ class PromptGroupCollector(BaseCollector):
         sleep_engine: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
         wait_deadline_s: float = math.inf,
-        attend: Callable[[], object] | None = None,
+        poll: Callable[[], object] | None = None,
         metrics_extra: Callable[[], Mapping[str, float]] = dict,
         as_table: bool = False,
     ):
@@ -178,7 +179,7 @@ class PromptGroupCollector(BaseCollector):
         self.total_frames, self.requested_frames_per_batch = total_dialog_turns, dialog_turns_per_batch
         self.num_groups, self.max_policy_age = dialog_turns_per_batch // env.repeats, max_policy_age
         self.replay_buffer = replay_buffer
-        self.rollouts = Rollouts(env, policy, attend)
+        self.rollouts = Rollouts(env, policy, poll)
         self.graded_transforms = [*map(_of_tables, graded_transforms)]
         self.group_transforms = [*map(_of_tables, group_transforms)]
         self.refill, self.sleep_engine = refill, sleep_engine
@@ -522,15 +523,15 @@ class PromptGroupCollector(BaseCollector):
             self._to_request += groups
             return
         for group in groups:
-            self._loop.start(self._run(self._collect_group, group))
+            self._start(self._collect_group, group)
 
     def _wait_for_batch(self) -> None:
         """Return when the batch is ready; if synchronous, request its groups, and do all the work."""
         self._begin()
         began, counts = time.monotonic(), self._clock.counts
         while True:
-            if self.rollouts.attend is not None:
-                self.rollouts.attend()
+            if self.rollouts.poll is not None:
+                self.rollouts.poll()
             if self._closed:
                 raise RuntimeError("The collector was closed; make another.")
             with self._changed:
@@ -552,7 +553,7 @@ class PromptGroupCollector(BaseCollector):
                 if not counts[SAMPLE] + counts[GRADE]:
                     groups, self._to_request = self._to_request, []
                     for group in groups:
-                        self._loop.start(self._run(self._collect_group, group))
+                        self._start(self._collect_group, group)
                 self._loop.run_once(_POLL_S)
 
     def _batch_is_ready(self) -> bool:
@@ -567,9 +568,12 @@ class PromptGroupCollector(BaseCollector):
                 "All %d draws of the step are used: %d groups whose rewards are all equal stay, without a gradient.",
                 *(self._slots.refill.num_draws, len(kept)),
             )
-        for one in kept:
-            self._loop.post(lambda args=one: self._loop.start(self._run(self._finish, *args)))
+        for group, rows in kept:
+            self._loop.post(partial(self._start, self._finish, group, rows))
         return False
+
+    def _start(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+        self._loop.start(self._run(work, *args))
 
     async def _run(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Await a group's ``work(*args)``; the next request for a batch raises its failure, other groups continue."""

@@ -109,13 +109,13 @@ class Rollouts:
     Args:
         env: tokenises, and has the grader.
         engine: samples the responses.
-        attend: runs the health checks of the workers; is called while groups are waited for.
+        poll: runs the health checks of the workers; is called while groups are waited for.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
 
-    def __init__(self, env: PromptSource, engine: Engine, attend: Callable[[], object] | None = None):
-        self.env, self.engine, self.attend = env, engine, attend
+    def __init__(self, env: PromptSource, engine: Engine, poll: Callable[[], object] | None = None):
+        self.env, self.engine, self.poll = env, engine, poll
 
     def request(self, prompt: Prompt) -> GroupRequest:
         """Return the request to the engine, with the example where a dialog needs that between its turns."""
@@ -159,7 +159,7 @@ class Rollouts:
 
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
         """Yield each group once it is graded; the caller drives the engine. Dropping the iterator cancels the rest."""
-        loop = EventLoop(self.engine, self.attend)
+        loop = EventLoop(self.engine, self.poll)
         return completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
 
     def _begin(self, loop: EventLoop, prompt: Prompt, sampling: Sampling) -> Future[Graded]:
