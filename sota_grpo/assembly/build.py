@@ -145,7 +145,7 @@ def build(
             graded_transforms=[UserTransforms(own_transforms)] if own_transforms else [],
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
-            attend=learner.attend if isinstance(learner, RemoteLearner) else None,
+            poll=learner.attend if isinstance(learner, RemoteLearner) else None,
             as_table=True,
             **options,
         )
@@ -326,7 +326,7 @@ def _make_in_workers(
         fleet.wait_ready()
     if isinstance(learner, RemoteLearner):
         learner.require_folder(run_dir)
-        engine.fleet.attend = learner.attend  # a push waits for both
+        engine.fleet.poll = learner.attend  # a push waits for both
     grader = own_grader(env.grader)
     if isinstance(grader, GradingPool):  # build waits for it
         fleets.append(grader.fleet)

@@ -424,43 +424,39 @@ class TurnOrder:
         return True
 
 
-class _Turn(Future[GroupOutput]):
-    """The future of a turn of the policy, which :meth:`add_done_callback` requests from the engine.
+class _Turn(Future[Future[GroupOutput]]):
+    """The engine's future of a turn of the policy, which is requested once the dialog waits for it.
 
-    So the thread that resolves the turn continues the dialog at once, and announces before the engine's next step
-    whether another turn may follow; a turn requested earlier could be resolved before its dialog waits for it.
+    So the thread that submits the turn has the dialog wait for the engine before its next step, and the thread that
+    resolves it announces before the step after whether another turn may follow.
     """
 
-    def __init__(self, ask: Callable[[Future[GroupOutput]], None]):
+    def __init__(self, ask: Callable[[_Turn], None]):
         super().__init__()
         self._ask = ask
 
-    def add_done_callback(self, function: Callable[[Future[GroupOutput]], object]) -> None:
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
         super().add_done_callback(function)
         self._ask(self)
 
 
-class GroupDialogs:
-    """Sample the dialogs of a group independently of each other, until the last one has ended.
+class GroupDialogs(Future[GroupOutput]):
+    """The future of a group whose dialogs are sampled independently of each other, until the last one has ended.
 
     Every turn of every sample is a request of its own: the first turn of sample ``i`` has the random stream that it
     would have in a request for the group, turn ``t >= 2`` the seed ``sample_seed(request.seed, i, t)``. A dialog is a
-    coroutine, which continues in the thread that resolves its future.
+    coroutine, which continues in the thread that resolves its future. The result is the group's output, or the first
+    failure of the engine, the responder or the chat template. :meth:`cancel` cancels the pending requests.
 
     Args:
         request: the group, with its example.
         rules: of its dialogs.
         ask: submits a request to the engine.
         order: of the submissions.
-
-    Attributes:
-        done: the group's output, or the first failure of the engine, the responder or the chat template. Cancelling it
-            cancels the pending requests.
     """
 
     def __init__(self, request: GroupRequest, rules: Rules, ask: Ask, order: TurnOrder):
-        self.done: Future[GroupOutput] = Future()
-        self.done.add_done_callback(self._leave)
+        super().__init__()
         self._request, self._rules, self._ask, self._order = request, rules, ask, order
         self._turns: dict[int, int] = {}  # of each sample, the number of the turn that may be next
         self._dialogs: dict[int, Dialog] = {}
@@ -478,13 +474,29 @@ class GroupDialogs:
         try:
             for index in range(self._request.num_samples):
                 self._expect(index)
-                dialog = Task(self._dialog(index), partial(self._go_on, index))
+                dialog = Task(self._to_its_end(index), partial(self._go_on, index))
                 if dialog.done() and index not in self._asked:
                     dialog.result()
-                dialog.add_done_callback(self._ended)
         except BaseException:
-            self.done.cancel()  # and with it those that it did not refuse
+            self.cancel()  # and with it those that it did not refuse
             raise
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if cancelled:
+            self._leave()
+        return cancelled
+
+    async def _to_its_end(self, index: int) -> None:
+        """One sample; the last dialog that ends, or the first that fails, resolves the group."""
+        try:
+            await self._dialog(index)
+        except GeneratorExit:  # it is dropped
+            raise
+        except BaseException as error:
+            self._ended(error)
+            raise
+        self._ended(None)
 
     async def _dialog(self, index: int) -> None:
         """One sample, from the opening of its dialog to its record."""
@@ -498,7 +510,8 @@ class GroupDialogs:
             return
         request = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
         while True:
-            (said,) = (await result(_Turn(partial(self._speak, index, request)))).samples
+            future = await result(_Turn(partial(self._request_turn, index, request)))
+            (said,) = (await result(future)).samples
             await dialog.follow(said, partial(self._order.drop, self._expect(index)))
             if dialog.is_over:
                 return
@@ -510,7 +523,7 @@ class GroupDialogs:
         if index not in self._dialogs or not self._is_left():
             dialog()
 
-    def _speak(self, index: int, request: GroupRequest, turn: Future[GroupOutput]) -> None:
+    def _request_turn(self, index: int, request: GroupRequest, turn: _Turn) -> None:
         def submit() -> None:
             try:
                 self._asked[index] = future = self._ask(request)
@@ -519,12 +532,12 @@ class GroupDialogs:
                 return
             if self._is_left():  # meanwhile
                 future.cancel()
-            future.add_done_callback(lambda done: resolve(turn, done.result))
+            turn.set_result(future)
 
         self._order.ask(self._turns[index], submit)
 
     def _is_left(self) -> bool:
-        return self._finished or self.done.cancelled()
+        return self._finished or self.cancelled()
 
     def _expect(self, index: int) -> int:
         """Take the number of a sample's next turn."""
@@ -533,32 +546,36 @@ class GroupDialogs:
             self._order.drop(number)
         return number
 
-    def _ended(self, dialog: Future[None]) -> None:
+    def _ended(self, error: BaseException | None) -> None:
         """Resolve the group, once: with its first failure, or when all dialogs are over."""
         with self._lock:
             self._num_open -= 1
-            if self._finished or (self._num_open and dialog.exception() is None):
+            if self._finished or (self._num_open and error is None):
                 return
             self._finished = True
-        if self.done.set_running_or_notify_cancel():
-            resolve(self.done, lambda: dialog.result() or self._output())
+        if not self.set_running_or_notify_cancel():
+            return
+        if error is None:
+            resolve(self, self._output)
+        else:
+            self.set_exception(error)
+        if self.exception() is not None:
+            self._leave()
 
-    def _leave(self, done: Future[GroupOutput]) -> None:
+    def _leave(self) -> None:
+        """Cancel the pending requests, and leave the episodes."""
         for future in list(self._asked.values()):  # nothing happens to those that are done
             future.cancel()
         for number in list(self._turns.values()):
             self._order.drop(number)
-        if done.cancelled() or done.exception() is not None:
-            with self._lock:
-                episodes = [dialog.episode for dialog in self._dialogs.values()]
-            for episode in episodes:
-                episode.leave()
+        with self._lock:
+            episodes = [dialog.episode for dialog in self._dialogs.values()]
+        for episode in episodes:
+            episode.leave()
 
     def _output(self) -> GroupOutput:
         dialogs = [dialog for _, dialog in sorted(self._dialogs.items())]
-        common = num_shared(
-            [dialog.prompt_ids for dialog in dialogs]
-        )  # they differ after the observations of environments
+        common = num_shared([dialog.prompt_ids for dialog in dialogs])  # environments' observations differ after it
         samples = tuple(dialog.sample(common) for dialog in dialogs)
         return GroupOutput(self._request.group_id, samples, dialogs[0].prompt_ids[:common])
 
@@ -618,7 +635,7 @@ class DialogEngine(Streams):
             return self.engine.submit(replace(request, example=None), sampling)
         group = GroupDialogs(request, rules, partial(self.engine.submit, sampling=sampling), self._order)
         group.begin()
-        return group.done
+        return group
 
     def advance(self) -> bool:
         """Step the engine, unless :class:`TurnOrder` has to wait for an answer first."""

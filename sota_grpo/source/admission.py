@@ -75,27 +75,25 @@ class Refill:
 
     def __init__(self, *, num_groups: int, slots: int, max_draws: int):
         self.num_groups, self.slots, self.max_draws = num_groups, slots, max_draws
-        self.step = 0
+        self.step = -1
         self.num_held = 0
         self.num_replaced = 0  # since the last batch, for the metrics
         self._pool: list[tuple[Group, RowTable]] = []  # the step's zero-advantage groups in the order drawn
-        self._clear_step()
-
-    def _clear_step(self) -> None:
-        self.num_draws = self._replaced = 0  # of this step
-        self._began = self.num_held  # what an earlier step left over counts to round 1
-        self._zero_draws: list[int] = []  # indexes of this step's draws of zero-advantage groups, ascending
+        self.start_step()
 
     def start_step(self) -> None:
         """Slots were freed: a new count of draws begins; zero-advantage groups that were replaced are gone for good."""
         self._pool = self._pool[len(self._pool) - self.num_held :]
         self.step += 1
-        self._clear_step()
+        self.num_draws = self._replaced = 0  # of this step
+        self._began = self.num_held  # what an earlier step left over counts to round 1
+        self._zero_draws: list[int] = []  # indexes of this step's draws of zero-advantage groups, ascending
 
     def begin_draw(self) -> tuple[int, int]:
         """Count a draw for a free slot; its ``(step, index)``."""
         self._began += 1
-        return self._count_draw()
+        self.num_draws += 1
+        return self.step, self.num_draws - 1
 
     def add(self, group: Group, rows: RowTable) -> None:
         """Add a zero-advantage group; it holds its slot until it is replaced."""
@@ -117,7 +115,8 @@ class Refill:
         self.num_replaced += 1
         self._replaced += 1
         del self._pool[: max(0, len(self._pool) - self.slots)]  # more than these never complete a batch
-        return self._count_draw()
+        self.num_draws += 1
+        return self.step, self.num_draws - 1
 
     def settle(self) -> list[tuple[Group, RowTable]]:
         """Return the zero-advantage groups that complete the batch: those drawn last."""
@@ -128,10 +127,6 @@ class Refill:
     def held_versions(self) -> Counter[int]:
         """Return the number of zero-advantage groups that hold a slot, by admission version."""
         return Counter(group.version for group, _ in self._pool[len(self._pool) - self.num_held :])
-
-    def _count_draw(self) -> tuple[int, int]:
-        self.num_draws += 1
-        return self.step, self.num_draws - 1
 
     def _limit(self) -> int:
         """``B_{max_draws}`` from the outcomes known so far."""
@@ -212,11 +207,6 @@ def zero_advantage_rows(rows: RowTable) -> Tensor:
     return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
 
 
-def num_zero_advantage_groups(rows: RowTable) -> int:
-    """Return the number of groups whose graded rewards are all equal."""
-    return len(rows.get(keys.GROUP_ID)[zero_advantage_rows(rows)].unique())
-
-
 class Slots:
     """The slots of groups between the draw of their prompt and the end of their step; not thread-safe.
 
@@ -253,7 +243,6 @@ class Slots:
         )
         self.refill = Refill(num_groups=num_groups, slots=self.count, max_draws=max_draws)
         self.in_flight: dict[int, Group] = {}
-        self._in_flight_versions: Counter[int] = Counter()
         self._stream, self._version = stream, version
         self.given_out = 0
 
@@ -264,35 +253,36 @@ class Slots:
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
         """Discard a zero-advantage group; return the fresh groups that replace it or others."""
-        self._remove(group)
+        del self.in_flight[group.group_id]
         self.refill.add(group, rows)
         return self._replace()
 
     def finish(self, group: Group, rows: RowTable) -> None:
         """Put a finished group into the buffer."""
         self.buffer.add(rows)
-        self._remove(group)
+        del self.in_flight[group.group_id]
 
     def batch_is_ready(self) -> bool:
         """Whether the groups of the next batch are finished."""
         if self._finished.sampler is not None:
             return len(self._finished) >= self.num_groups
-        admitted = self._in_flight_versions + self._finished.versions + self.refill.held_versions()
-        return oldest_are_finished(self.num_groups, admitted, self._finished.versions)
+        in_flight = Counter(group.version for group in self.in_flight.values())
+        finished = self._finished.versions
+        return oldest_are_finished(self.num_groups, in_flight + finished + self.refill.held_versions(), finished)
 
     def settle(self) -> list[tuple[Group, RowTable]]:
         """Return zero-advantage groups to complete the next batch, if it waits for nothing else."""
-        held = self.refill.held_versions()
-        done = self._finished.versions + held
-        if self._finished.sampler is not None:
-            waits = bool(self.in_flight)
-        else:
-            waits = not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done)
-        if not held or waits:
+        if not self.refill.num_held:
+            return []
+        in_flight, done = Counter(group.version for group in self.in_flight.values()), self._finished.versions
+        done = done + self.refill.held_versions()
+        waits = bool(self.in_flight)
+        if self._finished.sampler is None:
+            waits = not oldest_are_finished(self.num_groups, in_flight + done, done)
+        if waits:
             return []
         kept = self.refill.settle()
-        for group, _ in kept:
-            self._launch(group)
+        self.in_flight |= {group.group_id: group for group, _ in kept}
         return kept
 
     def take(self) -> None:
@@ -303,10 +293,12 @@ class Slots:
     def take_back(self) -> list[Group]:
         """Put the groups of a batch that cannot be trained on in flight again, and return them."""
         self.given_out = 0
-        return [  # as if an earlier step had drawn them: one without an advantage counts to round 1
-            self._launch(Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0))
+        groups = [  # as if an earlier step had drawn them: one without an advantage counts to round 1
+            Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0)
             for group_id, version in sorted(self._finished.taken.items())
         ]
+        self.in_flight |= {group.group_id: group for group in groups}
+        return groups
 
     def release(self) -> list[Group]:
         """Free the slots of the batch given out; return the groups that are admitted to them."""
@@ -322,16 +314,8 @@ class Slots:
 
     def _admit(self, step: int, index: int) -> Group:
         ((group_id, example),) = self._stream.draw(1)
-        return self._launch(Group(group_id, example, self._version(), step, index))
-
-    def _launch(self, group: Group) -> Group:
-        self.in_flight[group.group_id] = group
-        self._in_flight_versions[group.version] += 1
+        group = self.in_flight[group_id] = Group(group_id, example, self._version(), step, index)
         return group
-
-    def _remove(self, group: Group) -> None:
-        del self.in_flight[group.group_id]
-        self._in_flight_versions[group.version] -= 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the prompts, the ids of groups in flight, and the rows of finished groups."""
@@ -359,9 +343,10 @@ class Slots:
                 f"{self.num_groups} and {self.max_policy_age}; resume with the same."
             )
         self._stream.load_state_dict(state["stream"])
-        self.in_flight, self._in_flight_versions = {}, Counter()
-        for group_id, *place in sorted(state["in_flight"]):
-            self._launch(Group(group_id, self._stream.example_of(group_id), *place))
+        self.in_flight = {
+            group_id: Group(group_id, self._stream.example_of(group_id), *place)
+            for group_id, *place in sorted(state["in_flight"])
+        }
         for part, saved in zip((self.buffer.storage, self._finished), state["finished"], strict=True):
             part.load_state_dict(saved)
         self.refill.load_state_dict(state["refill"], self._stream.example_of)

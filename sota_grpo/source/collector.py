@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
+from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import EventLoop, result
 from sota_grpo.envs import PromptSource
@@ -26,7 +27,7 @@ from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import RowTransform
 from sota_grpo.rl.user_transforms import UserTransforms
-from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
+from sota_grpo.source.admission import Group, Slots, require_age, zero_advantage_rows
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.source.rollouts import GRADE, REFERENCE, SAMPLE, Prompt, Rollouts, StageClock
 from sota_grpo.source.weight_sync import EngineWeightSync, named_weights
@@ -133,7 +134,7 @@ class PromptGroupCollector(BaseCollector):
         sleep_engine: if synchronous, free the engine's device once a batch is sampled; the next push wakes it.
         should_stop: is polled while a batch is waited for.
         wait_deadline_s: longest wait in which nothing is finished.
-        attend: runs the health checks of the workers; is called while a batch is waited for.
+        poll: runs the health checks of the workers; is called while a batch is waited for.
         metrics_extra: further metrics of every batch.
         as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, the form that our learner takes.
 
@@ -164,7 +165,7 @@ class PromptGroupCollector(BaseCollector):
         sleep_engine: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
         wait_deadline_s: float = math.inf,
-        attend: Callable[[], object] | None = None,
+        poll: Callable[[], object] | None = None,
         metrics_extra: Callable[[], Mapping[str, float]] = dict,
         as_table: bool = False,
     ):
@@ -178,7 +179,7 @@ class PromptGroupCollector(BaseCollector):
         self.total_frames, self.requested_frames_per_batch = total_dialog_turns, dialog_turns_per_batch
         self.num_groups, self.max_policy_age = dialog_turns_per_batch // env.repeats, max_policy_age
         self.replay_buffer = replay_buffer
-        self.rollouts = Rollouts(env, policy, attend)
+        self.rollouts = Rollouts(env, policy, poll)
         self.graded_transforms = [*map(_of_tables, graded_transforms)]
         self.group_transforms = [*map(_of_tables, group_transforms)]
         self.refill, self.sleep_engine = refill, sleep_engine
@@ -214,7 +215,7 @@ class PromptGroupCollector(BaseCollector):
             max_draws=max_draws,
         )
         self._frames, self._iter = 0, -1
-        self._concurrent = self._begun = self._waiting = False
+        self._concurrent = self._begun = False
         self._saved_version: int | None = None  # of the state that was loaded
         self._to_request: list[Group] = []
         self._metrics: dict[str, float] = {}
@@ -328,7 +329,7 @@ class PromptGroupCollector(BaseCollector):
         if worker_ids is not None or model_id not in (None, "policy"):
             raise ValueError("Every engine serves the same policy; leave worker_ids and model_id out.")
         given = next((one for one in (policy_or_weights, weights, policy) if one is not None), None)
-        version = self.policy_version + 1 if version is None else version
+        version = self.policy.version + 1 if version is None else version
         if self.weight_sync is not None:
             self.weight_sync.send(given, version=version)
         elif given is None:
@@ -415,7 +416,7 @@ class PromptGroupCollector(BaseCollector):
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the position in the prompts, the ids of groups in flight, and the rows of finished groups."""
         with self._changed:
-            counts = {"frames": self._frames, "iter": self._iter, "policy_version": self.policy_version}
+            counts = {"frames": self._frames, "iter": self._iter, "policy_version": self.policy.version}
             return OrderedDict(self._slots.state_dict(), **counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -472,10 +473,11 @@ class PromptGroupCollector(BaseCollector):
             seconds[phase] = seconds.get(phase, 0.0) + value
         rows = RowTable.of(batch[0] if isinstance(batch, tuple) else batch)
         if self._thread is None or self._concurrent:
-            require_age(rows, self.policy_version, self.max_policy_age, self._buffer.sampler.sampler)
+            require_age(rows, self.policy.version, self.max_policy_age, self._buffer.sampler.sampler)
         self._frames, self._iter = self._frames + len(rows), self._iter + 1
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
-        self._metrics |= {"groups/zero_advantage": num_zero_advantage_groups(rows), "groups/refilled": refilled}
+        zero_advantage = rows.get(keys.GROUP_ID)[zero_advantage_rows(rows)].unique()
+        self._metrics |= {"groups/zero_advantage": len(zero_advantage), "groups/refilled": refilled}
         self._metrics |= self.metrics_extra()
         if self.post_collect_hook is not None:
             self.post_collect_hook(batch)
@@ -497,10 +499,10 @@ class PromptGroupCollector(BaseCollector):
             return
         if self.max_policy_age and not self._concurrent:
             raise ValueError(f"max_policy_age={self.max_policy_age} is for concurrent collection: call start().")
-        if self._saved_version is not None and self.policy_version < self._saved_version:
+        if self._saved_version is not None and self.policy.version < self._saved_version:
             raise RuntimeError(
                 f"The state was saved at policy version {self._saved_version}, and the engine serves "
-                f"{self.policy_version}: push the weights of that version first."
+                f"{self.policy.version}: push the weights of that version first."
             )
         self._begun = True
         pending = list(self._slots.in_flight.values())
@@ -521,40 +523,38 @@ class PromptGroupCollector(BaseCollector):
             self._to_request += groups
             return
         for group in groups:
-            self._run(self._collect_group(group))
-
-    def _request_all(self) -> None:
-        """Request the groups that wait for it, once no other group is sampled or graded."""
-        counts = self._clock.counts
-        if self._to_request and not counts[SAMPLE] + counts[GRADE]:
-            groups, self._to_request = self._to_request, []
-            for group in groups:
-                self._run(self._collect_group(group))
+            self._start(self._collect_group, group)
 
     def _wait_for_batch(self) -> None:
-        """Return when the batch is ready."""
+        """Return when the batch is ready; if synchronous, request its groups, and do all the work."""
         self._begin()
-        began = time.monotonic()
+        began, counts = time.monotonic(), self._clock.counts
         while True:
-            if self.rollouts.attend is not None:
-                self.rollouts.attend()
+            if self.rollouts.poll is not None:
+                self.rollouts.poll()
             if self._closed:
                 raise RuntimeError("The collector was closed; make another.")
             with self._changed:
-                self._waiting = True
-                try:
-                    if self._batch_is_ready():
-                        return
-                    if self.should_stop():
-                        raise Interrupted("a stop was requested while the next batch was waited for.")
-                    self._require_progress(began)
-                    if self._concurrent and self._thread is not None:
-                        self._changed.wait(_POLL_S)
-                    else:
-                        self._request_all()
-                        self._loop.run_once(_POLL_S)
-                finally:
-                    self._waiting = False
+                if self._batch_is_ready():
+                    return
+                if self.should_stop():
+                    raise Interrupted("a stop was requested while the next batch was waited for.")
+                silent = time.monotonic() - max(began, self._loop.active_at)
+                if silent > self.wait_deadline_s:
+                    raise WorkerLate(
+                        f"No group made progress for {silent:.1f} s during the wait for a batch of {self.num_groups} "
+                        f"groups: {counts[SAMPLE]} groups are being sampled, {counts[GRADE]} graded, "
+                        f"{counts[REFERENCE]} are at the reference, {len(self._buffer.sampler)} are finished; "
+                        "training.log has the messages of the workers."
+                    )
+                if self._concurrent and self._thread is not None:
+                    self._changed.wait(_POLL_S)
+                    continue
+                if not counts[SAMPLE] + counts[GRADE]:
+                    groups, self._to_request = self._to_request, []
+                    for group in groups:
+                        self._start(self._collect_group, group)
+                self._loop.run_once(_POLL_S)
 
     def _batch_is_ready(self) -> bool:
         """Whether the batch is ready; finishes the zero-advantage groups that complete it."""
@@ -569,23 +569,20 @@ class PromptGroupCollector(BaseCollector):
                 *(self._slots.refill.num_draws, len(kept)),
             )
         for group, rows in kept:
-            self._loop.post(partial(self._run, self._finish(group, rows)))
+            self._loop.post(partial(self._start, self._finish, group, rows))
         return False
 
-    def _require_progress(self, began: float) -> None:
-        silent = time.monotonic() - max(began, self._loop.active_at)
-        if silent <= self.wait_deadline_s:
-            return
-        counts = self._clock.counts
-        raise WorkerLate(
-            f"No group made progress for {silent:.1f} s during the wait for a batch of {self.num_groups} groups: "
-            f"{counts[SAMPLE]} groups are being sampled, {counts[GRADE]} graded, {counts[REFERENCE]} are at the "
-            f"reference, {len(self._buffer.sampler)} are finished; training.log has the messages of the workers."
-        )
+    def _start(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+        self._loop.start(self._run(work, *args))
 
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Start a group's coroutine; the next request for a batch raises its failure, and other groups go on."""
-        self._loop.start(coroutine).add_done_callback(lambda task: self._fail(task.exception()))
+    async def _run(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Await a group's ``work(*args)``; the next request for a batch raises its failure, other groups continue."""
+        try:
+            await work(*args)
+        except GeneratorExit:  # it is dropped with the collector
+            raise
+        except BaseException as failure:
+            self._fail(failure)
 
     async def _collect_group(self, group: Group) -> None:
         """Sample, grade and finish one group."""
@@ -597,7 +594,7 @@ class PromptGroupCollector(BaseCollector):
         if self.refill and zero_advantage_rows(graded.rows).all():
             with self._changed:
                 fresh = self._slots.discard(group, graded.rows)
-                self._notify_if_due()
+                self._changed.notify_all()
             self._submit(fresh)
         else:
             await self._finish(group, graded.rows)
@@ -610,10 +607,6 @@ class PromptGroupCollector(BaseCollector):
                 rows = await result(self._reference(rows))
         with self._changed:
             self._slots.finish(group, rows)
-            self._notify_if_due()
-
-    def _notify_if_due(self) -> None:
-        if self._waiting and self._batch_is_ready():
             self._changed.notify_all()
 
     def _dispatch(self) -> None:
@@ -624,8 +617,7 @@ class PromptGroupCollector(BaseCollector):
                 self._fail(failure)
                 return
 
-    def _fail(self, failure: BaseException | None) -> None:
-        if failure is not None:
-            self._failure = self._failure or failure
-            with self._changed:
-                self._changed.notify_all()
+    def _fail(self, failure: BaseException) -> None:
+        self._failure = self._failure or failure
+        with self._changed:
+            self._changed.notify_all()

@@ -61,8 +61,9 @@ class StageClock:
     """Counts the groups in each stage, and the seconds in which a stage has at least one.
 
     >>> clock = StageClock()
-    >>> clock.move(None, SAMPLE), clock.move(SAMPLE, GRADE), clock.counts
-    (None, None, {'sample': 0, 'grade': 1, 'reference': 0})
+    >>> with clock.stage(GRADE):
+    ...     clock.counts
+    {'sample': 0, 'grade': 1, 'reference': 0}
     """
 
     def __init__(self) -> None:
@@ -71,27 +72,20 @@ class StageClock:
         self._since = dict.fromkeys(self.counts, 0.0)
         self._lock = threading.Lock()
 
-    def move(self, before: str | None, after: str | None) -> None:
-        """Move a group from stage ``before`` to stage ``after``; None is outside."""
-        now = time.monotonic()
-        with self._lock:
-            if before is not None:
-                self.counts[before] -= 1
-                if self.counts[before] == 0:
-                    self._seconds[before] += now - self._since[before]
-            if after is not None:
-                if self.counts[after] == 0:
-                    self._since[after] = now
-                self.counts[after] += 1
-
     @contextmanager
     def stage(self, stage: str) -> Iterator[None]:
         """Count a group in ``stage`` within the context."""
-        self.move(None, stage)
+        with self._lock:
+            if self.counts[stage] == 0:
+                self._since[stage] = time.monotonic()
+            self.counts[stage] += 1
         try:
             yield
         finally:
-            self.move(stage, None)
+            with self._lock:
+                self.counts[stage] -= 1
+                if self.counts[stage] == 0:
+                    self._seconds[stage] += time.monotonic() - self._since[stage]
 
     def lap(self) -> dict[str, float]:
         """Return the seconds by stage since the last lap."""
@@ -115,13 +109,13 @@ class Rollouts:
     Args:
         env: tokenises, and has the grader.
         engine: samples the responses.
-        attend: runs the health checks of the workers; is called while groups are waited for.
+        poll: runs the health checks of the workers; is called while groups are waited for.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
 
-    def __init__(self, env: PromptSource, engine: Engine, attend: Callable[[], object] | None = None):
-        self.env, self.engine, self.attend = env, engine, attend
+    def __init__(self, env: PromptSource, engine: Engine, poll: Callable[[], object] | None = None):
+        self.env, self.engine, self.poll = env, engine, poll
 
     def request(self, prompt: Prompt) -> GroupRequest:
         """Return the request to the engine, with the example where a dialog needs that between its turns."""
@@ -165,7 +159,7 @@ class Rollouts:
 
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
         """Yield each group once it is graded; the caller drives the engine. Dropping the iterator cancels the rest."""
-        loop = EventLoop(self.engine, self.attend)
+        loop = EventLoop(self.engine, self.poll)
         return completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
 
     def _begin(self, loop: EventLoop, prompt: Prompt, sampling: Sampling) -> Future[Graded]:

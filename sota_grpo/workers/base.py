@@ -58,30 +58,6 @@ def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
         future.set_result(result)
 
 
-def gathered(futures: Sequence[Future[Any]], then: Callable[[list[Any]], Any] = list) -> Future[Any]:
-    """A future of ``then(results)``, once the last future is done; of the first failure in their order, if one failed.
-
-    >>> parts = [promised(), promised()]
-    >>> both = gathered(parts)
-    >>> parts[1].set_result("b"), both.done()
-    (None, False)
-    >>> parts[0].set_result("a")
-    >>> both.result(), gathered([], len).result()
-    (['a', 'b'], 0)
-    """
-    both, left = promised(), itertools.count(len(futures) - 1, -1)  # one thread at a time takes a count
-    if not futures:
-        resolve(both, lambda: then([]))
-
-    def one_is_done(_: Future[Any]) -> None:
-        if next(left) == 0:
-            resolve(both, lambda: then([future.result() for future in futures]))
-
-    for future in futures:
-        future.add_done_callback(one_is_done)
-    return both
-
-
 class WorkerDied(RunFailed, RuntimeError):
     """A worker is gone, hangs, or cannot go on; the message names it and the cause."""
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
 _GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
-_ATTEND_S = 1.0  # between two calls of `attend` while a broadcast is waited for
+_POLL_S = 1.0  # between two calls of `poll` while a broadcast is waited for
 _MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
 
 
@@ -174,7 +174,7 @@ class Fleet:
     Attributes:
         restarts: workers that were replaced, failed starts included.
         requeued: how often a task was given to another worker because its own was lost.
-        attend: called now and then by a thread that waits for all workers. What it raises ends the wait, which may be
+        poll: called now and then by a thread that waits for all workers. What it raises ends the wait, which may be
             for a replacement that no machine has room for.
     """
 
@@ -196,7 +196,7 @@ class Fleet:
         if count < 1 or capacity < 1:
             raise ValueError(f"A fleet needs at least one worker with room for one task; got {count} and {capacity}.")
         self.restarts = self.requeued = 0
-        self.attend: Callable[[], object] = lambda: None
+        self.poll: Callable[[], object] = lambda: None
         self._role, self._start, self._capacity = role, start, capacity
         self._task_deadline_s, self._progress = task_deadline_s, progress
         self._silence_s, self._start_silence_s = silence_s, start_silence_s
@@ -284,9 +284,9 @@ class Fleet:
             WorkerLate: no worker answered, the replacements neither (a TimeoutError).
             WorkerDied: no worker answered, or the fleet was closed or has no slot left.
             Exception: what the method raised on a worker; a sticky call is then forgotten again. Or what
-                :attr:`attend` raised; the broadcast goes on then.
+                :attr:`poll` raised; the broadcast goes on then.
         """
-        return self._attended(self._broadcast(method, args, deadline_s, sticky))
+        return self._polling(self._broadcast(method, args, deadline_s, sticky))
 
     def sleep(self, deadline_s: float) -> None:
         """Return when every worker sleeps; one that is being started or replaced is waited for.
@@ -303,12 +303,12 @@ class Fleet:
             RuntimeError: tasks are open, which would wake their workers again.
         """
         if self._shares_devices:
-            self._attended(self._sleep(deadline_s))
+            self._polling(self._sleep(deadline_s))
 
     def wake(self, deadline_s: float) -> None:
         """Return when every live worker is awake; those that died during :meth:`sleep` are replaced from now on."""
         if self._shares_devices:
-            self._attended(self._wake(deadline_s))
+            self._polling(self._wake(deadline_s))
 
     def close(self) -> None:
         """Kill every worker and fail what is open; idempotent."""
@@ -318,13 +318,13 @@ class Fleet:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _attended(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    def _polling(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("A future's callback cannot wait for a broadcast: it runs on the fleet's own thread.")
         future = self.start(coroutine)
-        while not wait([future], timeout=_ATTEND_S).done:
-            self.attend()
+        while not wait([future], timeout=_POLL_S).done:
+            self.poll()
         return future.result()
 
     def _require_open(self) -> None:

@@ -475,14 +475,14 @@ def test_a_worker_that_arrives_after_the_end_is_killed(stage: Stage) -> None:
 
 def test_who_waits_for_a_replacement_without_end_hears_what_else_has_ended(stage: Stage, monkeypatch) -> None:
     """A machine dies with all engines and the learner: weights are pushed to engines that no machine has room for."""
-    monkeypatch.setattr("sota_grpo.workers.fleet._ATTEND_S", 0.01)
+    monkeypatch.setattr("sota_grpo.workers.fleet._POLL_S", 0.01)
     fleet, room, ended = stage.fleet(2), threading.Event(), threading.Event()
 
-    def attend() -> None:
+    def poll() -> None:
         if ended.is_set():
             raise ConnectionError("the learner is gone")
 
-    fleet.attend = attend
+    fleet.poll = poll
     stage.prepare = lambda puppet: room.wait(WAIT_S) and None
     for puppet in (stage.now(0), stage.now(1)):
         puppet.mute.add("update")
