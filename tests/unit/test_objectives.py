@@ -343,6 +343,19 @@ def test_only_loss_entries_carry_a_gradient() -> None:
     assert {name for name in entries if str(name).startswith("loss_")} == live
 
 
+def test_diagnostics_of_one_batch_are_means_over_trained_tokens() -> None:
+    rows, loss, _ = scene()
+    batch = pad_rows(rows, pad_token_id=0)
+    out, mask = loss(batch), batch[keys.ASSISTANT_MASK]
+    log_prob = loss.actor_network(batch.copy())[keys.LOG_PROBS].detach()
+    weights = (log_prob - batch[keys.LOG_PROBS])[mask].exp()  # Kong 1992: (sum w)^2 / (n sum w^2)
+    assert out.ESS.item() == pytest.approx((weights.sum().square() / weights.square().sum() / len(weights)).item())
+    gap = (batch[keys.PROXIMAL_LOG_PROBS] - batch[keys.LOG_PROBS])[mask]
+    assert out.mismatch_kl.item() == pytest.approx((gap.exp() - gap - 1).mean().item())
+    ref = (log_prob - batch[keys.REF_LOG_PROBS])[mask]
+    assert out.kl_to_ref.item() == pytest.approx(((-ref).exp() + ref - 1).mean().item())
+
+
 def test_correction_above_the_cap_is_counted() -> None:
     """w = 4, 0.5, 0.5 per token with cap 2 and A = 1 on policy: truncated 2 + 0.5 + 0.5, masked 0 + 0.5 + 0.5."""
     batch = hand_batch(behaviour=[0.0, -math.log(4), math.log(2), math.log(2)], advantage=1.0)

@@ -175,6 +175,9 @@ FORMS = [  # a response of the reasoning task, its thinking, its answer, and wha
     ("<answer>b</answer><think>a</think>", "a", None, 0.25),  # the wrong order
     ("<think>a</think><think>c</think><answer>b</answer>", None, "b", 0.25),  # several thoughts
     ("<think>a<think>c</think></think><answer>b</answer>", None, "b", 0.25),  # nested
+    ("<think>a<think>c</think><answer>b</answer>", None, "b", 0.25),
+    ("<answer>a</think>b</answer>", "<answer>a", None, 0.25),
+    ("a</think>b</think><answer>c</answer>", None, "c", 0.25),
     ("<think>a</think><answer>c</answer><answer>b</answer>", "a", None, 0.25),  # several answers
     ("<think>in <answer> I write b</think><answer>b</answer>", "in <answer> I write b", None, 0.25),
     ("<think>a<answer>b</answer></think>", "a<answer>b</answer>", None, 0.25),

@@ -19,7 +19,7 @@ import pytest
 
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import TRL, VERL, load_functions
-from sota_grpo.rewards.grading import LocalGrader, grading_pool, guarded_scores
+from sota_grpo.rewards.grading import LocalGrader, grading_pool, guarded_score, guarded_scores
 from sota_grpo.rl.records import Example, SampledText, Sampling, Score
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.source.rollouts import Prompt, Rollouts
@@ -150,6 +150,25 @@ def test_trls_functions_run_unchanged_and_see_the_group(tmp_path: Path) -> None:
         Score({"accuracy": 0.0, "shortest": 3.0}, True, info=info[2]),
     ]
     assert score(task, "4", unsolved).terms == {"accuracy": None, "shortest": 1.0}, "a term that does not apply"
+
+
+def test_a_group_is_graded_as_its_responses_are_alone(tmp_path: Path) -> None:
+    """Of functions that look at one response at a time."""
+    rng = random.Random(SEED)
+    text = """
+def verl(solution_str, ground_truth):
+    return {"score": len(solution_str) / 7, "same": solution_str == ground_truth}
+def trl(completions, level, **kwargs):
+    return [None if len(c) % 3 == 0 else float(c) / l for c, l in zip(completions, level)]
+"""
+    task = task_of(tmp_path, text, "verl", "trl", weights=[rng.random(), rng.random()])
+    for _ in range(30):
+        example = example_of(level=rng.randint(0, 3))
+        pairs = [(rng.choice(["4", "44", "444", "four"]), example) for _ in range(rng.randint(1, 6))]
+        alone = [guarded_score(task.score, task.term_weights, *pair) for pair in pairs]
+        together = guarded_scores(task.score, task.term_weights, pairs)
+        for one, other in zip(alone, together, strict=True):
+            assert one == other, SEED
 
 
 def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -> None:
