@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,7 +18,13 @@ import pytest
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.envs import PromptSource
+from sota_grpo.envs.dialogs import DialogEngine, Rules, ToolResponder, TurnTokens
 from sota_grpo.errors import UserError
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.tasks import make_task
 from sota_grpo.tasks.servers import headers_of, instance_spec
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 from tests.process_rigs import wait_for
@@ -217,3 +224,26 @@ def test_no_server_is_one_sentence(written: str, expected: str) -> None:
         made.wait_ready()
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(written.split(" ")[0])
+
+
+def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
+    tokenizer = load_tokenizer("tiny")
+    calls = [{"name": "add_note", "arguments": {"text": "milk"}}, {"name": "fail", "arguments": {"text": "no"}}]
+    lines = [*(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in calls), "There is one note."]
+    task = make_task("arithmetic", num_train=1, num_heldout=1)
+    env = PromptSource(task, tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
+    turns = iter(lines)
+    engine = ScriptedEngine(
+        lambda request, sample, version: tokenizer(next(turns))["input_ids"],
+        eos_token_id=tokenizer.eos_token_id,
+        max_model_len=4096,
+    )
+    rules = Rules(ToolResponder(env, instances), TurnTokens(tokenizer), 4, engine.max_model_len)
+    dialogs = DialogEngine(engine, {None: rules})
+    (example,) = task.train
+    (output,) = dialogs.generate([GroupRequest(1, env.prompt_ids(example), 1, 7, example)], Sampling(max_tokens=100))
+    record = output.samples[0].record
+    said = [message["content"] for message in record["messages"] if message["role"] == "tool"]
+    assert said[0] == "milk"
+    assert said[1].startswith("error: ToolFailed: ")
+    assert (record["tool_calls"], record["tool_errors"], record["ended"], record["error"]) == (2, 1, "answer", None)

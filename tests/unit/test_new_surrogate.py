@@ -41,6 +41,19 @@ def config_of(*overrides: str):
     return composed("grpo_gsm8k", "algorithm.objective=halved", *overrides)
 
 
+def test_it_is_trained_by_its_own_formula() -> None:
+    """At ``clip_high=1`` it is REINFORCE, in value and gradient, and no clip acts."""
+    rows, loss, _ = scene(objective="halved", clip_epsilon=(0.2, 1.0), entropy_bonus=False)
+    gradients = {}
+    for name in ("halved", "reinforce"):
+        loss.surrogate = SURROGATES[name]
+        found = loss(pad_rows(rows, pad_token_id=0))
+        (gradients[name],) = torch.autograd.grad(total(found), [loss.actor_network.log_probs])
+        assert found.clip_fraction == 0
+    torch.testing.assert_close(gradients["halved"], gradients["reinforce"])
+    assert gradients["halved"].abs().sum() > 0
+
+
 def test_options_are_judged_by_its_parameters() -> None:
     validate(config_of())
     for overrides, sentence in (
@@ -53,6 +66,12 @@ def test_options_are_judged_by_its_parameters() -> None:
             validate(config_of(*overrides))
     with pytest.raises(ValueError, match="'halved', which has no ratio"):
         GRPOLoss(torch.nn.Identity(), objective="halved", ratio="sequence")
+
+
+def test_the_exporter_says_that_verl_does_not_have_it() -> None:
+    verl, report = verl_options(config_of(), Facts("org/model", "demo", longest_prompt=100, num_train=1000))
+    assert verl["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
+    assert "there is no such loss" in report.comments["algorithm.objective"]
 
 
 MINE = """

@@ -320,3 +320,12 @@ def test_a_frozen_reference_does_not_follow_the_policy():
     reference.close()
     with pytest.raises(RuntimeError, match="closed"):
         reference(rows)
+
+
+def test_a_damaged_weight_file_is_a_sentence(tmp_path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("tiny"), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelNotFoundError, match=r"could not be loaded from .*model"):
+        load_model(str(folder))

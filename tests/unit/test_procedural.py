@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from fractions import Fraction
 
 import pytest
 
@@ -11,7 +12,7 @@ from sota_grpo.rl.records import Example, SampledText, Score
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.arithmetic import LARGEST_VALUE, TEMPLATES, ArithmeticTask, solve
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.tasks.procedural import TARGETS, CalculatorTask, CountdownTask
+from sota_grpo.tasks.procedural import TARGETS, CalculatorTask, CountdownTask, calculate
 from sota_grpo.tasks.wrappers import MESSAGE, think_again, with_tools
 
 SEED = random.randrange(1 << 30)
@@ -174,6 +175,15 @@ def test_a_call_is_answered_by_the_tool(response: str, content: str) -> None:
 )
 def test_an_answer_ends_the_dialog_and_so_does_silence(response: str, correct: float) -> None:
     assert CALCULATOR.score(response, PRODUCT) == Score({"correct": correct}, correct == 1, info={"tool_calls": 0})
+
+
+def test_the_calculator_is_exact_for_integers() -> None:
+    rng = random.Random(SEED)
+    for _ in range(300):
+        a, b, c = (rng.randint(-(10**5), 10**5) for _ in range(3))
+        assert calculate(f"{a} * ({b}) - ({c})") == str(a * b - c)
+        shown = calculate(f"{a} / 7")
+        assert abs(Fraction(shown) - Fraction(a, 7)) <= abs(Fraction(a, 7)) * Fraction(1, 10**11)
 
 
 def test_a_wrong_response_is_asked_to_think_again_and_nothing_else_changes() -> None:

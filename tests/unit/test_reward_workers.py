@@ -28,7 +28,9 @@ from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
+from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.gate import CheckError, run_gate
 from tests.l3_parts import MoodyTask, collector_of, make_env, make_saying, make_subject
 from tests.process_rigs import is_gone, wait_for
 from tests.unit.graders import WEIGHTS, Unloadable, moody
@@ -126,6 +128,21 @@ def test_an_evaluation_ends_and_says_what_failed(
     assert found["eval/accuracy"] == 4 / 6
     assert "failed at 2 of 6 responses of this evaluation" in caplog.text
     assert pool.fleet.restarts == 2
+
+
+def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_path: Path) -> None:
+    subject = make_subject(tmp_path)
+    subject.rollouts, task = Rollouts(env, subject.rollouts.engine), env.task
+    subject.task = SimpleNamespace(
+        train=task.train,
+        heldout=task.heldout,
+        term_weights=WEIGHTS,
+        gold_response=lambda example: "hang",
+        score=task.score,
+    )
+    sentence = r"0 of 4 gold answers .* failed at 4 of 8 texts, the first: TimeoutError: no score within 0\.5 s"
+    with pytest.raises(CheckError, match=sentence):
+        run_gate(subject, "strict", [gate.gold_answers_earn_the_full_reward])
 
 
 def test_graders_that_cannot_start_end_the_run_with_their_cause() -> None:

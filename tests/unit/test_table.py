@@ -266,6 +266,28 @@ def test_a_row_to_score_needs_no_prompt() -> None:
         task.read_row({"response": "4"}, "line 3")
 
 
+WHERE = {
+    "tags": "So <answer> {} </answer>.",
+    "boxed": "So \\boxed{{{}}}.",
+    "hash": "So\n#### {}\nDone",
+    "last_number": "So it is {}",
+    "any": "So\n#### {}\nDone",
+}
+
+
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
+def test_the_same_number_is_right_and_another_is_not(answer_format: str) -> None:
+    rng = random.Random(SEED)
+    for _ in range(200):
+        number = rng.randint(-(10**6), 10**6)
+        written = rng.choice([str(number), f"{number:,}", f"{number}.00", f"{2 * number}/2"])
+        truth = rng.choice([number, float(number), str(number), f"{number:,}", [number + 1, number]])
+        right = is_right(WHERE[answer_format].format(written), "mine", truth, answer_format)
+        wrong = is_right(WHERE[answer_format].format(number + 2), "mine", truth, answer_format)
+        assert right, (SEED, written, truth)
+        assert not wrong, (SEED, number, truth)
+
+
 @pytest.mark.parametrize(
     ("response", "truth", "right"),
     [
