@@ -15,8 +15,7 @@ QUIET = ("check.mode=off", "eval.mode=off", "train.export_hf=false")
 
 
 def test_at_age_0_it_equals_sync_bit_for_bit(tmp_path: Path, grpo) -> None:
-    """The scripted engine's tokens depend on the version, so a push that is missed or early shows; the entropy bonus
-    gives random answers a gradient."""
+    """Tokens depend on the version, so a push that is missed or early shows; the entropy bonus gives a gradient."""
     options = (*SMALL, *QUIET, "engine=scripted", "algorithm.entropy_coef=0.1", "train.optim_batch_size=8")
     sync = grpo(tmp_path / "sync", *options)
     assert sync.returncode == 0, sync.stderr

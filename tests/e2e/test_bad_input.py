@@ -120,10 +120,7 @@ def test_damaged_checkpoints(tmp_path: Path, grpo) -> None:
 
 
 def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:
-    """A reward function that hangs has an hour for each answer here; whoever notices it need not wait for that.
-
-    Three Ctrl-C end it as one does.
-    """
+    """A reward function that hangs has an hour for each answer here; three Ctrl-C end it as one does."""
     asked = tmp_path / "asked"
     (tmp_path / "reward.py").write_text(
         f"import pathlib, time\ndef wait(completions, **columns):\n    pathlib.Path({str(asked)!r}).touch()\n"

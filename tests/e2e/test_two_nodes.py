@@ -134,8 +134,7 @@ def test_a_link_that_is_cut_costs_no_prompt_and_weights_cross_it_once(tmp_path: 
 
 
 def test_a_node_that_is_taken_for_dead_ends_and_the_run_goes_on(tmp_path: Path) -> None:
-    """The learner and all engines are lost, which the run says while the link is still down. When it is back the far
-    node ends with all its workers; it joins again, and the same command goes on."""
+    """The learner and all engines are lost; the far node ends with its workers, joins again, and the run goes on."""
     run_dir = tmp_path / "run"
     with two_nodes(tmp_path, cpus=(0, 3), settings=HASTY) as nodes:
         run = train(nodes, run_dir)
@@ -153,9 +152,7 @@ def test_a_node_that_is_taken_for_dead_ends_and_the_run_goes_on(tmp_path: Path) 
 
 
 def test_a_node_that_dies_and_one_that_joins_cost_no_prompt(tmp_path: Path) -> None:
-    """With Ray's own settings a cut of five seconds costs nothing. Where engines stood on the node that dies, the run
-    goes on with the one that joins; where the learner did, it ends with a sentence, also before another node joins, and
-    the same command goes on."""
+    """A cut of five seconds costs nothing; engines move to the node that joins, and a lost learner ends the run."""
     run_dir = tmp_path / "run"
     with two_nodes(tmp_path, cpus=(2, 2)) as nodes:  # the learner on one, the engines on the other, as Ray has it
         run = train(nodes, run_dir)

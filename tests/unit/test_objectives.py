@@ -296,9 +296,7 @@ LARGEST_WEIGHT = {"dppo": 20.0, "cispo": 5.0}
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_token_owns_a_step_however_far_off_the_engine_was(name: str) -> None:
-    """64 rows of 16 tokens, all ratios 1 but one: its share of the squares of d loss / d logp is at most that of its
-    largest weight. The learner's own log-probs are the proximal ones where the preset has a correction.
-    """
+    """All ratios are 1 but one: its share of the squares of d loss / d logp is at most that of its largest weight."""
     config, stream, length, count = composed("grpo_cpu", f"algorithm={name}"), generator(), 16, 64
     corrected = config.algorithm.correction != "none"
     rows = [random_row(stream, 2, length, index=index, dtype=torch.float64) for index in range(count)]

@@ -98,10 +98,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path: Path) ->
 
 
 def test_muons_step_is_orthogonal_with_the_size_of_adamws() -> None:
-    """Against a singular value decomposition in float64: ``-lr 0.2 sqrt(max(m, n)) U V^T`` after the decay.
-
-    Five iterations in half precision leave singular values between 0.6 and 1.3 (Jordan 2024), not 1.
-    """
+    """Against a float64 SVD: ``-lr 0.2 sqrt(max(m, n)) U V^T``; singular values of 0.6 to 1.3 (Jordan 2024)."""
     weight = nn.Parameter(torch.randn(24, 40))
     bias = nn.Parameter(torch.randn(7))
     optimizer = make_optimizer("muon", [bias, weight], [weight], RATES)

@@ -281,12 +281,6 @@ def test_a_function_of_the_main_program_grades_in_another_process(tmp_path: Path
     assert there.info["verl/pid"] != here.info["verl/pid"]
 
 
-def test_what_cannot_travel_is_one_sentence() -> None:
-    lock = threading.Lock()
-    with pytest.raises(RewardFunctionError, match=r"locked cannot be sent .*cannot pickle.*env\.reward_workers=0\.$"):
-        pickled({"fine": len, "locked": functools.partial(lambda solution_str, held: 1.0, held=lock)})
-
-
 def test_what_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(RewardFunctionError, match="stayed in that process"):
         unpickled(tmp_path / "reward.pkl")

@@ -153,14 +153,6 @@ def forget_prompts(attention: torch.nn.Module) -> None:
     attention.forward = lambda *args, prompts=None, **given: forward(*args, **given)
 
 
-def test_one_softmax_is_two_joined_by_their_log_sums():
-    query, key, value = (torch.randn(3, count, 5, dtype=torch.float64) for count in (4, 9, 9))
-    whole, whole_lse = attend(query, key, value, None, 0.3)
-    (first, a), (second, b) = (attend(query, key[:, cut], value[:, cut], None, 0.3) for cut in (slice(6), slice(6, 9)))
-    torch.testing.assert_close(whole_lse, torch.logaddexp(a, b))
-    torch.testing.assert_close(whole, torch.lerp(first, second, torch.sigmoid(b - a)))
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 def test_half_precision_is_summed_in_float32(device: str):
     query, key, value = (torch.randn(2, count, 64, dtype=torch.bfloat16, device=device) for count in (3, 200, 200))

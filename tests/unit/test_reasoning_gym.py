@@ -48,15 +48,6 @@ def examples(name: str) -> list:
 TASK = ReasoningGymTask()
 
 
-@pytest.mark.parametrize("name", [name for name, why in REFUSED.items() if "executes the model's text" in why])
-def test_scorers_that_are_refused_execute_what_they_are_given(name: str, tmp_path: Path) -> None:
-    """Were one of them mended, it could be offered."""
-    touched = tmp_path / "touched"
-    source = factory.create_dataset(name, seed=SEED, size=500)
-    source.score_answer(f"__import__('pathlib').Path('{touched}').touch()", source[0])
-    assert touched.exists()
-
-
 def test_scorers_that_are_offered_execute_nothing(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     touch = f"__import__('pathlib').Path('{touched}').touch()"
@@ -65,23 +56,6 @@ def test_scorers_that_are_offered_execute_nothing(tmp_path: Path) -> None:
             assert not TASK.score(f"<answer>{answer}</answer>", examples(name)[0]).success
     assert not touched.exists()
     assert len(ALLOWED) == 106 - len(REFUSED) == 84
-
-
-@pytest.mark.parametrize(
-    ("name", "answer", "options"),
-    [
-        ("complex_arithmetic", "nan", {}),
-        ("game_of_life_halting", "no idea", {}),
-        ("coin_flip", "0", {}),
-        ("number_sorting", "[NaN, NaN, NaN]", {"min_numbers": 3, "max_numbers": 3}),
-        ("propositional_logic", "¬¬P", {}),
-    ],
-)
-def test_scorers_that_any_answer_wins_are_refused(name: str, answer: str, options: dict) -> None:
-    source = factory.create_dataset(name, seed=SEED, size=500, **options)
-    won = sum(source.score_answer(answer, source[i]) == 1.0 for i in range(40))
-    assert name in REFUSED
-    assert won >= 15, "the text is no answer to anything"
 
 
 @pytest.mark.parametrize("name", ALLOWED)

@@ -103,18 +103,6 @@ def test_what_was_said_at_one_go_is_a_dialog_only_with_tools() -> None:
     }
 
 
-def test_the_turns_of_any_dialog_are_its_tokens() -> None:
-    rng = random.Random(SEED)
-    for _ in range(50):
-        first = rng.random() < 0.5
-        turns = [("x" * rng.randint(1, 9), (place % 2 == 0) == first) for place in range(rng.randint(2, 9))]
-        turns = turns if turns[-1][1] else turns[:-1]
-        found = dialog_of(row_of(turns, {"replies": []}), Letters())
-        assert found is not None, SEED
-        assert [(turn["text"], turn["trained"]) for turn in found["turns"]] == turns, SEED
-        assert [turn["tokens"] for turn in found["turns"]] == [len(text) for text, _ in turns], SEED
-
-
 def test_rows_have_their_task_and_dialogs_the_chat_that_they_began_with() -> None:
     """Beside rows that have neither, as in a mixture."""
     tagged = Example("What?", "!", {TASK: "gym", SUBTASK: "sums"})

@@ -349,8 +349,7 @@ def test_a_token_above_the_age_is_refused() -> None:
 
 
 def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() -> None:
-    """K = 2, age 1: four slots. Groups 0..3 are admitted at version 0, 4 and 5 at version 1, so step 1 needs two of
-    the four; when 0 has not finished, step 1 takes 3, and step 2 waits for 0 although 4 and 5 are there."""
+    """K = 2, age 1, four slots: step 1 takes 3 where 0 has not finished, and step 2 waits for 0 before 4 and 5."""
     rig = Rig(num_groups=2, max_policy_age=1)
     rig.source.is_ready()
     script = iter([1, 2, 3])
@@ -601,8 +600,7 @@ def test_no_step_draws_more_than_its_rounds_when_every_group_has_zero_advantage(
 
 
 def test_a_zero_advantage_group_of_an_earlier_step_is_replaced_as_one_of_the_first_round() -> None:
-    """K = 2, age 1, two rounds. Step 1 draws four groups, step 2 two more; group 3 of step 1 has zero advantage: one
-    draw. Its replacement has zero advantage too, of round 1 still: one more. That one is of round 2, the last."""
+    """K = 2, age 1, two rounds: group 3 of step 1 costs two draws, its replacement's being of the last round."""
     refill = Refill(num_groups=2, slots=4, max_draws=2)
     refill.start_step()
     older = [Group(number, None, 0, *refill.begin_draw()) for number in range(4)]
