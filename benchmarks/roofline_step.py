@@ -18,9 +18,9 @@ from benchmarks.roofline_fusion import fused as joined
 from benchmarks.roofline_rates import DEVICES
 from benchmarks.roofline_trace import Kernel, Trace, compiled, phase, record, traced
 from benchmarks.trainer import Ours
-from benchmarks.trainer_work import Case, make_rows
+from benchmarks.trainer_work import Case, make_rows, recomputed_flops
 from sota_grpo.functional import log_probs
-from sota_grpo.functional.flops import recomputed_flops, step_flops
+from sota_grpo.functional.flops import step_flops
 from sota_grpo.policy.causal import base_model, decoder_layers
 from sota_grpo.training.learner import Learner
 from tests.pretended_cuda.counters import MEMORY, HostTraffic, host_traffic

@@ -34,9 +34,18 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from benchmarks.trainer_work import PAD, SHAPES, Case, kept_tensors, make_model, make_rows, shared_loads
+from benchmarks.trainer_work import (
+    PAD,
+    SHAPES,
+    Case,
+    kept_tensors,
+    make_model,
+    make_rows,
+    recomputed_flops,
+    shared_loads,
+)
 from sota_grpo import keys
-from sota_grpo.functional.flops import Load, ModelShape, recomputed_flops, step_flops
+from sota_grpo.functional.flops import Load, ModelShape, step_flops
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable

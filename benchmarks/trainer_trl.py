@@ -22,9 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.liger import apply_liger_kernel
 
-from benchmarks.trainer_work import PAD, Case, kept_tensors, make_model
+from benchmarks.trainer_work import PAD, Case, kept_tensors, make_model, padded_load
 from sota_grpo import keys
-from sota_grpo.functional.flops import padded_load
 
 
 class Trl:

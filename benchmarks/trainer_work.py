@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo import keys
-from sota_grpo.functional.flops import Load, shared_load
+from sota_grpo.functional.flops import Load, ModelShape, forward_flops, shared_load
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 
@@ -139,3 +139,18 @@ def kept_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tor
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     return [*parameters, *gradients, *state]
+
+
+def padded_load(num_rows: int, width: int, *, predicted: int) -> Load:
+    """``num_rows`` rows of ``width`` tokens, each with its prompt and padding; ``predicted`` positions have logits."""
+    return Load(num_rows * width, num_rows * width * (width + 1) // 2, predicted)
+
+
+def recomputed_flops(shape: ModelShape, load: Load, *, checkpointing: bool) -> int:
+    """What the backward pass computes a second time to save memory: the logits, and under checkpointing the decoder.
+
+    A head that is not trained keeps its slopes.
+    """
+    head = 2 * shape.head_weights * load.predicted
+    again = head if shape.head_trainable else 0
+    return forward_flops(shape, load) - head + again if checkpointing else again

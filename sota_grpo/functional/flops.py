@@ -3,14 +3,10 @@
 A multiply-add is 2 operations. Per weight and position the forward pass takes 2, the backward pass 4: 2 for the
 gradient of the input, 2 for that of the weight unless it is frozen. A (query, key) pair takes 4 per unit of attention
 width forward and 8 backward. Norms, activations, softmax and the optimizer are not counted, nor what a kernel computes
-twice, except in :func:`recomputed_flops`. One prompt of 3 tokens with responses of 2 and 1 tokens:
+twice. One prompt of 3 tokens with responses of 2 and 1 tokens::
 
-====================  ==================  =============================================
-layout                positions           pairs of one layer
-====================  ==================  =============================================
-prompt shared         3 + 2 + 1 = 6       prompt 6, responses (2 * 3 + 3) + (1 * 3 + 1)
-padded to [2, 5]      2 * 5 = 10          2 * 15
-====================  ==================  =============================================
+    positions             3 + 2 + 1 = 6
+    pairs of one layer    prompt 6, responses (2 * 3 + 3) + (1 * 3 + 1)
 
 Sources: Kaplan et al. 2020 (arXiv:2001.08361, table 1); Chowdhery et al. 2022 (arXiv:2204.02311, appendix B).
 """
@@ -38,8 +34,8 @@ class Load:
 
     A sliding window has fewer pairs than are counted here.
 
-    >>> shared_load(3, [2, 1]).times(2) + padded_load(2, 5, predicted=3)
-    Load(positions=22, pairs=68, predicted=9)
+    >>> shared_load(3, [2, 1]).times(2) + shared_load(2, [])
+    Load(positions=14, pairs=41, predicted=6)
     """
 
     positions: int = 0
@@ -67,11 +63,6 @@ def shared_load(prompt: int, responses: Sequence[int]) -> Load:
     return Load(prompt + completion_tokens, pairs, completion_tokens)
 
 
-def padded_load(num_rows: int, width: int, *, predicted: int) -> Load:
-    """``num_rows`` rows of ``width`` tokens, each with its prompt and padding; ``predicted`` positions have logits."""
-    return Load(num_rows * width, num_rows * width * (width + 1) // 2, predicted)
-
-
 def forward_flops(shape: ModelShape, load: Load) -> int:
     """Operations of one forward pass.
 
@@ -93,13 +84,3 @@ def backward_flops(shape: ModelShape, load: Load) -> int:
 def step_flops(shape: ModelShape, load: Load) -> int:
     """Operations of both passes, each quantity computed once: what utilisation (MFU) is measured by."""
     return forward_flops(shape, load) + backward_flops(shape, load)
-
-
-def recomputed_flops(shape: ModelShape, load: Load, *, checkpointing: bool) -> int:
-    """What the backward pass computes a second time to save memory: the logits, and under checkpointing the decoder.
-
-    A head that is not trained keeps its slopes.
-    """
-    head = 2 * shape.head_weights * load.predicted
-    again = head if shape.head_trainable else 0
-    return forward_flops(shape, load) - head + again if checkpointing else again

@@ -540,22 +540,12 @@ class FrozenReference(_Computed):
 
     Args:
         model: taken over: frozen and put in evaluation mode. Give a copy of a model that still trains.
-        temperature, shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
         autocast: of the learner: the KL of equal weights is 0 then.
+        options: of :class:`~sota_grpo.policy.causal.CausalPolicy`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        temperature: float = 1.0,
-        shared_prompt: bool = True,
-        fused: bool = False,
-        autocast: Context = nullcontext,
-    ) -> None:
-        frozen = model.requires_grad_(False).eval()
-        options = {"with_entropy": False, "shared_prompt": shared_prompt, "fused": fused}
-        super().__init__(CausalPolicy(frozen, temperature=temperature, **options), autocast)
+    def __init__(self, model: nn.Module, *, autocast: Context = nullcontext, **options: Any) -> None:
+        super().__init__(CausalPolicy(model.requires_grad_(False).eval(), with_entropy=False, **options), autocast)
 
 
 class AdapterOffReference(_Computed):

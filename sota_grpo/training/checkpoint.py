@@ -28,7 +28,6 @@ import re
 import secrets
 import shutil
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -55,8 +54,6 @@ _FOLDER = re.compile(r"checkpoint_(\d{6,})\.[0-9a-f]{12}")  # of what ranks writ
 _RANK_FILE = re.compile(r"rank_\d{5}\.safetensors")
 _SHARDS = "shards"  # in a state: the name of the folder, and the SHA-256 of each file there
 _HASHED_AT_ONCE = 8
-_PRIMITIVES = (bool, int, float, str, bytes, type(None))
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _READ_BYTES = 1 << 22
 
 logger = logging.getLogger(__name__)
@@ -116,12 +113,10 @@ class CheckpointStore:
             shards: the files that ranks are writing, in a :meth:`folder` of this step; they are waited for.
 
         Raises:
-            TypeError: a value that ``torch.load(weights_only=True)`` would refuse to read; the message gives its path.
+            TypeError: a value that ``torch.load(weights_only=True)`` would refuse to read; the message has its type.
             CheckpointError: the file system refused (disk full, no permission); older checkpoints are untouched.
         """
-        _require_loadable(state, "state")
         path = self.directory / f"checkpoint_{step:06d}.pt"
-        inode = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if shards is not None:
@@ -129,10 +124,8 @@ class CheckpointStore:
                 sync(shards.folder)
             with atomic_file(path, durable=True) as temporary:
                 _write(temporary, state)
-                inode = temporary.stat().st_ino
         except BaseException as error:
-            if shards is not None and not _is_file(path, inode):
-                shutil.rmtree(shards.folder, ignore_errors=True)
+            self._drop_folders(None)
             if isinstance(error, (OSError, RunFailed)):  # a rank may have died
                 raise CheckpointError(self._write_failure(step, error)) from error
             raise
@@ -220,16 +213,6 @@ class CheckpointStore:
         return message + ("; free space there or choose another output directory" * isinstance(error, OSError))
 
 
-def _is_file(path: Path, inode: int | None) -> bool:
-    """Whether ``path`` is the file of ``inode``, or cannot be looked at."""
-    try:
-        return path.stat().st_ino == inode
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-
-
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
     """Save to a store from a thread while training goes on; the end of the context waits for the last save.
 
@@ -275,19 +258,9 @@ def host_copy(value: Any) -> Any:
 
 def rng_state() -> dict[str, Any]:
     """Return the state of every global random generator: python, numpy, torch, and CUDA where it is in use."""
-    version, internal, gauss = random.getstate()
-    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
-        "numpy": {
-            "name": str(name),
-            "key": torch.from_numpy(np.asarray(key).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-        "torch": torch.get_rng_state(),
-    }
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()  # of plain types, as a checkpoint needs them
+    state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # else this would take memory of every GPU
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
@@ -305,10 +278,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
             *(len(cuda), torch.cuda.device_count()),
         )
         cuda = None
-    python, numpy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
-    key = numpy["key"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["name"], key, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)
@@ -340,6 +311,8 @@ def _write(path: Path, state: dict[str, Any]) -> None:
         except RuntimeError as error:
             raise writer.error or error from error
         file.write(_MAGIC + writer.hash.digest())
+    if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+        raise TypeError(f"a checkpoint holds only tensors, dicts, lists, tuples and plain values, not {refused[0]}")
 
 
 def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
@@ -373,23 +346,6 @@ def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, Stor
 def _sha256(path: Path) -> str:
     with open_file(path, levels=3) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-def _require_loadable(value: Any, where: str) -> None:
-    """Refuse what ``torch.load(weights_only=True)`` would refuse, by exact type: subclasses pickle as themselves."""
-    if type(value) in _PRIMITIVES or type(value) in _TENSORS:
-        return
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            _require_loadable(key, f"key {key!r} of {where}")
-            _require_loadable(item, f"{where}[{key!r}]")
-        return
-    if type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            _require_loadable(item, f"{where}[{index}]")
-        return
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise TypeError(f"{where} is a {kind}; a checkpoint holds only tensors, dicts, lists, tuples and plain values")
 
 
 _MARK = "stored_tensor"

@@ -22,57 +22,35 @@ logger = logging.getLogger(__name__)
 Counts = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """A share ``mean`` in [0, 1], the difference of two, or a mean reward, and its standard error over problems."""
+def accuracy(counts: Sequence[Counts], before: Sequence[Counts] | None = None) -> dict[str, float]:
+    """Return hits over trials of all problems together, or its gain over ``before``, and the standard error ``stderr``.
 
-    mean: float
-    stderr: float
-    num_problems: int
+    Problem ``i`` of ``n`` has ``y_i`` hits in ``m_i`` trials, and ``R = sum(y) / sum(m)``. Problems are the independent
+    units (clusters). By the ratio estimator,
 
-    @classmethod
-    def of(cls, problem_means: Sequence[float]) -> Accuracy:
-        """Return the mean of the problems' means; ``stderr = std(problem means, ddof=1) / sqrt(problems)``."""
-        return cls.of_counts([(mean, 1.0) for mean in problem_means])
+        stderr = sqrt(n / (n - 1) * sum(e_i^2)),    e_i = (y_i - R m_i) / sum(m).
 
-    @classmethod
-    def of_counts(cls, counts: Sequence[Counts]) -> Accuracy:
-        """Return hits over trials of all problems together; problems are the independent units (clusters).
+    Where every ``m_i`` is the same, that is ``std(y / m, ddof=1) / sqrt(n)``; of one problem it is 0. Of a gain, the
+    ``e_i`` on the same problems are subtracted before they are squared.
 
-        Problem ``i`` of ``n`` has ``y_i`` hits in ``m_i`` trials, and ``R = sum(y) / sum(m)``. By the ratio estimator,
+    Source: Cochran, Sampling Techniques, 3rd ed., sections 2.11 and 9A.1.
 
-            stderr = sqrt(n / (n - 1) * sum(e_i^2)),    e_i = (y_i - R m_i) / sum(m).
-
-        Where every ``m_i`` is the same, that is ``std(y / m, ddof=1) / sqrt(n)``; of one problem it is 0.
-
-        Source: Cochran, Sampling Techniques, 3rd ed., sections 2.11 and 9A.1.
-        """
-        ratio, terms = _linearised(counts)
-        return cls(ratio, _stderr(terms), len(terms))
-
-    @classmethod
-    def of_gain(cls, before: Sequence[Counts], after: Sequence[Counts]) -> Accuracy:
-        """Return ``after``'s share minus ``before``'s on the same problems, and the error of that difference.
-
-        The ``e_i`` of :meth:`of_counts` are subtracted problem by problem before they are squared. With one trial each
-        the error is ``std(y' - y, ddof=1) / sqrt(n)``.
-
-        >>> Accuracy.of_gain([(0, 1), (1, 1), (0, 1), (0, 1)], [(1, 1), (1, 1), (0, 1), (0, 1)])
-        Accuracy(mean=0.25, stderr=0.25, num_problems=4)
-        """
-        (old, old_terms), (new, new_terms) = _linearised(before), _linearised(after)
-        return cls(new - old, _stderr([b - a for a, b in zip(old_terms, new_terms, strict=True)]), len(new_terms))
+    >>> accuracy([(1, 1), (1, 1), (0, 1), (0, 1)], before=[(0, 1), (1, 1), (0, 1), (0, 1)])
+    {'accuracy': 0.25, 'stderr': 0.25}
+    """
+    ratio, terms = _linearised(counts)
+    if before is not None:
+        old, old_terms = _linearised(before)
+        ratio, terms = ratio - old, [new - then for then, new in zip(old_terms, terms, strict=True)]
+    count = len(terms)
+    error = math.sqrt(count / (count - 1) * math.fsum(term * term for term in terms)) if count > 1 else 0.0
+    return {"accuracy": ratio, "stderr": error}
 
 
 def _linearised(counts: Sequence[Counts]) -> tuple[float, list[float]]:
     trials = math.fsum(tried for _, tried in counts)
     ratio = math.fsum(hits for hits, _ in counts) / trials
     return ratio, [(hits - ratio * tried) / trials for hits, tried in counts]
-
-
-def _stderr(terms: Sequence[float]) -> float:
-    count = len(terms)
-    return math.sqrt(count / (count - 1) * math.fsum(term * term for term in terms)) if count > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -106,20 +84,16 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
 
 def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
     """Return ``after`` minus ``before`` with its error, from ``counts`` of :meth:`Evaluator.evaluate`."""
-    return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in after if name in before}
-
-
-def _share(measured: Accuracy) -> dict[str, float]:
-    return {"accuracy": measured.mean, "stderr": measured.stderr}
+    return {name: accuracy(after[name], before[name]) for name in after if name in before}
 
 
 def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> dict[str, Any]:
     responses = [response for group in problems for response in group]
-    accuracy = Accuracy.of([sum(one.score.success for one in group) / len(group) for group in problems])
-    reward = Accuracy.of([fmean(total_reward(one.score.terms, weights) for one in group) for group in problems])
-    return _share(accuracy) | {
-        "reward": reward.mean,
-        "reward_stderr": reward.stderr,
+    right = [(sum(one.score.success for one in group) / len(group), 1.0) for group in problems]
+    reward = accuracy([(fmean(total_reward(one.score.terms, weights) for one in group), 1.0) for group in problems])
+    return accuracy(right) | {
+        "reward": reward["accuracy"],
+        "reward_stderr": reward["stderr"],
         "truncated": sum(response.truncated for response in responses) / len(responses),
         "response_tokens": sum(response.num_tokens for response in responses) / len(responses),
     }
@@ -188,7 +162,7 @@ class Evaluator:
         problems = self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
         own, weights = self.benchmark(problems), self.rollouts.env.task.term_weights
         counts = {"accuracy": [(float(one.score.success), 1.0) for (one,) in problems], **own}
-        greedy = _shares(problems, weights) | {name: _share(Accuracy.of_counts(own[name])) for name in own}
+        greedy = _shares(problems, weights) | {name: accuracy(own[name]) for name in own}
         result: dict[str, Any] = {"num_problems": len(problems), "greedy": greedy, "counts": counts}
         responses, count = [one for group in problems for one in group], self.avg_at_k
         if count:
@@ -196,20 +170,20 @@ class Evaluator:
             responses += [one for group in problems for one in group]
             right = [sum(one.score.success for one in group) for group in problems]
             ks = sorted({count, *(1 << power for power in range(count.bit_length()))})
-            passes = {str(k): _share(Accuracy.of([pass_at_k(each, count, k) for each in right])) for k in ks}
+            passes = {str(k): accuracy([(pass_at_k(each, count, k), 1.0) for each in right]) for k in ks}
             result |= {"k": count, "temperature": temperature, "sampled": _shares(problems, weights)}
             result |= {"pass_at_k": passes}
         return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
         """Describe the last evaluation: by the mean reward where no verdict says which responses are right."""
-        accuracy, reward, after = 100 * metrics["eval/accuracy"], metrics["eval/reward"], f"after {steps} steps"
+        percent, reward, after = 100 * metrics["eval/accuracy"], metrics["eval/reward"], f"after {steps} steps"
         if reward == metrics["eval/accuracy"]:
-            return f"Held-out accuracy {after}: {accuracy:.1f} %"
+            return f"Held-out accuracy {after}: {percent:.1f} %"
         if self.by_reward:
             above = f"reward.success_above={self.success_above:g}"
-            return f"Held-out mean reward {after}: {reward:.3g} ({accuracy:.1f} % of the responses above {above})"
-        return f"Held-out accuracy {after}: {accuracy:.1f} %, mean reward {reward:.3g}"
+            return f"Held-out mean reward {after}: {reward:.3g} ({percent:.1f} % of the responses above {above})"
+        return f"Held-out accuracy {after}: {percent:.1f} %, mean reward {reward:.3g}"
 
     def _terms(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
         """Return the mean of each reward term; warn once where success does not vary although rewards do."""

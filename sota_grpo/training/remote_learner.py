@@ -274,14 +274,22 @@ class RemoteLearner:
         """Check that every rank is alive, while something else is waited for.
 
         Raises:
-            LearnerDied: a rank died, or has not answered for ``silence_s``.
+            LearnerDied: a rank died, or was silent for ``silence_s``.
         """
-        mute, answered = self._pings.look()
+        self._look(self._pings)
+
+    def _look(self, pings: _Pings) -> None:
+        """Kill all ranks if one is dead, or was silent for ``silence_s``."""
+        mute, answered = pings.look()
         for index, answer in answered.items():
             if error := answer.exception():
                 self._die(index, str(error), error)
-        if max(mute.values(), default=0.0) > self._silence_s:
-            self._die(max(mute, key=mute.__getitem__), f"it does not answer, for {self._silence_s:g} s")
+        stuck = {index: ping.result() for index, ping in answered.items()}
+        if max([*mute.values(), *stuck.values()], default=0.0) > self._silence_s:
+            # the ranks that wait for a stopped one are stuck too, but they answer
+            suspects = mute or stuck
+            what = "does not answer" if mute else "makes no progress"
+            self._die(max(suspects, key=suspects.__getitem__), f"it {what}, for {self._silence_s:g} s")
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
         """:meth:`Learner.update`, timed here; the driver plans it and sends each rank its own rows."""
@@ -388,13 +396,7 @@ class RemoteLearner:
         while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
                 return
-            mute, answered = pings.look()
-            stuck = {index: ping.result() for index, ping in answered.items() if not ping.exception()}
-            if max([*mute.values(), *stuck.values()], default=0.0) > self._silence_s:
-                # the ranks that wait for a stopped one are stuck too, but they answer
-                suspects = mute or stuck
-                what = "does not answer" if mute else "makes no progress"
-                self._die(max(suspects, key=suspects.__getitem__), f"it {what}, for {self._silence_s:g} s")
+            self._look(pings)
 
     def _die(self, index: int, what: str, cause: BaseException | None = None) -> NoReturn:
         """Kill all ranks; other threads, which then see killed ranks, raise the first failure too."""

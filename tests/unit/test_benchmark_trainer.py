@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
 from benchmarks.trainer import Ours, measure, run
-from benchmarks.trainer_work import SHAPES, Case, make_model, make_rows, shared_loads
+from benchmarks.trainer_work import SHAPES, Case, make_model, make_rows, padded_load, shared_loads
 from sota_grpo import keys
-from sota_grpo.functional.flops import Load, padded_load
+from sota_grpo.functional.flops import Load
 from sota_grpo.rl.collate import groups_by_prompt, row_prompts
 
 SMALL = Case(tokens=140, prompt=20, response=10, group=4)

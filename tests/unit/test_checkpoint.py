@@ -58,11 +58,11 @@ def test_every_allowed_type_survives_the_round_trip(tmp_path):
     assert torch.load(path, weights_only=True)["text"] == state["text"], "a plain torch.load reads the file as well"
 
 
-@pytest.mark.parametrize("bad", [np.float64(1.0), {1, 2}, Path("x"), torch.float32, np.zeros(2), object()])
-def test_a_type_that_would_not_load_is_refused_before_anything_is_written(tmp_path, bad):
-    with pytest.raises(TypeError, match=r"state\['a'\]\[1\] is a .*tensors, dicts"):
-        CheckpointStore(tmp_path / "run").save(1, {"a": [0, bad]})
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("bad", [np.float64(1.0), Path("x"), np.zeros(2), object])
+def test_a_type_that_would_not_load_is_refused_and_nothing_is_left(tmp_path, bad):
+    with pytest.raises(TypeError, match=r"tensors, dicts.*not (numpy|pathlib|builtins)"):
+        CheckpointStore(tmp_path).save(1, {"a": [0, bad]})
+    assert _names(tmp_path) == []
 
 
 def test_keeps_the_last_k_and_removes_leftovers_of_killed_writers(tmp_path):

@@ -18,7 +18,7 @@ from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.ifeval import IFEvalTask
-from sota_grpo.training.evaluate import Accuracy, Evaluator, Response, pass_at_k
+from sota_grpo.training.evaluate import Evaluator, Response, accuracy, pass_at_k
 from tests.l3_parts import make_env, make_saying
 
 SEED = random.randrange(1 << 30)
@@ -163,18 +163,17 @@ CLUSTERS = [(2, 2), (0, 1), (1, 3), (0, 2), (1, 1)]  # instructions followed, an
 
 def test_shares_of_unequal_prompts_have_the_ratio_estimators_error() -> None:
     """4 of 9; residuals y - 4/9 m are 10/9, -4/9, -3/9, -8/9, 5/9, whose squares add up to 214/81."""
-    found = Accuracy.of_counts(CLUSTERS)
-    assert (found.mean, found.num_problems) == (pytest.approx(4 / 9), 5)
-    assert found.stderr == pytest.approx(math.sqrt(5 / 4 * 214 / 81) / 9)
+    error = math.sqrt(5 / 4 * 214 / 81) / 9
+    assert accuracy(CLUSTERS) == {"accuracy": pytest.approx(4 / 9), "stderr": pytest.approx(error)}
 
 
 def test_a_gain_is_paired() -> None:
     """What two evaluations share cancels; with one trial each the error is that of the mean of the differences."""
-    assert Accuracy.of_gain(CLUSTERS, CLUSTERS) == Accuracy(0.0, 0.0, 5)
+    assert accuracy(CLUSTERS, CLUSTERS) == {"accuracy": 0.0, "stderr": 0.0}
     before, after = [(0, 1), (1, 1), (0, 1), (1, 1)], [(1, 1), (1, 1), (1, 1), (0, 1)]
-    assert Accuracy.of_gain(before, after).stderr == pytest.approx(statistics.stdev([1, 0, 1, -1]) / 2)
+    assert accuracy(after, before)["stderr"] == pytest.approx(statistics.stdev([1, 0, 1, -1]) / 2)
     with pytest.raises(ValueError, match="zip"):
-        Accuracy.of_gain(before, after[:3])
+        accuracy(after[:3], before)
 
 
 def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions() -> None:

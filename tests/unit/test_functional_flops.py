@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.trainer_work import padded_load, recomputed_flops
 from sota_grpo.functional.flops import (
     Load,
     ModelShape,
     backward_flops,
     forward_flops,
-    padded_load,
-    recomputed_flops,
     shared_load,
     step_flops,
 )
