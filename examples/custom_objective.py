@@ -15,6 +15,6 @@ def sapo(log_ratio, advantage, positive=1.0, negative=1.05):
 result = sota_grpo.train(
     "grpo_cpu",
     objective=sapo,
-    overrides=["engine=transformers", "check.mode=off", "train.total_dialog_turns=2048"],
+    overrides=["engine=transformers", "train.total_dialog_turns=2048"],
 )
 print(result.metrics[["reward", "grad_norm"]])

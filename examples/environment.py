@@ -1,4 +1,7 @@
-"""Train in an environment of several turns, of TRL's protocol: its public methods are the tools of the policy."""
+"""Train in an environment of several turns, of TRL's protocol: its public methods are the tools of the policy.
+
+The embedded policy makes no calls before ``make agent`` has taught it to.
+"""
 
 import sota_grpo
 
@@ -34,7 +37,6 @@ result = sota_grpo.train(
         "env.max_steps=3",
         "engine=transformers",
         "eval.mode=off",
-        "check.mode=off",
         "train.total_dialog_turns=1024",
     ],
 )

@@ -4,6 +4,6 @@ import sota_grpo
 
 result = sota_grpo.train(
     "grpo_cpu",
-    overrides=["env.dataset=ifeval", "engine=transformers", "check.mode=off", "train.total_dialog_turns=2048"],
+    overrides=["env.dataset=ifeval", "engine=transformers", "train.total_dialog_turns=2048"],
 )
 print(result.metrics[["reward", "response_tokens/mean"]])

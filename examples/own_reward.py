@@ -13,6 +13,6 @@ result = sota_grpo.train(
     "grpo_cpu",
     reward=brief,
     dataset=rows,
-    overrides=["engine=transformers", "eval.mode=off", "check.mode=off", "train.total_dialog_turns=1024"],
+    overrides=["engine=transformers", "eval.mode=off", "train.total_dialog_turns=1024"],
 )
 print(result.metrics[["reward", "response_tokens/mean"]])

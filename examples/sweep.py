@@ -9,7 +9,7 @@ folder = Path("multirun/learning_rates")
 for lr in (1e-4, 1e-3):
     sota_grpo.train(
         "grpo_cpu",
-        overrides=[f"optimizer.lr={lr}", "engine=transformers", "check.mode=off", "train.total_dialog_turns=2048"],
+        overrides=[f"optimizer.lr={lr}", "engine=transformers", "train.total_dialog_turns=2048"],
         run_dir=folder / f"lr_{lr}",
     )
 print(as_text(read_sweep(folder)))

@@ -27,7 +27,6 @@ result = sota_grpo.train(
         "env.max_steps=3",
         "engine=transformers",
         "eval.mode=off",
-        "check.mode=off",
         "train.total_dialog_turns=1024",
     ],
 )
