@@ -55,13 +55,14 @@ from sota_grpo.config import Config, has_reference, model_name, reference_name, 
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
+from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.envs import PromptSource
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path
-from sota_grpo.policy.lora import AdapterPack, MergedWeights, packed_weights
+from sota_grpo.policy.lora import adapter_pack, engine_weights, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
@@ -244,13 +245,13 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
 
 
 def make_weight_sync(
-    config: Config, model: nn.Module, engine: Engine, *, make_room: Callable[[], object] | None = None
+    config: Config, model: nn.Module, engine: SteppingEngine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
-    """Push the weights of ``model``, merged under an adapter, or its adapter alone, to an engine of this process."""
-    weights: Callable[[nn.Module], Any] = _state
-    if config.train_model.lora.enabled:
-        weights = AdapterPack.of if config.inference_model.serve_adapter else MergedWeights.of
-    return EngineWeightSync(partial(weights, model), engine, make_room)
+    """Push the weights of ``model``, or its adapter, which the engine merges, to an engine of this process."""
+    if not config.train_model.lora.enabled:
+        return EngineWeightSync(partial(_state, model), engine, make_room)
+    engine.base = partial(engine_weights, model, merged=False)
+    return EngineWeightSync(partial(adapter_pack, model), engine, make_room, partial(engine_weights, model))
 
 
 def _state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -395,4 +396,4 @@ def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learn
     if not config.train_model.lora.enabled:
         return EngineWeightSync(lambda: WeightPack.of(_state(model), dtype=engine.weight_dtype), engine, make_room)
     engine.base = partial(packed_weights, model, merged=False)
-    return EngineWeightSync(partial(AdapterPack.of, model), engine, make_room, partial(packed_weights, model))
+    return EngineWeightSync(partial(adapter_pack, model), engine, make_room, partial(packed_weights, model))

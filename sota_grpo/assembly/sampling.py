@@ -19,7 +19,8 @@ from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_res
 from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
-from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
+from sota_grpo.engines import ENGINES, Deadlines, EngineOptions, is_server, make_engine, resolve_engine_name
+from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.envs import PromptSource
 from sota_grpo.envs.dialogs import GradedTurns, Responder, Rules, ToolResponder, TurnTokens
 from sota_grpo.errors import RunFailed, UserError
@@ -356,7 +357,9 @@ def engine_options(
     )
 
 
-def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel | None, run_dir: Path) -> Engine:
+def start_engine(
+    config: Config, device: str, tokenizer: Any, model: PreTrainedModel | None, run_dir: Path
+) -> SteppingEngine:
     """Start the engine of this process; it copies ``model``, which has no adapter yet, or loads it.
 
     Raises:

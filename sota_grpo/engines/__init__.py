@@ -144,11 +144,12 @@ class Engine(Protocol):
     about one token and resolves what ended; it returns False if there was nothing to do. Requests that were submitted
     between two steps begin together. Of other engines ``advance`` is a no-op.
 
-    ``update_weights`` returns when the next sampled token of everything in flight comes from the new weights;
-    ``version`` then equals the pushed version. ``weight_dtype`` is the dtype of all its matrices, to which pushed ones
-    may be rounded beforehand; None if they have several, or it is unknown. ``weight_sums`` returns a checksum of every
-    weight by its name in a push, except those that the engine keeps in another form; None if it cannot report any.
-    ``close`` is idempotent and leaves no process behind.
+    ``update_weights`` takes all weights, or the :class:`~sota_grpo.policy.weight_pack.WeightPack` of an adapter, which
+    is merged into the weights ``base()``. It returns when the next sampled token of everything in flight comes from the
+    new weights; ``version`` then equals the pushed version. ``weight_dtype`` is the dtype of all its matrices, to which
+    pushed ones may be rounded beforehand; None if they have several, or it is unknown. ``weight_sums`` returns a
+    checksum of every weight by its name in a push, except those that the engine keeps in another form; None if it
+    cannot report any. ``close`` is idempotent and leaves no process behind.
 
     All may be called from any thread; state changes of a stepwise engine wait for its lock.
     """

@@ -42,8 +42,7 @@ from sota_grpo.engines.vllm_server import (
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.orphans import LAUNCHER_SAYS, launcher
-from sota_grpo.policy.lora import MergedWeights
-from sota_grpo.policy.weight_pack import Checksum, WeightFolder
+from sota_grpo.policy.weight_pack import Checksum, WeightFolder, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.text import one_line
 
@@ -216,7 +215,7 @@ class ServerEngine(SteppingEngine):
         self._can_sleep = can_sleep
         self._failure: Exception | None = None
         self._num_pushes = 0
-        self._base: object = None  # of the MergedWeights that the server has; None: unknown
+        self._merged_into: object = None  # the `base` under the adapter that the server has; None: unknown
         self._may_send = threading.Event()
         self._may_send.set()
         self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -507,7 +506,7 @@ class ServerEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; the next token of every group in flight comes from them.
 
-        Of :class:`~sota_grpo.policy.lora.MergedWeights` all are written once, and then those that can have changed.
+        Under an adapter all are written once, and then those that it changes.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was pushed then.
@@ -516,12 +515,13 @@ class ServerEngine(SteppingEngine):
             ServerDied: it ended.
         """
         self._require_open()
-        checked = checked_weights(weights, self._shapes, self._tied, tied_required=True)
-        if isinstance(weights, MergedWeights) and weights.base is self._base:
+        adapted = weights.scales if isinstance(weights, WeightPack) else {}
+        checked = checked_weights(self._whole(weights), self._shapes, self._tied, tied_required=True)
+        if adapted and self.base is self._merged_into:
             with self._breaking("before it took new weights"):
                 label = self._served_label()
             if label == self._label(self.version):  # the server has our last weights, over the same base
-                checked = {name: checked[name] for name in weights.adapted}
+                checked = {name: checked[name] for name in adapted}
         try:
             folder = self._weights.write(checked)
         except (OSError, SafetensorError):
@@ -541,7 +541,7 @@ class ServerEngine(SteppingEngine):
         finally:
             self._may_send.set()
             shutil.rmtree(folder, ignore_errors=True)
-        self._base = weights.base if isinstance(weights, MergedWeights) else None
+        self._merged_into = self.base if adapted else None
 
     def _push(self, folder: str, version: int) -> None:
         try:

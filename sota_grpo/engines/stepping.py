@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from sota_grpo.engines import Engine
+from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from sota_grpo.policy.weight_pack import Checksum
 
 Result = TypeVar("Result")
 _ATTEND_S = 0.1  # between two calls of ``attend``
@@ -225,6 +224,8 @@ class SteppingEngine(Streams, ABC):
     thread before it. Futures are resolved outside the lock, by the thread that made the step, so that their callbacks
     may push or submit. A cancelled group is dropped at the next step, push, sleep or close.
 
+    An adapter that is pushed alone is merged into ``base()``, the weights under it, by those that call :meth:`_whole`.
+
     A subclass sets ``max_model_len``, takes ``with self._between_steps():`` around whatever must not run within a step
     (pushing weights), and implements the hooks below, which are called under the lock. One that can free device memory
     sets ``_can_sleep`` and calls :meth:`_wake_now` where it needs that memory.
@@ -237,6 +238,7 @@ class SteppingEngine(Streams, ABC):
     device = torch.device("cpu")  # where this process can compute with weights before it pushes them
     weight_dtype: torch.dtype | None = None
     stops: StopStrings | None = None
+    base: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     _can_sleep = False
     _closed = False
 
@@ -266,6 +268,14 @@ class SteppingEngine(Streams, ABC):
     @abstractmethod
     def _drop(self, flights: Mapping[int, Flight]) -> None:
         """Forget these groups; some may never have started."""
+
+    def _whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return all weights of a push."""
+        if not (isinstance(weights, WeightPack) and weights.scales):
+            return weights
+        if self.base is None:
+            raise ValueError("An adapter was pushed before the weights under it; set the engine's base first.")
+        return weights.merged(self.base(), self.device)
 
     def _release(self) -> None:
         """Called once by :meth:`close`, with nothing in flight."""

@@ -21,8 +21,7 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
 from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters, weight_sums
 from sota_grpo.errors import UserError
-from sota_grpo.policy.lora import AdapterPack
-from sota_grpo.policy.weight_pack import Checksum, WeightFolder
+from sota_grpo.policy.weight_pack import Checksum, WeightFolder, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
 
 logger = logging.getLogger(__name__)
@@ -170,7 +169,7 @@ class VLLMEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; the next token of every request comes from them.
 
-        An engine with ``adapter_rank`` takes an :class:`~sota_grpo.policy.lora.AdapterPack` instead. All names of the
+        An engine with ``adapter_rank`` takes an adapter instead, and serves it unmerged. All names of the
         ``state_dict()`` are required: without ``lm_head.weight`` vLLM silently keeps the old output layer of a tied
         model.
 
@@ -178,20 +177,19 @@ class VLLMEngine(SteppingEngine):
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
         self._require_open()
+        adapter = weights if self._adapters and isinstance(weights, WeightPack) and weights.scales else None
         pairs: list[tuple[str, torch.Tensor]] = []
-        if not isinstance(weights, AdapterPack):
-            pushed = checked_weights(weights, self._shapes, self._tied, tied_required=True)
+        if adapter is None:
+            pushed = checked_weights(self._whole(weights), self._shapes, self._tied, tied_required=True)
             pairs = [(name, tensor.detach()) for name, tensor in pushed.items()]
             if self._num_devices > 1:  # the workers are other processes: the tensors travel as bytes
                 pairs = [(name, tensor.cpu()) for name, tensor in pairs]
-        elif self._adapters is None:
-            raise ValueError("This engine was built without adapter_rank; push whole weights.")
         with self._between_steps():
             self._require_open()  # another thread may have closed this meanwhile
             self._wake_now()
             self._finish_batches()
-            if self._adapters is not None and isinstance(weights, AdapterPack):
-                self._engine.add_lora(self._adapters.loading(weights))
+            if self._adapters is not None and adapter is not None:
+                self._engine.add_lora(self._adapters.loading(adapter))
             else:
                 self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if not self._engine.has_unfinished_requests():
@@ -346,12 +344,12 @@ class Adapters:
         self._folder = WeightFolder({}, None)
         self.request: Any = None  # the adapter of a request; None before the first
 
-    def loading(self, adapter: AdapterPack) -> Any:
+    def loading(self, adapter: WeightPack) -> Any:
         """Write ``adapter`` as PEFT saves one; return the request that makes vLLM read it in place of the last."""
         from vllm.lora.request import LoRARequest
 
         tensors, ranks, folder = {}, set(), self._folder.path
-        for name, tensor in adapter.pack.tensors():
+        for name, tensor in adapter.tensors():
             weight, _, factor = name.rpartition(":")
             tensors[f"base_model.model.{weight.removesuffix('weight')}lora_{factor}.weight"] = tensor.contiguous()
             ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])

@@ -7,8 +7,8 @@ And QLoRA (Dettmers et al. 2023, arXiv:2305.14314): ``W`` in 4 bits, by bitsandb
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -141,7 +141,7 @@ def engine_weights(
     Args:
         model: a causal language model, with or without LoRA.
         base: False leaves out parameters that are frozen and have no adapter.
-        merged: False gives the weights under the adapter instead, for :meth:`AdapterPack.merged`.
+        merged: False gives the weights under the adapter instead, for :meth:`WeightPack.merged`.
         dtype: of all the engine's matrices: these are rounded to it before they are gathered or leave their device.
             None leaves them as they are.
         names: of the weights to yield; None: all.
@@ -246,72 +246,22 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     return merged.to(weight.dtype)
 
 
-@dataclass(frozen=True)
-class MergedWeights:
-    """All weights of a model with an adapter, of which only those called ``adapted`` differ from its base's.
+def adapter_pack(model: nn.Module) -> WeightPack:
+    """Return the adapter of a model of :func:`add_lora` alone; rank 0 alone has that of a sharded one.
 
-    An engine that has all weights over one ``base`` (by identity) needs only these of the next ones over the same.
+    Raises:
+        ValueError: the model has none.
     """
-
-    weights: Iterable[tuple[str, torch.Tensor]]
-    adapted: Set[str]
-    base: object
-
-    @classmethod
-    def of(cls, model: nn.Module) -> MergedWeights:
-        """:func:`engine_weights` of ``model``."""
-        inner = base_model(model)
-        return cls(engine_weights(model), {name for name, _, _ in _parts(inner, base=False)}, inner)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.weights)
-
-
-@dataclass(frozen=True)
-class AdapterPack:
-    """``A [r, in]`` and ``B [out, r]`` of every adapted weight, and its scale ``alpha / r``.
-
-    :meth:`merged` gives what :func:`engine_weights` gives, bit for bit.
-    """
-
-    pack: WeightPack
-    scales: Mapping[str, float]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> AdapterPack:
-        """The adapter of a model of :func:`add_lora`; rank 0 alone has that of a sharded one.
-
-        Raises:
-            ValueError: the model has none.
-        """
-        tensors: list[tuple[str, torch.Tensor]] = []
-        scales: dict[str, float] = {}
-        for name, module in base_model(model).named_modules():
-            if _is_adapted(module):
-                (adapter,) = module.active_adapters
-                scales[f"{name}.weight"] = float(module.scaling[adapter])
-                for factor, matrices in (("A", module.lora_A), ("B", module.lora_B)):
-                    matrix: Any = matrices[adapter]
-                    if (whole := gathered(matrix.weight)) is not None:
-                        tensors.append((f"{name}.weight:{factor}", whole))
-        if not scales:
-            raise ValueError(f"{type(model).__name__} has no adapter; publish its weights instead")
-        return cls(WeightPack.of(tensors), scales)
-
-    def merged(self, base: WeightPack, device: torch.device | str = "cpu") -> MergedWeights:
-        """Return every weight of ``base`` by name and on the CPU, the adapted ones merged.
-
-        ``base`` is of :func:`packed_weights` with ``merged=False``; the products are computed on ``device``, one at a
-        time.
-        """
-
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            adapter = {name: tensor.to(device) for name, tensor in self.pack.tensors()}
-            for name, weight in base.tensors():
-                if name in self.scales:
-                    delta = (adapter[f"{name}:B"] @ adapter[f"{name}:A"]) * self.scales[name]
-                    wide = torch.promote_types(weight.dtype, torch.float32)
-                    weight = (weight.to(device, wide) + delta.to(wide)).to(weight.dtype).cpu()
-                yield name, weight
-
-        return MergedWeights(weights(), self.scales.keys(), base)
+    tensors: list[tuple[str, torch.Tensor]] = []
+    scales: dict[str, float] = {}
+    for name, module in base_model(model).named_modules():
+        if _is_adapted(module):
+            (adapter,) = module.active_adapters
+            scales[f"{name}.weight"] = float(module.scaling[adapter])
+            for factor, matrices in (("A", module.lora_A), ("B", module.lora_B)):
+                matrix: Any = matrices[adapter]
+                if (whole := gathered(matrix.weight)) is not None:
+                    tensors.append((f"{name}.weight:{factor}", whole))
+    if not scales:
+        raise ValueError(f"{type(model).__name__} has no adapter; publish its weights instead")
+    return replace(WeightPack.of(tensors), scales=scales)

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +50,9 @@ class Place:
 class WeightPack:
     """Named tensors in ``uint8`` buffers on the CPU, which cross a process boundary without a copy.
 
+    They are all weights of a model, or a LoRA adapter alone: ``NAME:A`` ``[r, in]`` and ``NAME:B`` ``[out, r]`` of
+    every weight ``NAME`` in ``scales``.
+
     Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) moves a buffer by reference. :meth:`tensors` gives
     views of it; never write into them, because other processes may use the same memory. A tensor that occurs under two
     names (a tied head) is stored once.
@@ -60,6 +63,7 @@ class WeightPack:
     """
 
     parts: tuple[tuple[np.ndarray, Mapping[str, Place]], ...]  # buffers and the tensors in each
+    scales: Mapping[str, float] = field(default_factory=dict)  # alpha / r of an adapter's weights
 
     @classmethod
     def of(
@@ -98,6 +102,20 @@ class WeightPack:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield views of the buffers, under the names and in the order of packing."""
         return chain.from_iterable(views(places, readable(buffer)) for buffer, places in self.parts)
+
+    def merged(self, base: Iterable[tuple[str, Tensor]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight of ``base`` on its own device: where this adapter has it, ``W + scale * B A``.
+
+        The product is computed in float32 on ``device``, one at a time, and rounded to the dtype of ``W``: bit for bit
+        what :func:`~sota_grpo.policy.lora.engine_weights` gives.
+        """
+        factors = {name: tensor.to(device) for name, tensor in self.tensors()}
+        for name, weight in base:
+            if name in self.scales:
+                delta = (factors[f"{name}:B"] @ factors[f"{name}:A"]) * self.scales[name]
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                weight = (weight.to(device, wide) + delta.to(wide)).to(weight.device, weight.dtype)
+            yield name, weight
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()

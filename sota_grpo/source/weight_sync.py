@@ -49,7 +49,7 @@ class EngineWeightSync(WeightSyncScheme):
 
     Args:
         weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
-            adapter alone, for engines that merge it (:class:`~sota_grpo.policy.lora.AdapterPack`).
+            adapter alone (:func:`~sota_grpo.policy.lora.adapter_pack`).
         engine: receives them.
         make_room: releases the learner's cached memory if the engine shares its devices; None: it has its own.
         whole: all weights with the adapter merged, if ``weights`` is the adapter alone.

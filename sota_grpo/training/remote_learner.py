@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.policy.lora import AdapterPack, packed_weights, weight_slices
+from sota_grpo.policy.lora import adapter_pack, packed_weights, weight_slices
 from sota_grpo.policy.sharding import gathered
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import sample_seed
@@ -116,9 +116,9 @@ class LearnerWorker:
         return (pack, len(slices)) if self.learner.ranks.leads else None
 
     @_on_thread
-    def adapter(self) -> AdapterPack | None:
+    def adapter(self) -> WeightPack | None:
         """Return the adapter alone, gathered."""
-        pack = AdapterPack.of(self.learner.policy.model)
+        pack = adapter_pack(self.learner.policy.model)
         return pack if self.learner.ranks.leads else None
 
     @_on_thread
@@ -340,7 +340,7 @@ class RemoteLearner:
             packs.append(pack)
         return WeightPack(tuple(part for pack in packs for part in pack.parts))
 
-    def adapter(self) -> AdapterPack:
+    def adapter(self) -> WeightPack:
         """Return the adapter alone."""
         return self._call("adapter")
 

@@ -17,7 +17,6 @@ from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine, Streams, Task, response_rooms, result
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import Result, WorkerDied, promised
@@ -49,7 +48,6 @@ class RolloutWorker:
 
     def __init__(self, engine: SteppingEngine, tokenizer: Any = None):
         self._engine, self._tokenizer = engine, tokenizer
-        self._base: WeightPack | None = None
         self._end: Future[NoReturn] = promised()  # why no call is answered any more
 
     def run(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
@@ -82,9 +80,9 @@ class RolloutWorker:
 
     def set_base(self, pack: WeightPack) -> None:
         """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
-        self._base = pack
+        self._engine.base = pack.tensors
 
-    def update_weights(self, pack: WeightPack | AdapterPack, version: int) -> int:
+    def update_weights(self, pack: WeightPack, version: int) -> int:
         """Push weights under the running groups; returns the version that the engine serves from the next token on.
 
         Args:
@@ -93,12 +91,7 @@ class RolloutWorker:
         """
 
         def push() -> int:
-            if isinstance(pack, AdapterPack):
-                if self._base is None:
-                    raise ValueError("An adapter came before the weights that it is an adapter of; call set_base.")
-                self._engine.update_weights(pack.merged(self._base, self._engine.device), version)
-            else:
-                self._engine.update_weights(pack.tensors(), version)
+            self._engine.update_weights(pack, version)
             return self._engine.version
 
         return self._do(push)
@@ -206,18 +199,17 @@ class FleetEngine(Streams):
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack, version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Push to every worker, under running groups; returns when each one's next token comes from the new weights.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
         """
-        if isinstance(weights, AdapterPack):
-            if self.base is not None:  # sticky: a worker that starts later gets it before its first adapter
-                base, self.base = self._share(self.base()), None
-                self._broadcast("set_base", base)
-        elif not isinstance(weights, WeightPack):
+        if not isinstance(weights, WeightPack):
             weights = WeightPack.of(weights)
+        if weights.scales and self.base is not None:  # sticky: a worker that starts later gets it before its adapter
+            base, self.base = self._share(self.base()), None
+            self._broadcast("set_base", base)
         served = self._broadcast("update_weights", self._share(weights), version)
         if wrong := sorted(set(served) - {version}):
             raise RuntimeError(f"Rollout workers serve versions {wrong} after a push of {version}.")

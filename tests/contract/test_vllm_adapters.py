@@ -12,7 +12,7 @@ import torch
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.errors import UserError
-from sota_grpo.policy.lora import AdapterPack, add_lora
+from sota_grpo.policy.lora import adapter_pack, add_lora
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import EOS, generate, largest_gap, ragged_requests, tiny_model
 
@@ -40,7 +40,7 @@ class Rig:
             for name, parameter in self.model.named_parameters():
                 if "lora_" in name:
                     parameter.normal_(0.0, 0.1)
-        self.engine.update_weights(AdapterPack.of(self.model), self.engine.version + 1)
+        self.engine.update_weights(adapter_pack(self.model), self.engine.version + 1)
 
     def gap(self, prompt_ids: tuple[int, ...] | None = None) -> float:
         requests = ragged_requests(3, 4)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sota_grpo.engines.server_engine import ServerDied, ServerEngine, server_eng
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer
-from sota_grpo.policy.lora import MergedWeights, add_lora, engine_weights
+from sota_grpo.policy.lora import adapter_pack, add_lora, engine_weights
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
@@ -141,13 +142,14 @@ def test_of_merged_weights_those_without_an_adapter_stay(rig: Rig, monkeypatch: 
 
     monkeypatch.setattr(rig.engine._weights, "write", counted)
     adapted = add_lora(AutoModelForCausalLM.from_pretrained(POLICY).eval(), r=4, alpha=8)
+    rig.engine.base = partial(engine_weights, adapted, merged=False)
     served, requests = AutoModelForCausalLM.from_pretrained(POLICY).eval(), ragged_requests(6, 4)
     for _ in range(2):
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if ".lora_B." in name:
                     parameter.normal_(0.0, 0.05)
-        rig.engine.update_weights(MergedWeights.of(adapted), rig.engine.version + 1)
+        rig.engine.update_weights(adapter_pack(adapted), rig.engine.version + 1)
         served.load_state_dict(dict(engine_weights(adapted)))
         assert largest_gap(served, requests, generate(rig.engine, requests, Sampling(max_tokens=40)), 1.0) < 1e-4
     whole, again = sizes

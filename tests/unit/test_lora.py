@@ -8,7 +8,7 @@ import torch
 from sota_grpo import keys
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, adapter_disabled, base_model
-from sota_grpo.policy.lora import AdapterPack, add_lora, engine_weights, packed_weights
+from sota_grpo.policy.lora import adapter_pack, add_lora, engine_weights, packed_weights
 from tests.unit.tiny_models import FAMILIES, make_model, make_rows
 
 
@@ -65,7 +65,7 @@ def test_a_model_without_an_adapter_has_none_to_switch_off():
     with pytest.raises(ValueError, match="Qwen2ForCausalLM has no adapter"):
         AdapterOffReference(CausalPolicy(make_model()))
     with pytest.raises(ValueError, match="no adapter"):
-        AdapterPack.of(make_model())
+        adapter_pack(make_model())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -114,7 +114,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def test_an_adapter_that_travels_alone_is_merged_to_the_same_bits(dtype, tied, device):
     model = trained(make_model(tie_word_embeddings=tied).to(dtype)).to(device)
     base = packed_weights(model, merged=False)
-    found, expected = dict(AdapterPack.of(model).merged(base, device)), dict(engine_weights(model))
+    found, expected = dict(adapter_pack(model).merged(base, device)), dict(engine_weights(model))
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name].cpu()) for name in expected)
     assert any(not torch.equal(found[name], weight) for name, weight in base.tensors())

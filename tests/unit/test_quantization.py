@@ -14,7 +14,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy, adapter_disabled
 from sota_grpo.policy.load import load_tokenizer, save_hf
 from sota_grpo.policy.lora import (
-    AdapterPack,
+    adapter_pack,
     add_lora,
     dequantized,
     engine_weights,
@@ -100,7 +100,7 @@ def test_engines_are_given_dequantised_weights_with_the_adapter_merged(pair: tup
     packed = pair[0]
     mine, theirs = (dict(engine_weights(model)) for model in pair)
     assert mine.keys() == theirs.keys()
-    apart = dict(AdapterPack.of(packed).merged(packed_weights(packed, merged=False)))
+    apart = dict(adapter_pack(packed).merged(packed_weights(packed, merged=False), "cpu"))
     for name, value in theirs.items():
         torch.testing.assert_close(mine[name], value, rtol=0.0, atol=1e-7)
         if name in apart:

@@ -21,7 +21,6 @@ from sota_grpo.engines import Engine, EngineOptions
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers import base
@@ -137,10 +136,10 @@ def test_weights_land_while_a_group_runs_and_serve_its_next_tokens(start):
 def test_an_adapter_is_merged_where_the_engines_weights_lie(start, monkeypatch: pytest.MonkeyPatch):
     engine, merged_on = ScriptedEngine(), []
     engine.device = torch.device("cuda:0")
-    monkeypatch.setattr(AdapterPack, "merged", lambda self, base, device: merged_on.append(device) or iter(()))
+    monkeypatch.setattr(WeightPack, "merged", lambda self, base, device: merged_on.append(device) or iter(()))
     worker = start(lambda: engine)
     worker.set_base(NO_WEIGHTS)
-    assert worker.update_weights(AdapterPack(NO_WEIGHTS, {}), 3).result(5.0) == 3
+    assert worker.update_weights(WeightPack((), {"layer.weight": 2.0}), 3).result(5.0) == 3
     assert merged_on == [torch.device("cuda:0")]
 
 
@@ -201,7 +200,7 @@ def test_a_failing_push_breaks_the_worker_and_a_refused_one_does_not(start):
 
     @dataclass
     class Torn:
-        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             raise OSError("shared memory is gone")
 
     with pytest.raises(WorkerDied, match="OSError: shared memory is gone"):

@@ -21,8 +21,7 @@ from sota_grpo.engines.sglang_server import SGLangEngine
 from sota_grpo.errors import UserError
 from sota_grpo.files import _LEFTOVER as LEFTOVER
 from sota_grpo.http import HttpClient, ServerError
-from sota_grpo.policy.lora import MergedWeights
-from sota_grpo.policy.weight_pack import Checksum
+from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling, sample_seed
 from tests.engine_rigs import add, step
 from tests.process_rigs import wait_for
@@ -266,7 +265,8 @@ def test_a_server_elsewhere_reads_weights_in_a_folder_that_both_see(
 
 
 def test_of_merged_weights_only_those_with_an_adapter_are_written_again(rigs: Rigs):
-    fake, base, other = FakeVLLM(), object(), object()
+    fake = FakeVLLM()
+    base, other = (lambda: weights().items()), (lambda: weights().items())
     engine, loads = rigs.engine(fake), []
     load = fake.load
 
@@ -276,14 +276,14 @@ def test_of_merged_weights_only_those_with_an_adapter_are_written_again(rigs: Ri
 
     fake.load = counted
 
-    def merged(over: object) -> MergedWeights:
-        return MergedWeights(weights().items(), {"norm"}, over)
-
-    pushes = [merged(base), merged(base), merged(base), weights().items(), merged(other), merged(other), merged(base)]
-    for version, push in enumerate(pushes, 1):
-        engine.update_weights(push, version)
+    adapter = WeightPack.of([("norm:A", torch.ones(1)), ("norm:B", torch.ones(2, 1))])
+    adapter = replace(adapter, scales={"norm": 2.0})
+    pushes = [base, base, base, None, other, other, base]
+    for version, engine.base in enumerate(pushes, 1):
+        engine.update_weights(adapter if engine.base else weights().items(), version)
     fake.label = "default"  # as of a server that was started anew behind the same url
-    engine.update_weights(merged(base), 8)
+    engine.update_weights(adapter, 8)
+    assert torch.equal(fake.weights["norm"], weights()["norm"] + 2)
     whole, adapted = set(SHAPES), {"norm"}
     assert loads == [whole, adapted, adapted, whole, whole, adapted, whole, whole]
 

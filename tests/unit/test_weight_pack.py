@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sota_grpo.engines.transformers_engine import TransformersEngine
-from sota_grpo.policy.lora import AdapterPack, add_lora, packed_weights
+from sota_grpo.policy.lora import adapter_pack, add_lora, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.source.weight_sync import EngineWeightSync
 from tests.engine_rigs import EOS, PAD, tiny_model
@@ -87,9 +87,8 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
     engine = TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD, dtype=dtype)
     if pushed == "an adapter":
         model = add_lora(model, r=2, alpha=4)
-        base, update = packed_weights(model, merged=False), engine.update_weights
-        engine.update_weights = lambda adapter, version: update(adapter.merged(base), version)  # as a worker does it
-        weight_sync = EngineWeightSync(partial(AdapterPack.of, model), engine, whole=partial(packed_weights, model))
+        engine.base = packed_weights(model, merged=False).tensors
+        weight_sync = EngineWeightSync(partial(adapter_pack, model), engine, whole=partial(packed_weights, model))
     else:
         named = list(model.state_dict().items())
         halves = lambda: WeightPack(WeightPack.of(named[:5]).parts + WeightPack.of(named[5:]).parts)  # noqa: E731
