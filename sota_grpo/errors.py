@@ -43,7 +43,7 @@ def memory_for(what: str, fix: str) -> Iterator[None]:
         raise RunFailed(f"The device lacks memory for {what} ({first_line(error)}); {fix}.") from error
 
 
-def collect_seldom() -> None:
+def collect_garbage_rarely() -> None:
     """Collect garbage every 50,000 objects instead of 700, which saves a second of five while modules are imported."""
     gc.set_threshold(50_000, 20, 50)
 
@@ -56,7 +56,7 @@ def run_command(program: str, command: Callable[[], int], if_interrupted: str) -
         command: returns the exit code.
         if_interrupted: end of the sentence of an interrupt without a text.
     """
-    collect_seldom()
+    collect_garbage_rarely()
     interrupt_once()
     try:
         code = command()

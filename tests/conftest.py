@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from _pytest.runner import runtestprotocol
 
-from sota_grpo.errors import collect_seldom
+from sota_grpo.errors import collect_garbage_rarely
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "hypothesis_profile", "") is None:
         config.option.hypothesis_profile = "ci"  # no database, no time limit of an example
     config.stash[END] = time.monotonic() + 60 * config.getoption("minutes")
-    collect_seldom()  # modules and tests are made by the million, and stay
+    collect_garbage_rarely()  # modules and tests are made by the million, and stay
     # ignored under nohup, and in the background of a script, which tests and their processes would inherit
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -146,7 +146,7 @@ def build(
             graded_transforms=[UserTransforms(own_transforms)] if own_transforms else [],
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
-            poll=learner.attend if isinstance(learner, RemoteLearner) else None,
+            poll=learner.poll if isinstance(learner, RemoteLearner) else None,
             as_table=True,
             **options,
         )
@@ -327,7 +327,7 @@ def _make_in_workers(
         fleet.wait_ready()
     if isinstance(learner, RemoteLearner):
         learner.require_folder(run_dir)
-        engine.fleet.poll = learner.attend  # a push waits for both
+        engine.fleet.poll = learner.poll  # a push waits for both
     grader = own_grader(env.grader)
     if isinstance(grader, GradingPool):  # build waits for it
         fleets.append(grader.fleet)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Result = TypeVar("Result")
-_ATTEND_S = 0.1  # between two calls of ``attend``
+_POLL_S = 0.1  # between two calls of ``poll``
 _IDLE_S = 0.005  # between two steps of an engine without work: another thread may have submitted some
 _MARGIN = 8  # tokens before a stop string's own bytes, so that it never begins where a decoder begins
 
@@ -38,7 +38,7 @@ class EventLoop:
 
     Args:
         engine: makes a step whenever no action waits.
-        attend: called while there is nothing to do.
+        poll: called while there is nothing to do.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> loop, done = EventLoop(ScriptedEngine()), []
@@ -47,8 +47,8 @@ class EventLoop:
     (1, [1], 0)
     """
 
-    def __init__(self, engine: Engine, attend: Callable[[], object] | None = None):
-        self._engine, self._attend = engine, attend
+    def __init__(self, engine: Engine, poll: Callable[[], object] | None = None):
+        self._engine, self._poll = engine, poll
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.active_at = time.monotonic()  # of the last action
 
@@ -84,9 +84,9 @@ class EventLoop:
         done = self.drain()
         if done or self._engine.advance():
             return done
-        if self._attend is not None:
-            self._attend()
-            timeout_s = _ATTEND_S if timeout_s is None else min(_ATTEND_S, timeout_s)
+        if self._poll is not None:
+            self._poll()
+            timeout_s = _POLL_S if timeout_s is None else min(_POLL_S, timeout_s)
         if self._engine.stepwise:
             timeout_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
         return self.drain(timeout_s)

@@ -30,7 +30,7 @@ from sota_grpo.engines.stepping import (
 )
 from sota_grpo.errors import UserError
 from sota_grpo.policy.weight_pack import Checksum
-from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, SamplingSupport, sample_seed
 
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
 _BITS = 24  # every multiple of 2^-24 in [0, 1) is a float32
@@ -306,7 +306,9 @@ class GroupDecoder:
                 log_probs=log_probs[i, :length].clone(),
                 versions=versions[:length].clone(),
                 truncated=truncated[i],
-                kept=KeptTokens(torch.cat(own), torch.tensor([*map(len, own)], dtype=torch.int32)) if own else None,
+                kept=SamplingSupport(torch.cat(own), torch.tensor([*map(len, own)], dtype=torch.int32))
+                if own
+                else None,
             )
             samples.append(sample)
         return GroupOutput(self._requests[group].group_id, tuple(samples))

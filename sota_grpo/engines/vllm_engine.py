@@ -22,7 +22,7 @@ from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, 
 from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters, weight_sums
 from sota_grpo.errors import UserError
 from sota_grpo.policy.weight_pack import Checksum, WeightFolder, WeightPack
-from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, SamplingSupport
 
 logger = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ def _sample(completion: Any, vocab: int) -> Sample:
     )
 
 
-def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, KeptTokens | None]:
+def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, SamplingSupport | None]:
     """Return log-probs ``[R]`` of the sampled tokens, and their kept sets if these were requested.
 
     Args:
@@ -322,7 +322,7 @@ def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor
         )
     kept = log_probs.isfinite()
     kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
-    return log_probs[:, 0].clone(), KeptTokens(ids[kept], kept.sum(1).to(torch.int32))
+    return log_probs[:, 0].clone(), SamplingSupport(ids[kept], kept.sum(1).to(torch.int32))
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:

@@ -40,10 +40,10 @@ from sota_grpo.rl.records import (
     Example,
     GroupOutput,
     GroupRequest,
-    KeptTokens,
     Sample,
     SampledText,
     Sampling,
+    SamplingSupport,
     sample_seed,
     task_of_example,
 )
@@ -350,7 +350,7 @@ def _heard(token_ids: Sequence[int]) -> Sample:
     return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)
 
 
-def _joined(turns: Sequence[Sample]) -> KeptTokens | None:
+def _joined(turns: Sequence[Sample]) -> SamplingSupport | None:
     """Join the sampling supports of the policy's turns; inserted tokens have none."""
     known = [turn.kept for turn in turns]
     if not any(known):
@@ -359,7 +359,7 @@ def _joined(turns: Sequence[Sample]) -> KeptTokens | None:
     for turn, kept in zip(turns, known):
         ids += [] if kept is None else [kept.ids]
         counts.append(torch.zeros(len(turn.token_ids), dtype=torch.int32) if kept is None else kept.counts)
-    return KeptTokens(torch.cat(ids), torch.cat(counts))
+    return SamplingSupport(torch.cat(ids), torch.cat(counts))
 
 
 class TurnOrder:

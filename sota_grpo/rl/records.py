@@ -163,7 +163,7 @@ class GroupRequest:
 MOST_KEPT = 1024
 
 
-class KeptTokens(NamedTuple):
+class SamplingSupport(NamedTuple):
     """The sampling support of each token of a response, where sampling was truncated.
 
     ``ids`` int32 ``[K]``, set after set, each with the token that was drawn; ``counts`` int32 ``[R]``, tokens of each
@@ -173,10 +173,10 @@ class KeptTokens(NamedTuple):
     ids: torch.Tensor
     counts: torch.Tensor
 
-    def first(self, num_tokens: int) -> KeptTokens:
+    def first(self, num_tokens: int) -> SamplingSupport:
         """Those of the first tokens of the response."""
         counts = self.counts[:num_tokens].clone()
-        return KeptTokens(self.ids[: int(counts.sum())].clone(), counts)
+        return SamplingSupport(self.ids[: int(counts.sum())].clone(), counts)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Sample:
     truncated: bool
     assistant_mask: torch.Tensor | None = None
     record: Mapping[str, Any] | None = None
-    kept: KeptTokens | None = None
+    kept: SamplingSupport | None = None
     text: str | None = None
 
 

@@ -25,7 +25,7 @@ from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
-from sota_grpo.errors import RunFailed, UserError, collect_seldom
+from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import Progress, closing_table, started, starting
@@ -101,7 +101,7 @@ class Run:
         ):
             gc.collect()
             gc.freeze()  # objects that live as long as the run
-            collect_seldom()
+            collect_garbage_rarely()
             self.run_log.rewind(first)
             # not earlier: a first start that fails leaves no run
             self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))

@@ -235,7 +235,7 @@ class RemoteLearner:
         self._planner: Planner | None = None
         self._order = threading.Lock()
         self._look_pause_s = min(silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
-        self._pings = _Pings(self.workers, self._look_pause_s)  # of attend()
+        self._pings = _Pings(self.workers, self._look_pause_s)  # of poll()
         self._ending = threading.Lock()
         self._died: LearnerDied | None = None
 
@@ -270,7 +270,7 @@ class RemoteLearner:
                 self._die(index, str(error), error)
         self._ready = True
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Check that every rank is alive, while something else is waited for.
 
         Raises:

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.rl.records import GroupOutput, KeptTokens, Sample
+from sota_grpo.rl.records import GroupOutput, Sample, SamplingSupport
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def unpacked(
     """The group; its samples are views of three tensors."""
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
     own_masks = (None if mask is None else torch.tensor(mask) for mask in masks)
-    own_kept = (None if sets is None else KeptTokens(*map(torch.tensor, sets)) for sets in kept)
+    own_kept = (None if sets is None else SamplingSupport(*map(torch.tensor, sets)) for sets in kept)
     by_sample = zip(*columns, truncated, own_masks, [None] * len(lengths), own_kept, texts, strict=True)
     return GroupOutput(group_id, tuple(Sample(*parts) for parts in by_sample))
 

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
-from sota_grpo.errors import collect_seldom
+from sota_grpo.errors import collect_garbage_rarely
 from sota_grpo.orphans import end_group_with, ending
 from sota_grpo.text import readable
 from sota_grpo.workers.base import (
@@ -329,7 +329,7 @@ def _show(name: str, printed: IO[bytes]) -> None:
 
 def serve_child(fd: int, parent_pid: int) -> None:
     """Run a worker's process: the worker on the main thread, where it may use signals."""
-    collect_seldom()
+    collect_garbage_rarely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(sys.stdout, TextIOWrapper):  # what is printed is not lost when the process is killed
         sys.stdout.reconfigure(line_buffering=True)

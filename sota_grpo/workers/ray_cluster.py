@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from sota_grpo.errors import UserError, collect_seldom
+from sota_grpo.errors import UserError, collect_garbage_rarely
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.orphans import die_with_parent, guard
 from sota_grpo.workers.base import (
@@ -91,7 +91,7 @@ class HostActor:
     def __init__(self, name: str, spec: bytes, path: list[str]) -> None:
         die_with_parent()  # a stopped actor does not notice that Ray's node manager is gone
         sys.path += [entry for entry in path if entry not in sys.path]
-        collect_seldom()
+        collect_garbage_rarely()
         self._host = Host(name, lambda: pickle.loads(spec))
         self._host.serve_on_thread()
         self._next_call = 0

@@ -25,7 +25,7 @@ from sota_grpo.policy.lora import add_lora
 from sota_grpo.rewards.grading import done
 from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, unpad_rows
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.records import Example, GroupOutput, KeptTokens, Sample, Sampling
+from sota_grpo.rl.records import Example, GroupOutput, Sample, Sampling, SamplingSupport
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
@@ -180,7 +180,7 @@ def test_packs_pads_and_pickles_keep_the_sets() -> None:
 
 
 def test_what_others_say_in_a_dialog_has_no_set_and_a_cut_leaves_none_behind() -> None:
-    kept = KeptTokens(torch.tensor([5, 6, 9, 7, 8], dtype=torch.int32), torch.tensor([2, 1, 2], dtype=torch.int32))
+    kept = SamplingSupport(torch.tensor([5, 6, 9, 7, 8], dtype=torch.int32), torch.tensor([2, 1, 2], dtype=torch.int32))
     said = Sample(torch.tensor([5, 9, 7]), -torch.ones(3), torch.zeros(3).long(), truncated=False, kept=kept)
     dialog = Dialog(None, (1, 2))
     for number in range(2):
@@ -196,7 +196,7 @@ def test_what_others_say_in_a_dialog_has_no_set_and_a_cut_leaves_none_behind() -
     assert plain.sample(common=2).kept is None
     tokenizer = load_tokenizer("tiny")
     ids = torch.tensor(tokenizer("it is not")["input_ids"])
-    sets = KeptTokens(ids.int(), torch.ones(len(ids), dtype=torch.int32))
+    sets = SamplingSupport(ids.int(), torch.ones(len(ids), dtype=torch.int32))
     long = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)).long(), truncated=True, kept=sets)
     (cut,) = StopStrings(tokenizer, ["is"]).cut(GroupOutput(0, (long,))).samples
     assert cut.kept.ids.tolist() == cut.token_ids.tolist()

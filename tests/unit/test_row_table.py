@@ -11,7 +11,7 @@ from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.rl.collate import drawn_entries, group_table
-from sota_grpo.rl.records import Example, KeptTokens, Sample
+from sota_grpo.rl.records import Example, Sample, SamplingSupport
 from sota_grpo.rl.table import Column, RowTable, _plain_rows, in_place, row_list
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.training.remote_learner import travelling
@@ -116,7 +116,7 @@ def test_what_is_written_to_a_table_is_written_to_the_rows_that_it_was_made_of()
 def test_a_group_is_its_samples_whatever_each_of_them_has() -> None:
     """Beside single rows: a response without a token, one that was decoded by its worker, kept sets, a record."""
     ids = [torch.tensor([4, 5]), torch.zeros(0, dtype=torch.int64), torch.tensor([6])]
-    kept = KeptTokens(torch.tensor([4, 5, 9], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
+    kept = SamplingSupport(torch.tensor([4, 5, 9], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
     extra = ({"kept": kept}, {"text": "said by a worker"}, {"record": {"a": 1}})
     samples = [
         Sample(one, -torch.ones(len(one)), torch.full((len(one),), 3), False, **own) for one, own in zip(ids, extra)

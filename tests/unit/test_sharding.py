@@ -205,7 +205,7 @@ def test_a_rank_that_dies_while_something_else_is_waited_for_is_noticed(gone: st
     ranks = [Rank(number) for number in range(2)]
     remote = facade(*ranks)
     remote.wait_ready()
-    remote.attend()  # all live
+    remote.poll()  # all live
     dead = failing(WorkerDied("learner-1 (pid 7) is gone: its node has died"))
     ranks[1].answers["ping"] = dead if gone == "died" else ranks[1].never
     with pytest.raises(LearnerDied, match=r"rank 1 .*(its node has died|does not answer).*train\.resume=auto"):
@@ -215,7 +215,7 @@ def test_a_rank_that_dies_while_something_else_is_waited_for_is_noticed(gone: st
 
 def wait_for_samples(remote: RemoteLearner) -> None:
     while True:  # pytest's own limit ends it
-        remote.attend()
+        remote.poll()
         time.sleep(0.01)
 
 
@@ -232,9 +232,9 @@ class Clocked:
     def _call(self, number: int) -> Any:
         return lambda method: self.pings[number].append(Future()) or self.pings[number][-1]
 
-    def attend(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> None:
         self.now_s = now_s
-        self.remote.attend()
+        self.remote.poll()
 
 
 def test_a_rank_that_does_not_answer_keeps_nobody_from_noticing_that_another_is_dead(
@@ -242,36 +242,36 @@ def test_a_rank_that_does_not_answer_keeps_nobody_from_noticing_that_another_is_
 ) -> None:
     """Noticed by the second look, ten seconds after the first, and not when the first rank's 600 s are over."""
     ranks = Clocked(monkeypatch)
-    ranks.attend(0.0)
+    ranks.poll(0.0)
     ranks.pings[1][0].set_result(0.0)
-    ranks.attend(9.9)
+    ranks.poll(9.9)
     assert [len(pings) for pings in ranks.pings] == [1, 1]
-    ranks.attend(10.0)
+    ranks.poll(10.0)
     assert [len(pings) for pings in ranks.pings] == [1, 2]  # a look at a time for each
     ranks.pings[1][1].set_exception(WorkerDied("its node has died"))
     with pytest.raises(LearnerDied, match=r"rank 1 .*its node has died"):
-        ranks.attend(10.1)
+        ranks.poll(10.1)
 
 
 def test_ranks_that_live_are_left_alone_however_seldom_anybody_looks_and_however_late_they_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Clocked(monkeypatch)
-    ranks.attend(0.0)
+    ranks.poll(0.0)
     for pings in ranks.pings:
         pings[0].set_result(0.0)
-    ranks.attend(5000.0)  # a long step was between
+    ranks.poll(5000.0)  # a long step was between
     ranks.pings[0][1].set_result(0.0)
-    ranks.attend(5599.0)
+    ranks.poll(5599.0)
     ranks.pings[1][1].set_result(0.0)  # late, but within silence_s
     ranks.pings[0][2].set_result(0.0)
-    ranks.attend(5602.0)
-    ranks.attend(5609.0)
+    ranks.poll(5602.0)
+    ranks.poll(5609.0)
     assert [len(pings) for pings in ranks.pings] == [4, 3]
     ranks.pings[0][3].set_result(0.0)
-    ranks.attend(6209.0)  # rank 1 has owed an answer since 5609: 600 s, no longer
+    ranks.poll(6209.0)  # rank 1 has owed an answer since 5609: 600 s, no longer
     with pytest.raises(LearnerDied, match=r"rank 1 .*does not answer, for 600 s"):
-        ranks.attend(6209.1)
+        ranks.poll(6209.1)
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "samples", "none"])
@@ -283,7 +283,7 @@ def test_whoever_waits_for_a_dead_learner_is_told_of_the_rank_that_failed_first(
     _, shards = remote.begin_save(tmp_path)
     began, message = time.monotonic(), r"rank 2 .*makes no progress"
     ranks[2].answers["written"] = ranks[2].never
-    if first == "checkpoint":  # attend() asks who lives, not who makes progress
+    if first == "checkpoint":  # poll() asks who lives, not who makes progress
         ranks[2].answers["ping"] = lambda: time.monotonic() - began
     elif first == "samples":  # its write hangs as well
         ranks[2].answers["ping"], message = failing(WorkerDied("its node has died")), r"rank 2 .*its node has died"
