@@ -258,10 +258,12 @@ def adapter_pack(model: nn.Module) -> WeightPack:
         if _is_adapted(module):
             (adapter,) = module.active_adapters
             scales[f"{name}.weight"] = float(module.scaling[adapter])
-            for factor, matrices in (("A", module.lora_A), ("B", module.lora_B)):
-                matrix: Any = matrices[adapter]
-                if (whole := gathered(matrix.weight)) is not None:
-                    tensors.append((f"{name}.weight:{factor}", whole))
+            factors: list[Any] = [module.lora_A[adapter], module.lora_B[adapter]]
+            first, second = (gathered(factor.weight) for factor in factors)
+            if first is not None and second is not None:
+                if getattr(module, "fan_in_fan_out", False):  # its weight is kept transposed: (B A)^T = A^T B^T
+                    first, second = second.T, first.T
+                tensors += [(f"{name}.weight:A", first), (f"{name}.weight:B", second)]
     if not scales:
         raise ValueError(f"{type(model).__name__} has no adapter; publish its weights instead")
     return replace(WeightPack.of(tensors), scales=scales)

@@ -50,8 +50,8 @@ class Place:
 class WeightPack:
     """Named tensors in ``uint8`` buffers on the CPU, which cross a process boundary without a copy.
 
-    They are all weights of a model, or a LoRA adapter alone: ``NAME:A`` ``[r, in]`` and ``NAME:B`` ``[out, r]`` of
-    every weight ``NAME`` in ``scales``.
+    They are all weights of a model, or a LoRA adapter alone: ``NAME:A`` ``[r, columns]`` and ``NAME:B``
+    ``[rows, r]`` of every weight ``NAME`` ``[rows, columns]`` in ``scales``.
 
     Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) moves a buffer by reference. :meth:`tensors` gives
     views of it; never write into them, because other processes may use the same memory. A tensor that occurs under two
@@ -107,7 +107,7 @@ class WeightPack:
         """Yield every weight of ``base`` on its own device: where this adapter has it, ``W + scale * B A``.
 
         The product is computed in float32 on ``device``, one at a time, and rounded to the dtype of ``W``: bit for bit
-        what :func:`~sota_grpo.policy.lora.engine_weights` gives.
+        what :func:`~sota_grpo.policy.lora.engine_weights` gives (of weights kept transposed, to rounding).
         """
         factors = {name: tensor.to(device) for name, tensor in self.tensors()}
         for name, weight in base:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError
@@ -118,6 +119,14 @@ def test_an_adapter_that_travels_alone_is_merged_to_the_same_bits(dtype, tied, d
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name].cpu()) for name in expected)
     assert any(not torch.equal(found[name], weight) for name, weight in base.tensors())
+
+
+def test_an_adapter_of_a_model_with_transposed_weights_is_merged_alike():
+    plain = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=16))
+    model = trained(plain)  # its attention has weights [8, 8] and [8, 24]
+    found = dict(adapter_pack(model).merged(packed_weights(model, merged=False), "cpu"))
+    for name, weight in engine_weights(model):
+        torch.testing.assert_close(found[name], weight, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("options", "message"), [({"r": 0}, "rank is 0"), ({"dropout": 1.0}, "dropout is 1.0")])
