@@ -74,6 +74,8 @@ def fork_under_subreaper() -> None:
     # Waited for, not handled: SIGTERM comes once for each thread of an ending parent, and a handler that raises could
     # run a second time, outside of what catches it.
     signals = signal.SIGTERM, signal.SIGCHLD
+    for number in signals:
+        signal.signal(number, signal.SIG_DFL)  # Linux sends no SIGCHLD that the parent had ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     adopt_orphans()

@@ -247,9 +247,11 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
 def make_weight_sync(
     config: Config, model: nn.Module, engine: SteppingEngine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
-    """Push the weights of ``model``, or its adapter, which the engine merges, to an engine of this process."""
+    """Push the weights of ``model`` to an engine of this process, merged unless the engine takes adapters."""
     if not config.train_model.lora.enabled:
         return EngineWeightSync(partial(_state, model), engine, make_room)
+    if not (engine.takes_adapters or config.inference_model.serve_adapter):
+        return EngineWeightSync(partial(engine_weights, model), engine, make_room)
     engine.base = partial(engine_weights, model, merged=False)
     return EngineWeightSync(partial(adapter_pack, model), engine, make_room, partial(engine_weights, model))
 

@@ -517,6 +517,7 @@ class Estimate(RunMemory):
     places: dict[str, str]  # the source of each fact: model, prompt, machine
     num_problems: int | None  # of the training split; None where the data is not here
     change: dict[str, Any] | None = None  # the smallest that makes it fit; None: it fits, or no change helps
+    other_change: dict[str, Any] | None = None  # the smallest that trains all weights, where change does not
 
     @property
     def refusal(self) -> str | None:
@@ -527,6 +528,8 @@ class Estimate(RunMemory):
         if self.change is not None:
             peak = max(device.peak for device in self.with_options(self.change).devices)
             fix = f"use {' '.join(overrides_of(self.change))} ({peak / GIB:.1f} GiB)"
+        if self.other_change is not None:
+            fix += f", or, to train all weights, {' '.join(overrides_of(self.other_change))}"
         return None if self.fits else f"The run does not fit on {worst.name}: {reason}; {fix}."
 
     def as_dict(self) -> dict[str, Any]:
@@ -566,7 +569,9 @@ def estimate(
     longest, prompt_place, problems = _prompts(config, prompt_tokens, context)
     places = {"model": model_place, "prompt": prompt_place, "machine": machine_place}
     run = Estimate(config, model, longest, machine, places, problems, teacher=teacher)
-    return replace(run, change=None if run.fits else _smallest_change(run))
+    change = None if run.fits else _smallest_change(run)
+    trains_less = change is not None and "train_model.lora.enabled" in change
+    return replace(run, change=change, other_change=_smallest_change(run, with_lora=False) if trains_less else None)
 
 
 def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architecture | None]:
@@ -657,9 +662,9 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts{lacks}", count
 
 
-def _smallest_change(run: RunMemory) -> dict[str, Any] | None:
+def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
     """Return the cheapest change of options with which every device has room; None where none does."""
-    levers = [lever for lever in _levers(run) if lever[1]]
+    levers = [lever for lever in _levers(run, with_lora) if lever[1]]
     sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
     for chosen in sorted(sets, key=lambda chosen: sum(price for price, _ in chosen)):
         moves = product(*(enumerate(settings) for _, settings in chosen))
@@ -672,7 +677,7 @@ def _smallest_change(run: RunMemory) -> dict[str, Any] | None:
     return None
 
 
-def _levers(run: RunMemory) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield the options that can change: a price, and settings, the mildest first.
 
     A change of memory and time costs less than training other weights, and that less than more devices.
@@ -700,7 +705,7 @@ def _levers(run: RunMemory) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     halves = [{"train_model.torch_dtype": "bfloat16"}] if train.torch_dtype in ("auto", "float32") else []
     if train.lora.enabled:
         yield 4, halves
-    elif kind.trains_adapters:
+    elif with_lora and kind.trains_adapters:
         adapter = {"train_model.lora.enabled": True}
         yield 8, [adapter, *(adapter | half for half in halves)]
 

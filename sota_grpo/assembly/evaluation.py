@@ -32,7 +32,9 @@ from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.evaluate import (
+    Evaluator,
+)
 from sota_grpo.training.gate import Check, run_gate, write_gate
 
 PRESET_OF = {

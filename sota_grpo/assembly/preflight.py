@@ -37,13 +37,7 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     require_tokens()
     validate(config)
     if run_dir is not None:
-        processes = os.environ.get("WORLD_SIZE", "1")
-        if "LOCAL_RANK" in os.environ and processes != "1":  # a process per GPU: each would train a whole run
-            raise UserError(
-                f"torchrun or another launcher has started this command {processes} times (WORLD_SIZE), and each would "
-                "train a whole run; start it once, without the launcher, with "
-                f"train_model.num_devices={processes}."
-            )
+        _require_one_process()
         require_free(run_dir, config.train.resume)
     require_sinks(config)
     require_package(config.optimizer.name)
@@ -61,6 +55,16 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
         raise UserError(needs_a_gpu(config))
     for each in task_configs(config).values():
         _require_files(each)
+
+
+def _require_one_process() -> None:
+    """Refuse launchers that start one process per GPU: each would train a whole run."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "LOCAL_RANK" in os.environ and processes != "1":
+        raise UserError(
+            f"torchrun or another launcher has started this command {processes} times (WORLD_SIZE), and each would "
+            f"train a whole run; start it once, without the launcher, with train_model.num_devices={processes}."
+        )
 
 
 def _require_files(config: Config) -> None:
@@ -141,5 +145,16 @@ def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, for example ``550.54.15``; None without one."""
     with suppress(OSError):
         version = re.search(r"Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text())
-        return version[1] if version else None
-    return None
+        if version:
+            return version[1]
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    text = ctypes.create_string_buffer(80)
+    try:
+        if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))):
+            return None
+    except AttributeError:  # a stub of the library
+        return None
+    return text.value.decode() or None

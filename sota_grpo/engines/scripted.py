@@ -109,7 +109,7 @@ class ScriptedEngine(SteppingEngine):
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Serve ``version``; the weights are read and have no effect."""
-        for _ in self._whole(weights):
+        for _ in self.whole(weights):
             pass
         with self._between_steps():
             self.version = version

@@ -182,6 +182,7 @@ class ServerEngine(SteppingEngine):
     """
 
     name, package = "vllm_server", "vllm"
+    takes_adapters = True  # it writes only the weights that the adapter changes
     remedy = (
         "start it with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --generation-config vllm "
         "--logprobs-mode processed_logprobs`"
@@ -516,7 +517,7 @@ class ServerEngine(SteppingEngine):
         """
         self._require_open()
         adapted = weights.scales if isinstance(weights, WeightPack) else {}
-        checked = checked_weights(self._whole(weights), self._shapes, self._tied, tied_required=True)
+        checked = checked_weights(self.whole(weights), self._shapes, self._tied, tied_required=True)
         if adapted and self.base is self._merged_into:
             with self._breaking("before it took new weights"):
                 label = self._served_label()

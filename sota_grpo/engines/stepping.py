@@ -224,8 +224,6 @@ class SteppingEngine(Streams, ABC):
     thread before it. Futures are resolved outside the lock, by the thread that made the step, so that their callbacks
     may push or submit. A cancelled group is dropped at the next step, push, sleep or close.
 
-    An adapter that is pushed alone is merged into ``base()``, the weights under it, by those that call :meth:`_whole`.
-
     A subclass sets ``max_model_len``, takes ``with self._between_steps():`` around whatever must not run within a step
     (pushing weights), and implements the hooks below, which are called under the lock. One that can free device memory
     sets ``_can_sleep`` and calls :meth:`_wake_now` where it needs that memory.
@@ -239,6 +237,7 @@ class SteppingEngine(Streams, ABC):
     weight_dtype: torch.dtype | None = None
     stops: StopStrings | None = None
     base: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
+    takes_adapters = False  # True: :meth:`update_weights` gets a LoRA adapter alone; False: merged weights
     _can_sleep = False
     _closed = False
 
@@ -269,8 +268,8 @@ class SteppingEngine(Streams, ABC):
     def _drop(self, flights: Mapping[int, Flight]) -> None:
         """Forget these groups; some may never have started."""
 
-    def _whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return all weights of a push."""
+    def whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return all weights of a push: an adapter that was pushed alone is merged into ``base()``."""
         if not (isinstance(weights, WeightPack) and weights.scales):
             return weights
         if self.base is None:

@@ -450,7 +450,7 @@ class TransformersEngine(SteppingEngine):
         self._require_open()
         own = model.state_dict()
         shapes = {name: tensor.shape for name, tensor in own.items()}
-        pushed = checked_weights(self._whole(weights), shapes, self._tied, tied_required=False)
+        pushed = checked_weights(self.whole(weights), shapes, self._tied, tied_required=False)
         with self._between_steps():
             self._require_open()
             for name, tensor in pushed.items():

@@ -119,6 +119,7 @@ class VLLMEngine(SteppingEngine):
             )
         self._engine.set_weight_version("0")
         self._adapters = Adapters() if options.adapter_rank else None
+        self.takes_adapters = self._adapters is not None
         dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
         self.weight_dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
@@ -180,7 +181,7 @@ class VLLMEngine(SteppingEngine):
         adapter = weights if self._adapters and isinstance(weights, WeightPack) and weights.scales else None
         pairs: list[tuple[str, torch.Tensor]] = []
         if adapter is None:
-            pushed = checked_weights(self._whole(weights), self._shapes, self._tied, tied_required=True)
+            pushed = checked_weights(self.whole(weights), self._shapes, self._tied, tied_required=True)
             pairs = [(name, tensor.detach()) for name, tensor in pushed.items()]
             if self._num_devices > 1:  # the workers are other processes: the tensors travel as bytes
                 pairs = [(name, tensor.cpu()) for name, tensor in pairs]

@@ -106,15 +106,17 @@ class WeightPack:
     def merged(self, base: Iterable[tuple[str, Tensor]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight of ``base`` on its own device: where this adapter has it, ``W + scale * B A``.
 
-        The product is computed in float32 on ``device``, one at a time, and rounded to the dtype of ``W``: bit for bit
-        what :func:`~sota_grpo.policy.lora.engine_weights` gives (of weights kept transposed, to rounding).
+        The product is computed in float32 on ``device``, or where ``W`` is if that is the CPU, one at a time, and
+        rounded to the dtype of ``W``: on one device bit for bit what :func:`~sota_grpo.policy.lora.engine_weights`
+        gives (of weights kept transposed, to rounding).
         """
-        factors = {name: tensor.to(device) for name, tensor in self.tensors()}
+        factors = dict(self.tensors())
         for name, weight in base:
             if name in self.scales:
-                delta = (factors[f"{name}:B"] @ factors[f"{name}:A"]) * self.scales[name]
+                on = weight.device if torch.device(device).type == "cpu" else device
+                delta = (factors[f"{name}:B"].to(on) @ factors[f"{name}:A"].to(on)) * self.scales[name]
                 wide = torch.promote_types(weight.dtype, torch.float32)
-                weight = (weight.to(device, wide) + delta.to(wide)).to(weight.device, weight.dtype)
+                weight = (weight.to(on, wide) + delta.to(wide)).to(weight.device, weight.dtype)
             yield name, weight
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -124,6 +124,14 @@ class RunLog:
             rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS``, and perhaps some of
                 ``SOME_FIELDS``, which a sink's table has no columns for.
         """
+        for row in rows:
+            odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
+            if odd:
+                raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
+            for name in ("reward", "advantage"):
+                if not math.isfinite(row[name]):
+                    where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
+                    raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
         picked = best_and_worst(rows)
         lines, samples = (
             [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]

@@ -243,6 +243,7 @@ class Slots:
         )
         self.refill = Refill(num_groups=num_groups, slots=self.count, max_draws=max_draws)
         self.in_flight: dict[int, Group] = {}
+        self._in_flight_versions: Counter[int] = Counter()
         self._stream, self._version = stream, version
         self.given_out = 0
 
@@ -253,36 +254,36 @@ class Slots:
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
         """Discard a zero-advantage group; return the fresh groups that replace it or others."""
-        del self.in_flight[group.group_id]
+        self._remove(group)
         self.refill.add(group, rows)
         return self._replace()
 
     def finish(self, group: Group, rows: RowTable) -> None:
         """Put a finished group into the buffer."""
         self.buffer.add(rows)
-        del self.in_flight[group.group_id]
+        self._remove(group)
 
     def batch_is_ready(self) -> bool:
         """Whether the groups of the next batch are finished."""
         if self._finished.sampler is not None:
             return len(self._finished) >= self.num_groups
-        in_flight = Counter(group.version for group in self.in_flight.values())
         finished = self._finished.versions
-        return oldest_are_finished(self.num_groups, in_flight + finished + self.refill.held_versions(), finished)
+        admitted = self._in_flight_versions + finished + self.refill.held_versions()
+        return oldest_are_finished(self.num_groups, admitted, finished)
 
     def settle(self) -> list[tuple[Group, RowTable]]:
         """Return zero-advantage groups to complete the next batch, if it waits for nothing else."""
         if not self.refill.num_held:
             return []
-        in_flight, done = Counter(group.version for group in self.in_flight.values()), self._finished.versions
-        done = done + self.refill.held_versions()
+        done = self._finished.versions + self.refill.held_versions()
         waits = bool(self.in_flight)
         if self._finished.sampler is None:
-            waits = not oldest_are_finished(self.num_groups, in_flight + done, done)
+            waits = not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done)
         if waits:
             return []
         kept = self.refill.settle()
-        self.in_flight |= {group.group_id: group for group, _ in kept}
+        for group, _ in kept:
+            self._launch(group)
         return kept
 
     def take(self) -> None:
@@ -293,12 +294,10 @@ class Slots:
     def take_back(self) -> list[Group]:
         """Put the groups of a batch that cannot be trained on in flight again, and return them."""
         self.given_out = 0
-        groups = [  # as if an earlier step had drawn them: one without an advantage counts to round 1
-            Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0)
+        return [  # as if an earlier step had drawn them: one without an advantage counts to round 1
+            self._launch(Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0))
             for group_id, version in sorted(self._finished.taken.items())
         ]
-        self.in_flight |= {group.group_id: group for group in groups}
-        return groups
 
     def release(self) -> list[Group]:
         """Free the slots of the batch given out; return the groups that are admitted to them."""
@@ -314,8 +313,16 @@ class Slots:
 
     def _admit(self, step: int, index: int) -> Group:
         ((group_id, example),) = self._stream.draw(1)
-        group = self.in_flight[group_id] = Group(group_id, example, self._version(), step, index)
+        return self._launch(Group(group_id, example, self._version(), step, index))
+
+    def _launch(self, group: Group) -> Group:
+        self.in_flight[group.group_id] = group
+        self._in_flight_versions[group.version] += 1
         return group
+
+    def _remove(self, group: Group) -> None:
+        del self.in_flight[group.group_id]
+        self._in_flight_versions[group.version] -= 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the prompts, the ids of groups in flight, and the rows of finished groups."""
@@ -343,10 +350,9 @@ class Slots:
                 f"{self.num_groups} and {self.max_policy_age}; resume with the same."
             )
         self._stream.load_state_dict(state["stream"])
-        self.in_flight = {
-            group_id: Group(group_id, self._stream.example_of(group_id), *place)
-            for group_id, *place in sorted(state["in_flight"])
-        }
+        self.in_flight, self._in_flight_versions = {}, Counter()
+        for group_id, *place in sorted(state["in_flight"]):
+            self._launch(Group(group_id, self._stream.example_of(group_id), *place))
         for part, saved in zip((self.buffer.storage, self._finished), state["finished"], strict=True):
             part.load_state_dict(saved)
         self.refill.load_state_dict(state["refill"], self._stream.example_of)

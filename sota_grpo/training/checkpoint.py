@@ -117,6 +117,7 @@ class CheckpointStore:
             CheckpointError: the file system refused (disk full, no permission); older checkpoints are untouched.
         """
         path = self.directory / f"checkpoint_{step:06d}.pt"
+        before = {path: path.stat().st_ino for _, path in self.paths()}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if shards is not None:
@@ -125,6 +126,8 @@ class CheckpointStore:
             with atomic_file(path, durable=True) as temporary:
                 _write(temporary, state)
         except BaseException as error:
+            if shards is not None and path in before and path.stat().st_ino == before[path]:
+                shutil.rmtree(shards.folder, ignore_errors=True)  # the earlier checkpoint of this step has its own
             self._drop_folders(None)
             if isinstance(error, (OSError, RunFailed)):  # a rank may have died
                 raise CheckpointError(self._write_failure(step, error)) from error
@@ -270,7 +273,15 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Restore every generator from :func:`rng_state`.
 
     CUDA generators are left alone where either side has none; another number of devices is a warning.
+
+    Raises:
+        CheckpointError: the state has another form.
     """
+    if not isinstance(state.get("python"), tuple):
+        raise CheckpointError(
+            "the random state of this checkpoint has an older form; resume with the version that wrote it, or start "
+            "another run"
+        )
     cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     if cuda is not None and len(cuda) != torch.cuda.device_count():
         logger.warning(

@@ -91,7 +91,8 @@ class RolloutWorker:
         """
 
         def push() -> int:
-            self._engine.update_weights(pack, version)
+            engine = self._engine
+            engine.update_weights(pack if engine.takes_adapters else engine.whole(pack), version)
             return self._engine.version
 
         return self._do(push)

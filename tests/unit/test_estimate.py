@@ -220,7 +220,8 @@ def test_proposals_stay_within_the_gpus_that_there_are() -> None:
     for gpus in (1, 4):
         found = planned(*LLAMA, gib=80.0, gpus=gpus)
         assert found.with_options(fits_with_its_change_only(found)).fits
-    changed = found.with_options(found.change)
+        assert (found.other_change is None) == (gpus == 1)
+    changed = found.with_options(found.other_change)
     assert {device.name for device in changed.devices} <= {f"cuda:{index}" for index in range(4)}
     with pytest.raises(UserError, match=r"5 devices are needed .* and this machine has 4"):
         planned(*LLAMA, "train_model.num_devices=4", "inference_model.num_devices=1", gpus=4)

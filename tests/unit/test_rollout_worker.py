@@ -191,6 +191,16 @@ def test_a_failing_step_fails_everything_with_its_cause(start):
     assert engine.closed
 
 
+def test_an_engine_that_takes_no_adapters_gets_merged_weights(start, monkeypatch: pytest.MonkeyPatch):
+    engine, served = ScriptedEngine(), {}
+    monkeypatch.setattr(engine, "update_weights", lambda weights, version: served.update(weights))
+    worker = start(lambda: engine)
+    worker.set_base(WeightPack.of([("layer.weight", torch.ones(2, 2))]))
+    factors = [("layer.weight:A", torch.tensor([[1.0, 2.0]])), ("layer.weight:B", torch.tensor([[3.0], [0.0]]))]
+    worker.update_weights(replace(WeightPack.of(factors), scales={"layer.weight": 2.0}), 1).result(5.0)
+    assert {name: value.tolist() for name, value in served.items()} == {"layer.weight": [[7.0, 13.0], [1.0, 1.0]]}
+
+
 def test_a_failing_push_breaks_the_worker_and_a_refused_one_does_not(start):
     model = tiny_model()
     worker = start(lambda: hf_engine(model))

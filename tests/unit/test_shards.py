@@ -200,22 +200,25 @@ def test_what_a_rank_wrote_of_8_bit_moments_is_loaded(tmp_path: Path, monkeypatc
     )
 
 
-def test_ranks_that_died_while_they_wrote_leave_the_old_one_and_no_half(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [1, 2])
+def test_ranks_that_died_while_they_wrote_leave_the_old_one_and_no_half(step: int, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     kept = saved(store, 1)
+    before = names(tmp_path)
 
     def dead() -> dict[str, str]:
         raise WorkerDied("learner-1 was ended by SIGKILL")
 
-    shards = Shards(store.folder(2), dead)
+    shards = Shards(store.folder(step), dead)
     shards.folder.mkdir()
     (shards.folder / "rank_00000.safetensors").touch()
     with pytest.raises(
-        CheckpointError, match=r"step 2 .*ended by SIGKILL; checkpoint_000001\.pt is the last good one$"
+        CheckpointError, match=rf"step {step} .*ended by SIGKILL; checkpoint_000001\.pt is the last good one$"
     ):
-        store.save(2, {}, shards)
+        store.save(step, {}, shards)
     assert [path for _, path in store.paths()] == [kept]
-    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
+    assert not shards.folder.exists()
+    assert names(tmp_path) == before
 
 
 def test_a_name_whose_sync_fails_keeps_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
