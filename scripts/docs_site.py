@@ -21,6 +21,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`(?!\])", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:mod|class|func|meth|attr|data|exc|obj):(?=`)")
 _DOCTEST = re.compile(r"^>>> .*\n(?:.+\n)*", re.MULTILINE)
+_TABLE = re.compile(r"^=+ +=.*\n(?:.+\n)*", re.MULTILINE)
 
 
 def modules() -> list[str]:
@@ -127,10 +128,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Make Markdown of docstrings: fenced doctests, and no Sphinx role before a name."""
+    """Make Markdown of docstrings: fenced doctests and tables, and no Sphinx role before a name."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         """Rewrite the docstring of a module, class, function or attribute before it is parsed."""
         if obj.docstring:
-            text = _ROLE.sub("", obj.docstring.value)
-            obj.docstring.value = _DOCTEST.sub(r"\n```pycon\n\g<0>```\n", text + "\n")
+            text = _ROLE.sub("", obj.docstring.value + "\n")
+            text = _TABLE.sub(r"\n```text\n\g<0>```\n", text)
+            text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+            obj.docstring.value = _DOCTEST.sub(r"\n```pycon\n\g<0>```\n", text)
