@@ -10,7 +10,7 @@
 # make fuzz-draws   the fast tests with other random draws, FUZZ="--minutes=60", and what repeats those that failed
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
 # make notebook   run docs/python.ipynb again
-# make api     a reference of every public name in docs/api, from the docstrings
+# make site    the documents as a site in site/, with a reference of every option and every public name
 # make lint type e2e clean
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +25,7 @@ GSM8K ?= train.jsonl
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
-.PHONY: demo agent real real-gsm8k test slow fuzz-draws lint type e2e bench bench-quick notebook api clean
+.PHONY: demo agent real real-gsm8k test slow fuzz-draws lint type e2e bench bench-quick notebook site clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -98,9 +98,9 @@ lint: $(VENV)/.test
 type: $(VENV)/.test
 	$(BIN)/mypy
 
-api: $(VENV)/.base
+site: $(VENV)/.base
 	$(BIN)/pip install -q -e ".[docs]"
-	$(BIN)/python scripts/api_reference.py
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
