@@ -36,7 +36,7 @@ def modules() -> list[str]:
 
 
 def rooms() -> dict[str, list[str]]:
-    """The public modules by their page: a subpackage each, and ``sota_grpo`` for the modules beside them."""
+    """The public modules by their page: a subpackage each, and ``sota_grpo`` for the modules at the top."""
     pages: dict[str, list[str]] = {}
     for name in modules():
         room = name.split(".")[1:2]

@@ -154,7 +154,6 @@ class Run:
                 "The learning rate goes on under the %s schedule of %d steps, instead of %d.",
                 *(schedule, num_steps(self.config), shorter),
             )
-        set_rng_state(state["rng"])
         self.parts.learner.load_state_dict(state["learner"])
         self.parts.collector.load_state_dict(state["collector"])
         set_rng_state(state["rng"])

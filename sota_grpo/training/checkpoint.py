@@ -117,7 +117,7 @@ class CheckpointStore:
             CheckpointError: the file system refused (disk full, no permission); older checkpoints are untouched.
         """
         path = self.directory / f"checkpoint_{step:06d}.pt"
-        before = {path: path.stat().st_ino for _, path in self.paths()}
+        earlier = _inode(path)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if shards is not None:
@@ -126,7 +126,7 @@ class CheckpointStore:
             with atomic_file(path, durable=True) as temporary:
                 _write(temporary, state)
         except BaseException as error:
-            if shards is not None and path in before and path.stat().st_ino == before[path]:
+            if shards is not None and earlier is not None and _inode(path) == earlier:
                 shutil.rmtree(shards.folder, ignore_errors=True)  # the earlier checkpoint of this step has its own
             self._drop_folders(None)
             if isinstance(error, (OSError, RunFailed)):  # a rank may have died
@@ -214,6 +214,14 @@ class CheckpointStore:
         kept = self.paths()
         message += f"; {kept[0][1].name} is the last good one" if kept else "; there is no earlier one"
         return message + ("; free space there or choose another output directory" * isinstance(error, OSError))
+
+
+def _inode(path: Path) -> int | None:
+    """Return the inode of a file; None if there is none or it cannot be read."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):

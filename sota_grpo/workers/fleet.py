@@ -284,7 +284,7 @@ class Fleet:
             WorkerLate: no worker answered, the replacements neither (a TimeoutError).
             WorkerDied: no worker answered, or the fleet was closed or has no slot left.
             Exception: what the method raised on a worker; a sticky call is then forgotten again. Or what
-                :attr:`poll` raised; the broadcast goes on then.
+                :attr:`poll` raised; the broadcast continues then.
         """
         return self._polling(self._broadcast(method, args, deadline_s, sticky))
 
