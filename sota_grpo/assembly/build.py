@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torchrl.envs.transforms import Compose
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.envs.transforms import Compose, Transform
 from transformers import AutoConfig
 
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
@@ -68,7 +69,7 @@ from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rl.task import Task
-from sota_grpo.rl.user_transforms import UserTransforms, load_transforms
+from sota_grpo.rl.user_transforms import UserTransforms, load_instances
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
@@ -123,14 +124,16 @@ def build(
     starting("Reading the tokenizer and the data")
     tokenizer = trainable_tokenizer(config, plan.engine)
     task = task_of(config, functions)
-    own_transforms = load_transforms(config.env.transforms)
+    own_transforms = load_instances("env.transforms", config.env.transforms, Transform)
+    samplers = load_instances("train.sampler", [config.train.sampler] if config.train.sampler else [], Sampler)
     with ExitStack() as opened:
         env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
         task, grader = env.task, own_grader(env.grader)
         torch.manual_seed(config.seed)
         own = with_micro_batches(config, plan, env.longest_prompt)
         if plan.workers:
-            made = _make_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened)
+            sampler = samplers[0][1] if samplers else None
+            made = _make_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened, sampler)
         else:
             made = _make_here(own, plan, env, tokenizer, run_dir, opened)
         engine, learner, weight_sync, transforms, options = made
@@ -290,6 +293,7 @@ def _make_in_workers(
     run_dir: Path,
     should_stop: Callable[[], bool],
     opened: ExitStack,
+    sampler: Sampler | None,
 ) -> Made:
     """Start the workers of engines, reference and perhaps several ranks of the learner, all at once."""
     starting(f"Starting the workers, engine={plan.engine}")
@@ -344,7 +348,7 @@ def _make_in_workers(
         slots, advantage = max_groups_admitted(age, num_groups), timed(make_advantage(config, term_weights))
         options |= {
             "max_policy_age": age,
-            "replay_buffer": GroupReplayBuffer(slots, num_groups, transform=advantage, as_table=True),
+            "replay_buffer": GroupReplayBuffer(slots, num_groups, transform=advantage, as_table=True, sampler=sampler),
             "group_transforms": [transform for _, transform in make_overlong(config)],
             "reference": reference.submit if reference else None,
         }

@@ -18,7 +18,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rewards.sandbox import is_url
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.objective_files import IN_FILES, in_file
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain
@@ -30,15 +30,13 @@ _PACKAGED = _PACKAGE / "presets"
 #: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
-_OWN_FUNCTIONS = ("algorithm.objective", "algorithm.baseline")
-_IN_FILES = (*_OWN_FUNCTIONS, "env.dataset", "env.tools", "env.environment", "env.transforms")  # FILE.py:NAME
-PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *_IN_FILES)  # or names of a hub
+PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *IN_FILES)  # or names of a hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Options of :func:`needs_consent` without effect where no loss is computed, and where nothing is sampled or graded.
-UNUSED_WITHOUT_LOSS = ("ray.address", "env.transforms", *_OWN_FUNCTIONS)
+UNUSED_WITHOUT_LOSS = ("ray.address", "train.sampler", "env.transforms", "algorithm.objective", "algorithm.baseline")
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
-    *("env.tools", "env.environment", "env.sandbox", "env.transforms"),
+    *("env.tools", "env.environment", "env.sandbox", "env.transforms", "train.sampler"),
     *("reward.judge.url", "reward.judge.rubric"),
 )
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # Hydra proposes +, which our schema refuses
@@ -231,7 +229,7 @@ def needs_consent(config: Config) -> dict[str, str]:
     for name, value in _paths(config):
         if _run_option(name) == "reward.path":
             acts[name] = f"run {one_line(value)}"
-        elif _run_option(name) in _IN_FILES:
+        elif _run_option(name) in IN_FILES:
             acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
     for name, environment in _values(config, "env.environment"):
         if (server := server_of(environment)) is not None:
@@ -308,7 +306,7 @@ def _run_option(name: str) -> str:
 
 def _path_of(name: str, value: str) -> tuple[Path, str]:
     """Return the file or folder in an option's value, and ``:FUNCTION`` behind it."""
-    own = in_file(value) if _run_option(name) in _IN_FILES else None
+    own = in_file(value) if _run_option(name) in IN_FILES else None
     return (Path(value).expanduser(), "") if own is None else (own[0], f":{own[1]}")
 
 
@@ -316,7 +314,7 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield name and value of each option that names a file or folder, mixtures included, before any validation."""
     for name, value in _values(config, *PATH_OPTIONS):
         in_a_file = (in_file(value) or value.endswith(PICKLED)) and server_of(value) is None
-        if _run_option(name) not in _IN_FILES or in_a_file:
+        if _run_option(name) not in IN_FILES or in_a_file:
             yield name, value
     yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)
 

@@ -133,7 +133,6 @@ def make_policy(
         temperature=config.inference_model.temperature,
         entropy_grad=config.algorithm.entropy_coef > 0,
         shared_prompt=config.model.attn_implementation is None,
-        liger=config.train_model.log_probs == "liger",
         fused=wants_fused_layers(config, device_type),
     )
 

@@ -73,10 +73,11 @@ def _require_files(config: Config) -> None:
             dataset.require_file(Path(path).expanduser())
     if config.reward.path not in (None, functions.PASSED):
         functions.require_file(Path(config.reward.path).expanduser())
-    for value in config.env.transforms:
+    named = [("env.transforms", value) for value in config.env.transforms]
+    for option, value in (*named, ("train.sampler", config.train.sampler or "")):
         place = in_file(value)
         if place is not None and not place[0].is_file():
-            raise UserError(f"there is no file {place[0]}; correct env.transforms (now in {Path.cwd()}).")
+            raise UserError(f"there is no file {place[0]}; correct {option} (relative paths start at {Path.cwd()}).")
     rubric = rubric_file(config.reward.judge.rubric)
     if rubric is not None and not rubric.expanduser().is_file():
         raise UserError(f"there is no file {rubric}; correct reward.judge.rubric (now in {Path.cwd()}).")

@@ -275,7 +275,6 @@ class TrainModelConfig:
     fsdp_size: int | None = opt(None, "devices that shard the weights; fewer than all: HSDP; null: all", above=0)
     torch_dtype: str = opt("auto", "dtype of the weights; auto is float32", DTYPES)
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass: less memory, more time")
-    log_probs: str = opt("tiled", "kernel of the log-probs: ours, or liger-kernel's head", ("tiled", "liger"))
     compile: bool | None = opt(None, "compile the decoder's layers, packed rows only; null: on CUDA")
     shard_gradients: bool = opt(False, "several devices: reduce gradients per micro-batch; less memory, more traffic")
     lora: LoraConfig = section(LoraConfig, "low-rank adapters")
@@ -362,6 +361,9 @@ class TrainConfig:
     max_policy_age: int = opt(0, "largest age of a token's policy, in versions, at its training step")
     weight_update_frequency: int | None = opt(
         None, "mode=async: optimizer steps between weight syncs; null: all", above=0
+    )
+    sampler: str | None = opt(
+        None, "mode=async: TorchRL sampler that chooses the groups of a batch, FILE.py:NAME; null: the oldest groups"
     )
     grace_s: float = opt(25.0, "after SIGTERM or SIGHUP: longest wait for the current step, which is then given up")
     checkpoint_frequency: int = opt(25, "training steps between checkpoints; 0: only the last")

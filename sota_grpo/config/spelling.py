@@ -157,7 +157,6 @@ model.load_kwargs < model_init_kwargs
 optimizer.name < optim
 eval.avg_at_k < num_generations_eval
 env.max_steps, turns of the policy: one more than theirs < max_tool_calling_iterations
-train_model.log_probs=liger < use_liger_kernel use_liger_loss
 engine.url=http://HOST:PORT < vllm_server_host vllm_server_port
 inference_model.num_devices=shared < vllm_enable_sleep_mode
 train_model.num_devices and train_model.fsdp_size (FSDP2) < deepspeed fsdp fsdp_config ds3_gather_for_generation
@@ -217,6 +216,7 @@ responses are sampled from the policy's own distribution, which it would change 
 responses are sampled from the policy's own distribution, which it would change < vllm_structured_outputs_regex
 the engine batches an evaluation by itself < per_device_eval_batch_size
 every dropout of the model is off < disable_dropout
+logits are always computed in chunks, with the loss's softmax < use_liger_kernel use_liger_loss
 the head multiplies in the dtype of train.precision, and all that follows is float32 < cast_lm_head_to_fp32
 it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < sapo_temperature_pos
 it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < sapo_temperature_neg

@@ -106,9 +106,6 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
             f"{support} truncate the distribution, and engine={name} does not return the sampling support, so every "
             f"importance ratio would be biased; use one of {others}, or top_p=1.0, top_k=0 and min_p=0.0."
         )
-    if most_kept(config) and config.train_model.log_probs == "liger":
-        text = "train_model.log_probs=liger computes the whole vocabulary"
-        yield f"{text}, and {support} truncate it; use train_model.log_probs=tiled."
     if sampling.top_k == 1:
         yield f"{support} keep one token, so all responses of a group are the same; use top_k=0."
     if (fault := temperature_fault(name, sampling.temperature)) is not None:
@@ -231,10 +228,12 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"{option}={value} answers tool calls, and {other} answers every response; use one of them."
 
 
-def every_transform_is_in_a_file(config: Config) -> Iterator[str]:
+def every_transform_and_sampler_is_in_a_file(config: Config) -> Iterator[str]:
     for value in config.env.transforms:
         if in_file(value) is None:
             yield f"env.transforms has {value}, which is no FILE.py:NAME; name the file, a colon, and a transform."
+    if (sampler := config.train.sampler) is not None and in_file(sampler) is None:
+        yield f"train.sampler={sampler} is no FILE.py:NAME; name the file, a colon, and a sampler of TorchRL's."
 
 
 def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
@@ -262,6 +261,9 @@ def sync_has_no_age(config: Config) -> Iterator[str]:
     if config.mode == "sync" and config.train.weight_update_frequency is not None:
         option = f"train.weight_update_frequency={config.train.weight_update_frequency}"
         yield f"{option} has no effect in mode=sync, which syncs after every step; leave it out or run grpo-async.py."
+    if config.mode == "sync" and config.train.sampler is not None:
+        option = f"train.sampler={config.train.sampler}"
+        yield f"{option} has no effect in mode=sync, which has no replay buffer; leave it out or run grpo-async.py."
 
 
 def judges_alone(config: Config) -> bool:

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -66,12 +65,10 @@ class CausalPolicy(TensorDictModuleBase):
         entropy_grad: let the entropy carry a gradient, which an entropy bonus of
             :class:`~sota_grpo.rl.objectives.GRPOLoss` needs.
         shared_prompt: False pads every row and leaves the model's attention as it is.
-        liger: the head is computed by liger-kernel (:func:`liger_log_probs`).
         fused: the decoder's layers are compiled (:func:`fuse_layers`), where rows are packed.
 
     Raises:
-        UserError: a head that is more than a linear layer with a softcap or a scale; liger-kernel is missing, or
-            cannot compute this head.
+        UserError: a head that is more than a linear layer with a softcap or a scale.
         ValueError: a temperature that is not positive.
 
     Example (2 rows, prompts of 2 and 1 tokens; 0 off the assistant mask):
@@ -99,7 +96,6 @@ class CausalPolicy(TensorDictModuleBase):
         with_entropy: bool = True,
         entropy_grad: bool = False,
         shared_prompt: bool = True,
-        liger: bool = False,
         fused: bool = False,
     ) -> None:
         super().__init__()
@@ -107,7 +103,7 @@ class CausalPolicy(TensorDictModuleBase):
             raise ValueError(f"temperature is {temperature}, but log-probabilities need one above 0")
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
-        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, shared_prompt, liger)
+        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, shared_prompt)
         self.fused = fused
         if fused and self.shared_prompt:
             fuse_layers(base_model(model))
@@ -193,17 +189,14 @@ class Scorer(nn.Module):
         with_entropy: bool,
         entropy_grad: bool,
         shared_prompt: bool,
-        liger: bool,
     ):
         super().__init__()
-        self.model, self.temperature, self.liger = model, temperature, liger
+        self.model, self.temperature = model, temperature
         self.with_entropy, self.entropy_grad = with_entropy, entropy_grad
         base = base_model(model)
         text: Any = base.config.get_text_config()
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
         self.logit_scale = _logit_scale(base, self.softcap)
-        if liger:
-            require_liger(softcap=self.softcap, has_bias=base.get_output_embeddings().bias is not None)
         self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
         if getattr(text, "attn_logit_softcapping", None) and text._attn_implementation == "sdpa":
             base.set_attn_implementation(SHARED_ATTENTION)  # padded rows too: transformers' SDPA leaves out the cap
@@ -232,8 +225,6 @@ class Scorer(nn.Module):
             shard = VocabShard(mesh.get_local_rank() * len(weight), mesh.get_group())
         options: dict[str, Any] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
         options["temperature"] = self.temperature / self.logit_scale
-        if self.liger and kept is None:
-            return liger_log_probs(hidden, weight, targets, **options)
         options |= {"bias": head.bias, "softcap": self.softcap}
         if kept is not None:  # a few logits per token: ranks that divide the head compute all of them, over the whole
             return kept_log_probs(hidden, head.weight if shard is None else head.weight.full_tensor(), kept, **options)
@@ -293,52 +284,6 @@ def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
         f"{type(model).__name__} changes hidden states or logits around its head in a way that log-probabilities here "
         "would miss; use a model whose logits are lm_head(decoder(tokens)), softcapped or scaled by its config."
     )
-
-
-def require_liger(*, softcap: float | None, has_bias: bool) -> None:
-    """Raise ``UserError`` unless liger-kernel is installed and the model's head is a plain matrix."""
-    if find_spec("liger_kernel") is None:
-        raise UserError(
-            "train_model.log_probs=liger needs liger-kernel: `pip install 'sota-grpo[liger]'`, or set tiled."
-        )
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    if hopper and find_spec("cutlass") is None:
-        raise UserError(
-            "train_model.log_probs=liger on a Hopper GPU needs `pip install 'liger-kernel[cutedsl]'`, or set tiled."
-        )
-    if softcap is not None or has_bias:
-        extra = "a bias" if has_bias else "capped logits"
-        raise UserError(f"train_model.log_probs=liger cannot compute {extra}, which this model has; set tiled.")
-
-
-def liger_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    entropy_grad: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return :func:`sota_grpo.functional.log_probs.chunked_log_probs` as liger-kernel computes it, in float32.
-
-    On Hopper GPUs it is one fused kernel per direction, for bfloat16 alone; on all others chunks of 512 rows and all V
-    columns in plain torch, rounded to the dtype of ``hidden``. It differentiates by hidden and weight, both always.
-    """
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as FusedHead
-
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    if len(hidden) == 0:  # it refuses them
-        nothing = hidden.sum(1).float()
-        return nothing, nothing.detach() if with_entropy else None
-    ignored = -100  # a target that means none; ours are all real
-    outputs = FusedHead.apply(hidden, weight.to(hidden.dtype), targets, temperature, ignored, 1, with_entropy)
-    nll, entropy = outputs if with_entropy else (outputs, None)
-    if entropy is not None:
-        entropy = entropy.float() if entropy_grad else entropy.detach().float()
-    return -nll, entropy
 
 
 def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:

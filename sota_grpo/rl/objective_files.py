@@ -20,6 +20,11 @@ from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, TENSORS, Surrog
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Options whose value may be ``FILE.py:NAME``.
+IN_FILES = (
+    *("algorithm.objective", "algorithm.baseline", "train.sampler"),
+    *("env.dataset", "env.tools", "env.environment", "env.transforms"),
+)
 #: What the parameters of a surrogate may name.
 TERMS = (*TENSORS, *OPTIONS)
 #: What the parameters of an advantage estimator may name (see :func:`estimator`).

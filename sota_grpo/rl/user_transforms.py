@@ -1,10 +1,13 @@
-"""``env.transforms``: the user's own TorchRL transforms of a prompt group, applied once its rewards are known."""
+"""``env.transforms``: the user's own TorchRL transforms of a prompt group, applied once its rewards are known.
+
+:func:`load_instances` also loads the replay buffer's sampler (``train.sampler``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,37 +22,44 @@ from sota_grpo.rl.table import Column, Key, RowTable
 #: Entries that a transform may read but not change, besides those below ``tokens``, ``log_probs`` and ``kept``.
 FIXED = (keys.GROUP_ID, keys.SAMPLE_ID, keys.QUERY, keys.ATTENTION_MASK, keys.TOKEN_VERSION, keys.POLICY_VERSION)
 _FIXED_GROUPS = ("tokens", "log_probs", "kept")
+T = TypeVar("T")
 
 
-def load_transforms(named: Sequence[str]) -> list[tuple[str, Transform]]:
-    """Load the transforms of ``env.transforms``, each ``FILE.py:NAME``; a file is run once.
+def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple[str, T]]:
+    """Load the objects that an option names as ``FILE.py:NAME``; each file is run once.
 
-    ``NAME`` is a transform, or a class or function that makes one without arguments.
+    Args:
+        name: the option, such as ``env.transforms``.
+        named: its values; each ``NAME`` is an instance of ``base``, or a class or function that makes one without
+            arguments.
+
+    Returns:
+        ``OPTION=VALUE``, for messages, and the instance, of each value.
 
     Raises:
-        UserError: there is no such file or name, the file cannot be imported, or the name gives no transform.
+        UserError: a file or name does not exist, a file cannot be imported, or a name gives no instance of ``base``.
     """
     modules: dict[Path, dict[str, Any]] = {}
     loaded = []
     for value in named:
-        path, name = in_file(value) or (Path(value), "")
-        option = f"env.transforms={value}"
+        path, own = in_file(value) or (Path(value), "")
+        option = f"{name}={value}"
         if path not in modules:
             modules[path] = load_python(path, option, UserError)
-        if name not in modules[path]:
-            raise UserError(f"{option} names {name}, which the file does not define; correct the name.")
-        made = modules[path][name]
-        if not isinstance(made, Transform) and callable(made):
+        if own not in modules[path]:
+            raise UserError(f"{option} names {own}, which the file does not define; correct the name.")
+        made = modules[path][own]
+        if not isinstance(made, base) and callable(made):
             try:
                 made = made()
             except Exception as error:
                 line = error_line(path, error)
                 place = "" if line is None else f" (line {line})"
                 raise UserError(f"{option} cannot be made{place}: {type(error).__name__}: {error}.") from error
-        if not isinstance(made, Transform):
+        if not isinstance(made, base):
             raise UserError(
-                f"{option} gives a {type(made).__name__}, not a torchrl.envs.transforms.Transform; name a transform, "
-                "its class, or a function without parameters that returns one."
+                f"{option} gives a {type(made).__name__}, not a TorchRL {base.__name__}; name an instance, its class, "
+                "or a function without parameters that returns one."
             )
         loaded.append((option, made))
     return loaded
@@ -63,7 +73,7 @@ class UserTransforms:
     mask, and add entries of its own.
 
     Args:
-        transforms: of :func:`load_transforms`, with their names for messages.
+        transforms: each with its option for messages, as :func:`load_instances` returns them.
 
     Raises:
         RunFailed: a transform raises, changes tokens, log-probs, group ids or the number of rows, adds tokens to the

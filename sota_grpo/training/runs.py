@@ -31,7 +31,7 @@ from sota_grpo.recording.run_files import (
     read_config,
     read_record,
 )
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.objective_files import IN_FILES, in_file
 from sota_grpo.untrusted import require_plain
 
 #: Sections and options that a resumed run may change: they do not change what is computed.
@@ -58,14 +58,6 @@ FREE_OPTIONS = (
     "reward.judge.url",
 )
 FILES = ("env.dataset_path", "env.eval_path", "reward.path")
-_IN_FILES = (
-    "algorithm.objective",
-    "algorithm.baseline",
-    "env.dataset",
-    "env.tools",
-    "env.environment",
-    "env.transforms",
-)  # FILE.py:NAME
 _ENTRY = re.compile(r"env\.mixture\.[^.]+\.(\w+)")
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps.py).
@@ -103,7 +95,7 @@ def _content(name: str, value: Any) -> Any:
     entry = _ENTRY.fullmatch(name)
     option = name if entry is None else ENTRY_OPTIONS.get(entry[1])
     is_file = option in FILES or (option == "reward.judge.rubric" and rubric_file(value) is not None)
-    own = in_file(value) if value and option in _IN_FILES else None
+    own = in_file(value) if value and option in IN_FILES else None
     if value is None or not (is_file or own):
         return value
     file = Path(value).expanduser() if own is None else own[0]

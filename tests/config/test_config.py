@@ -78,7 +78,6 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     ],
     "sampling_is_the_policys_own_distribution": [
         ("engine=vllm_server inference_model.min_p=0.1", "use one of vllm, transformers, or top_p=1.0,"),
-        ("train_model.log_probs=liger inference_model.top_p=0.9", "train_model.log_probs=tiled"),
         ("inference_model.temperature=3 engine=vllm", "use 2.0, or engine=transformers"),
         ("inference_model.top_k=1", "keep one token"),
     ],
@@ -108,6 +107,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     "sync_has_no_age": [
         ("train.max_policy_age=1", "max_policy_age=1"),
         ("train.weight_update_frequency=2", "weight_update_frequency=2"),
+        ("train.sampler=own.py:Own", "train.sampler=own.py:Own has no effect"),
     ],
     "shared_devices_are_used_in_turn": [
         ("inference_model.num_devices=shared mode=async train.max_policy_age=1", "use mode=sync, or give"),
@@ -150,7 +150,10 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("env.num_heldout=0", "use eval.mode=off, or give env.eval_path"),
     ],
     "a_size_chooses_a_model_that_has_no_name": [("model.size=3B", "leave it at 1.5B, or add model.name=null")],
-    "every_transform_is_in_a_file": [("env.transforms=[Mine]", "Mine, which is no FILE.py:NAME")],
+    "every_transform_and_sampler_is_in_a_file": [
+        ("env.transforms=[Mine]", "Mine, which is no FILE.py:NAME"),
+        ("mode=async train.sampler=Mine", "train.sampler=Mine is no FILE.py:NAME"),
+    ],
     "every_reward_function_has_a_weight": [
         ("reward.path=r.py reward.name=builtin", "leave both out"),
         ("reward.name=fn", "reward.path=FILE"),
@@ -204,7 +207,6 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     ],
     "matrices_are_divided_where_that_is_tested": [
         (DIVIDED + "optimizer.name=muon", "use adamw"),
-        (DIVIDED + "train_model.log_probs=liger", "needs the whole head"),
         (DIVIDED + "train_model.compile=true", "leave it out"),
         (DIVIDED + "train_model.lora.enabled=true train_model.lora.dropout=0.1", "use train_model.lora.dropout=0"),
     ],

@@ -26,7 +26,7 @@ class NoCompiler(RuntimeError):
 def reason_to_skip() -> str | None:
     """Why this machine cannot pretend, for ``pytest.mark.skipif``; None where it can."""
     if importlib.util.find_spec("triton") is None:
-        return "what runs on CUDA needs Triton, which liger-kernel brings along"
+        return "what runs on CUDA needs Triton, which the bench extra installs"
     return None if _library().exists() or shutil.which("g++") else "the pretended CUDA device is compiled by g++"
 
 

@@ -15,7 +15,7 @@ from sota_grpo.policy import shared_prompt
 from sota_grpo.policy.shared_prompt import Layout, _plain, pack, packed_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton reads when it is imported
-pytest.importorskip("triton", reason="needs Triton, which liger-kernel brings along")
+pytest.importorskip("triton", reason="needs Triton, which the bench extra installs")
 
 
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")

@@ -18,7 +18,7 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.rl.user_transforms import UserTransforms, load_transforms
+from sota_grpo.rl.user_transforms import UserTransforms, load_instances
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.training.runs import signature
@@ -56,7 +56,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_they_change_rewards_before_the_refill_and_the_advantage(path: Path, concurrent: bool) -> None:
-    transforms = UserTransforms(load_transforms([f"{path}:First", f"{path}:tripled"]))
+    transforms = UserTransforms(load_instances("env.transforms", [f"{path}:First", f"{path}:tripled"], Transform))
     env = make_env()
     options = {"postproc": GroupAdvantage(scale="none")}
     if concurrent:
@@ -141,15 +141,15 @@ def test_a_transform_that_does_nothing_leaves_the_rows_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("number", "gives a int, not a torchrl"),
+        ("number", "gives a int, not a TorchRL Transform"),
         ("missing", "names missing, which the file does not define"),
         ("broken", r"cannot be made \(line \d+\): KeyError"),
     ],
 )
 def test_what_is_no_transform_is_refused_with_its_option(path: Path, name: str, message: str) -> None:
-    assert isinstance(load_transforms([f"{path}:make"])[0][1], Transform)
+    assert isinstance(load_instances("env.transforms", [f"{path}:make"], Transform)[0][1], Transform)
     with pytest.raises(UserError, match=f"env.transforms={path}:{name} {message}"):
-        load_transforms([f"{path}:{name}"])
+        load_instances("env.transforms", [f"{path}:{name}"], Transform)
 
 
 def test_the_option_is_checked_fingerprinted_and_needs_consent(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
