@@ -248,7 +248,7 @@ class GroupDecoder:
         t = len(self._versions)
         if self._cache is None:
             self._cache = self._make_cache(self._model)
-        elif int(self._living.sum()) < _SHRINK_BELOW * len(self._rows):
+        elif sum(self._open_samples) < _SHRINK_BELOW * len(self._rows):  # counted here: no wait for the device
             keep = self._living.nonzero().squeeze(1)
             self._cache.keep(keep)
             self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
