@@ -26,7 +26,7 @@ def members(group: int) -> list[int]:
     return sorted(found)
 
 
-def wait_for(condition: Callable[[], object], within_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], within_s: float = 300.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"this did not happen in {within_s:g} s"

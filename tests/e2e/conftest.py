@@ -102,7 +102,7 @@ def signalled(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Done]:
     return run
 
 
-def wait_for(moment: Callable[[], bool], deadline_s: float = 120.0) -> None:
+def wait_for(moment: Callable[[], bool], deadline_s: float = 500.0) -> None:
     limit = time.monotonic() + deadline_s
     while not moment():
         assert time.monotonic() < limit, "the moment to act at never came"

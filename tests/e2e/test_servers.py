@@ -45,7 +45,7 @@ class Running:
     def look(self) -> None:
         self.seen |= below(self.process.pid)
 
-    def wait_for(self, condition: Callable[[], object], within_s: float = 120.0) -> None:
+    def wait_for(self, condition: Callable[[], object], within_s: float = 500.0) -> None:
         limit = time.monotonic() + within_s
         while not condition():
             assert self.process.poll() is None, self.console
@@ -53,7 +53,7 @@ class Running:
             self.look()
             time.sleep(0.05)
 
-    def end(self, within_s: float = 120.0) -> int:
+    def end(self, within_s: float = 500.0) -> int:
         limit = time.monotonic() + within_s
         while self.process.poll() is None and time.monotonic() < limit:
             self.look()

@@ -105,7 +105,7 @@ def test_a_search_whose_jobs_fail_fails(sweep: Callable[..., subprocess.Popen]) 
 
 def test_without_slurm_it_says_so(sweep: Callable[..., subprocess.Popen]) -> None:
     refused = sweep("hydra/launcher=slurm", "seed=1,2", PATH="/nowhere")
-    _, err = refused.communicate(timeout=60)
+    _, err = refused.communicate(timeout=300)
     assert (refused.returncode, err) == (
         2,
         "grpo.py: There is no srun here; start the sweep where jobs are submitted to SLURM.\n",
@@ -121,7 +121,7 @@ def test_slurm_is_asked_for_what_the_preset_and_the_command_say(
         (tmp_path / name).chmod(0o755)
     kept, path = tmp_path / "kept.sh", f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     refused = sweep("hydra/launcher=slurm", "hydra.launcher.partition=gpus", "seed=1,2,3", PATH=path, KEPT=str(kept))
-    _, err = refused.communicate(timeout=60)
+    _, err = refused.communicate(timeout=300)
     assert refused.returncode == 1, err
     assert "invalid partition" in err
     lines = {line.removeprefix("#SBATCH --") for line in kept.read_text().splitlines() if line.startswith("#SBATCH")}

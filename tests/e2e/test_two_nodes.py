@@ -62,7 +62,7 @@ def steps_done(run_dir: Path) -> int:
     return path.read_text().count('"reward"') if path.is_file() else 0
 
 
-def wait_for(moment: Callable[[], bool], within_s: float = 300.0) -> None:
+def wait_for(moment: Callable[[], bool], within_s: float = 500.0) -> None:
     deadline = time.monotonic() + within_s
     while not moment():
         assert time.monotonic() < deadline, "the moment to act at never came"
