@@ -211,7 +211,7 @@ def system(subject: TrainingComponents, seed: int) -> Changed:
 @contextmanager
 def top_p(subject: TrainingComponents, seed: int) -> Changed:
     changed = replace(subject, sampling=replace(subject.sampling, top_p=0.9), rows=RowTable(0, {}))
-    changed.rows = gate.graded_rows(changed).without(keys.KEPT_IDS, keys.KEPT_COUNTS)
+    changed.rows = gate.graded_rows(changed).without(keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
     yield changed, AGREEMENT
 
 

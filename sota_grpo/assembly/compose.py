@@ -71,16 +71,16 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    kept = without_tokens(overrides)
-    require_names(kept)
+    others = without_tokens(overrides)
+    require_names(others)
     register()
     try:
         with _no_other_hydra(), hydra.initialize_config_dir(str(CONFIG_DIR), "sota_grpo", version_base="1.3"):
-            composed = hydra.compose(config_name, overrides=kept)
+            composed = hydra.compose(config_name, overrides=others)
             require_known(composed)
             config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # what Hydra raises of odd values
-        raise UserError(sentence_of(error, kept)) from None
+        raise UserError(sentence_of(error, others)) from None
     assert isinstance(config, Config)
     return config
 

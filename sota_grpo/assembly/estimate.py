@@ -41,7 +41,7 @@ from sota_grpo.assembly.learning import (
     wants_fused_layers,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows, kwargs_of_tasks, start_instances, task_of
-from sota_grpo.config import Config, has_reference, model_name, most_kept, num_steps, responses_per_step
+from sota_grpo.config import Config, has_reference, max_support, model_name, num_steps, responses_per_step
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import group_sizes, has_dialogs, longest_response, mean_responses_per_step, task_configs
 from sota_grpo.config.spelling import overrides_of, with_options
@@ -71,7 +71,7 @@ _OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "re
 ASSUMED_GIB = 80  # of a GPU that is not here
 ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
 _MOST_CHANGES = 3  # options that a proposal may touch
-KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
+SUPPORT_BYTES = 76  # of a supported token: indices, logit, softmax and entropy (60 where that has no gradient)
 COMPILED = 0.6  # of what eager layers save in float32 under autocast: five peaks of an H100 within 6 %
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
 VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
@@ -92,7 +92,7 @@ class Learning:
     shard_gradients: bool = False  # several ranks sum gradients after every micro-batch; else each holds them whole
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
-    kept: int = 0  # most tokens of a kept set, where sampling is truncated
+    support: int = 0  # most tokens of a sampling support, where sampling is truncated
     kept_tiles: int = 0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.kept_limit
     quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
     compiled: bool = False  # layers are compiled, on a GPU
@@ -181,8 +181,8 @@ def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """Return the bytes of the head's backward pass: tiles, the hidden states' gradient, one tile of the weight's."""
     wide = 4 * rows.predicted * model.hidden
-    if how.kept:
-        return how.tile_bytes + 2 * wide + rows.predicted * how.kept * KEPT_BYTES
+    if how.support:
+        return how.tile_bytes + 2 * wide + rows.predicted * how.support * SUPPORT_BYTES
     if how.rank:
         return how.tile_bytes + 2 * wide
     half = how.product_bytes if how.product_bytes < 4 else 0
@@ -242,7 +242,9 @@ def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
     hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
-    return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes + rows.predicted * how.kept * KEPT_BYTES
+    return (
+        layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes + rows.predicted * how.support * SUPPORT_BYTES
+    )
 
 
 def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
@@ -390,7 +392,7 @@ class RunMemory:
             optimizer=self.config.optimizer.name,
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
-            kept=min(most_kept(self.config), self.model.vocab),
+            support=min(max_support(self.config), self.model.vocab),
             kept_tiles=0 if on_cpu else self.machine.memory // KEPT_SHARE,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
-from sota_grpo.config import Config, model_name, most_kept, reward_names, rubric_file
+from sota_grpo.config import Config, max_support, model_name, reward_names, rubric_file
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
 from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
@@ -276,7 +276,7 @@ def make_sampling(config: Config) -> Sampling:
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
-        top_k=most_kept(config),
+        top_k=max_support(config),
         min_p=options.min_p,
     )
 

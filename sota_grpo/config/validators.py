@@ -16,8 +16,8 @@ from sota_grpo.config import (
     Config,
     ModelConfig,
     algorithm_rules,
+    max_support,
     memory_rules,
-    most_kept,
     num_steps,
     responses_per_step,
     reward_names,
@@ -100,13 +100,13 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
     """The learner renormalises over the sampling support, so the engine has to return it for every token."""
     sampling, name = config.inference_model, config.engine.name
     support = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
-    if most_kept(config) and name in ENGINES and not ENGINES[name].tells_kept:
-        others = ", ".join(one for one, kind in ENGINES.items() if kind.tells_kept)
+    if max_support(config) and name in ENGINES and not ENGINES[name].reports_support:
+        others = ", ".join(one for one, kind in ENGINES.items() if kind.reports_support)
         yield (
             f"{support} truncate the distribution, and engine={name} does not return the sampling support, so every "
             f"importance ratio would be biased; use one of {others}, or top_p=1.0, top_k=0 and min_p=0.0."
         )
-    if most_kept(config) and config.train_model.log_probs == "liger":
+    if max_support(config) and config.train_model.log_probs == "liger":
         text = "train_model.log_probs=liger computes the whole vocabulary"
         yield f"{text}, and {support} truncate it; use train_model.log_probs=tiled."
     if sampling.top_k == 1:

@@ -203,8 +203,8 @@ class SharedPrompts(GroupCache):
             self.held[layer_idx] = tuple(  # type: ignore[assignment]
                 states.new_zeros((*room, states.shape[3])) for states in (key_states, value_states)
             )
-        for kept, states in zip(self.held[layer_idx], (key_states, value_states)):
-            kept[self.part, :, : states.shape[2]] = states
+        for cache, states in zip(self.held[layer_idx], (key_states, value_states)):
+            cache[self.part, :, : states.shape[2]] = states
         return key_states, value_states
 
     def bias(self, keys: torch.Tensor) -> torch.Tensor | None:

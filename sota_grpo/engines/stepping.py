@@ -479,8 +479,8 @@ class StopStrings:
             if end is None:
                 return sample
             columns = {name: getattr(sample, name)[:end].clone() for name in ("token_ids", "log_probs", "versions")}
-            kept = None if sample.kept is None else sample.kept.first(end)
-            return replace(sample, **columns, kept=kept, truncated=False)
+            support = None if sample.support is None else sample.support.first(end)
+            return replace(sample, **columns, support=support, truncated=False)
 
         return replace(output, samples=tuple(map(cut, output.samples)))
 

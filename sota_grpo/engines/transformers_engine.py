@@ -88,7 +88,7 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         sampling: temperature, top_p, top_k, min_p.
 
     Returns:
-        float32 ``[N, V]``, 0 outside the kept set.
+        float32 ``[N, V]``, 0 outside the sampling support.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751, section 3.1) for top-p, Fan et al. 2018 (arXiv:1805.04833) for
     top-k, Nguyen et al. 2024 (arXiv:2407.01082, section 3) for min-p.
@@ -218,7 +218,7 @@ class GroupDecoder:
         # Results, one row per sample; `_rows` maps the batch's rows to them.
         self._tokens = torch.zeros((num_rows, horizon), dtype=torch.int64, device=device)
         self._log_probs = torch.zeros((num_rows, horizon), dtype=torch.float32, device=device)
-        self._kept: list[list[torch.Tensor]] = [[] for _ in seeds]  # int32 ids of each token's set, if truncated
+        self._supports: list[list[torch.Tensor]] = [[] for _ in seeds]  # int32 ids of each token's set, if truncated
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._truncated = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._rows = torch.arange(num_rows, device=device)
@@ -261,9 +261,9 @@ class GroupDecoder:
         self._tokens[self._rows, t] = tokens
         self._log_probs[self._rows, t] = probs.gather(1, tokens[:, None]).squeeze(1).log()
         if self._sampling.is_truncated:
-            ids = (kept := probs > 0).nonzero()[:, 1].to(torch.int32).cpu()
-            for row, own in zip(self._rows.tolist(), ids.split(kept.sum(1).tolist())):
-                self._kept[row].append(own)
+            ids = (in_support := probs > 0).nonzero()[:, 1].to(torch.int32).cpu()
+            for row, support in zip(self._rows.tolist(), ids.split(in_support.sum(1).tolist())):
+                self._supports[row].append(support)
         self._versions.append(version)
         self._last_tokens = tokens
         return self._end_rows(tokens, t + 1)
@@ -300,14 +300,14 @@ class GroupDecoder:
         # Clones: a sample must neither pin the whole batch nor be an inference tensor, which autograd refuses.
         samples = []
         for i, length in enumerate(lengths):
-            own = self._kept[first + i][:length]
+            supports = self._supports[first + i][:length]
             sample = Sample(
                 token_ids=tokens[i, :length].clone(),
                 log_probs=log_probs[i, :length].clone(),
                 versions=versions[:length].clone(),
                 truncated=truncated[i],
-                kept=SamplingSupport(torch.cat(own), torch.tensor([*map(len, own)], dtype=torch.int32))
-                if own
+                support=SamplingSupport(torch.cat(supports), torch.tensor([*map(len, supports)], dtype=torch.int32))
+                if supports
                 else None,
             )
             samples.append(sample)
@@ -431,8 +431,8 @@ class TransformersEngine(SteppingEngine):
             num_rows += decoder.num_rows
 
     def _drop(self, flights: Mapping[int, Flight]) -> None:
-        kept = ({ticket: batch[ticket] for ticket in batch if ticket not in flights} for batch in self._waiting)
-        self._waiting = deque(batch for batch in kept if batch)
+        remaining = ({ticket: batch[ticket] for ticket in batch if ticket not in flights} for batch in self._waiting)
+        self._waiting = deque(batch for batch in remaining if batch)
         for known, decoder in self._running:
             for group, ticket in enumerate(known):
                 if ticket in flights:

@@ -25,7 +25,7 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import matrix_dtype
 from sota_grpo.errors import UserError
 from sota_grpo.policy.weight_pack import Checksum
-from sota_grpo.rl.records import MOST_KEPT, GroupRequest, Sampling, sample_seed
+from sota_grpo.rl.records import MAX_SUPPORT, GroupRequest, Sampling, sample_seed
 
 TIES = 64  # tokens that may tie with the last one of top-k: vLLM keeps them all
 _CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
@@ -42,7 +42,7 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MOST_KEPT + TIES,
+        "max_logprobs": MAX_SUPPORT + TIES,
         "enable_prefix_caching": True,
         "max_model_len": options.max_model_len,
         "dtype": options.dtype,

@@ -352,13 +352,13 @@ def _heard(token_ids: Sequence[int]) -> Sample:
 
 def _joined(turns: Sequence[Sample]) -> SamplingSupport | None:
     """Join the sampling supports of the policy's turns; inserted tokens have none."""
-    known = [turn.kept for turn in turns]
-    if not any(known):
+    supports = [turn.support for turn in turns]
+    if not any(supports):
         return None
     ids, counts = [], []
-    for turn, kept in zip(turns, known):
-        ids += [] if kept is None else [kept.ids]
-        counts.append(torch.zeros(len(turn.token_ids), dtype=torch.int32) if kept is None else kept.counts)
+    for turn, support in zip(turns, supports):
+        ids += [] if support is None else [support.ids]
+        counts.append(torch.zeros(len(turn.token_ids), dtype=torch.int32) if support is None else support.counts)
     return SamplingSupport(torch.cat(ids), torch.cat(counts))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
-from sota_grpo.config import AlgorithmConfig, Config, most_kept, responses_per_step
+from sota_grpo.config import AlgorithmConfig, Config, max_support, responses_per_step
 from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.memory_rules import device_count, learner_ranks, micro_batch_tokens, shares_devices
 from sota_grpo.config.mixture import READERS, longest_response
@@ -342,7 +342,7 @@ def _amounts(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
     repeats, size, per_step = config.env.repeats, ours["train.optim_batch_size"], responses_per_step(config)
     if size % repeats:
         ours.comment("train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step.")
-    if most_kept(config):
+    if max_support(config):
         text = "verl takes log-probs over the whole vocabulary, so its ratio is biased."
         ours.comment("inference_model.top_p", text)
     longest, budget = facts.longest_prompt + longest_response(config), micro_batch_tokens(config)

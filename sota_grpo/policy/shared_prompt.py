@@ -39,8 +39,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sota_grpo.functional.kept_sets import KeptSets
 from sota_grpo.functional.log_probs import builds_kernels
+from sota_grpo.functional.sampling_support import SupportSets
 from sota_grpo.policy.weight_pack import copy_to
 
 SHARED_ATTENTION = "sota_grpo_shared"
@@ -67,21 +67,21 @@ class Layout:
     place: Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
     blocks: tuple[Block, ...]  # prompts and their responses, in the order of the packed sequence
     windows: list[int | None] = field(default_factory=list)  # the sliding window of each layer
-    kept: KeptSets | None = None  # of the M assistant tokens, where sampling was truncated
+    support: SupportSets | None = None  # of the M assistant tokens, where sampling was truncated
 
     def tensors(self) -> list[Tensor]:
         """What a GPU computes with; see :meth:`on`."""
-        kept = [] if self.kept is None else self.kept[:4]
-        return [self.tokens, self.positions, self.predicting, self.targets, self.slots, self.tables.flat, *kept]
+        support = [] if self.support is None else self.support[:4]
+        return [self.tokens, self.positions, self.predicting, self.targets, self.slots, self.tables.flat, *support]
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
-        kept = self.kept
-        if kept is not None:
+        support = self.support
+        if support is not None:
             ids, rows, columns, drawn = tensors[6:]
-            kept = KeptSets(ids, rows, columns, drawn, kept.largest)
+            support = SupportSets(ids, rows, columns, drawn, support.largest)
         tokens, positions, predicting, targets, slots = tensors[:5]
-        moved = Layout(tokens, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
+        moved = Layout(tokens, positions, predicting, targets, slots, self.place, self.blocks, support=support)
         moved.tables = replace(self.tables, flat=tensors[5])
         return moved
 

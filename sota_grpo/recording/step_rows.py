@@ -43,8 +43,8 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
-    if batch.has(keys.KEPT_COUNTS):
-        values["kept_tokens"] = batch.flat(keys.KEPT_COUNTS).sum() / said.sum().clamp(min=1)
+    if batch.has(keys.SUPPORT_COUNTS):
+        values["kept_tokens"] = batch.flat(keys.SUPPORT_COUNTS).sum() / said.sum().clamp(min=1)
     means = {name: float(value) for name, value in values.items()}
     rows = batch.rows(
         keys.EXTRA, keys.REWARD_INFO, *((*keys.REWARD_TERMS, name) for name in batch.names(keys.REWARD_TERMS))

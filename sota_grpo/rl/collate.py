@@ -50,8 +50,8 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.LOSS_WEIGHT, 0.0),
     (keys.OBJECTIVE_MASK, False),
     (keys.TOKEN_VERSION, -1),
-    (keys.KEPT_COUNTS, 0),
-    (keys.KEPT_IDS, -1),  # in a width of its own
+    (keys.SUPPORT_COUNTS, 0),
+    (keys.SUPPORT_IDS, -1),  # in a width of its own
 )
 _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)
 
@@ -121,9 +121,9 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     texts = [response_text(tokenizer, last_turn(one)) if one.text is None else one.text for one in samples]
     rows.set(keys.RESPONSE_TEXT, texts)
     rows.set(keys.DIALOG, [None if one.record is None else json.dumps(one.record) for one in samples])
-    if any(sample.kept is not None for sample in samples):
-        rows.set(keys.KEPT_IDS, [one.kept and one.kept.ids for one in samples])
-        rows.set(keys.KEPT_COUNTS, [one.kept and torch.cat([off.int(), one.kept.counts]) for one in samples])
+    if any(sample.support is not None for sample in samples):
+        rows.set(keys.SUPPORT_IDS, [one.support and one.support.ids for one in samples])
+        rows.set(keys.SUPPORT_COUNTS, [one.support and torch.cat([off.int(), one.support.counts]) for one in samples])
     return rows
 
 
@@ -304,14 +304,14 @@ def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
     """
     real = batch.get(keys.ATTENTION_MASK).bool()
     rows = []
-    others = batch.exclude(keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS, keys.KEPT_IDS)
+    others = batch.exclude(keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS, keys.SUPPORT_IDS)
     for index, (mask, row) in enumerate(zip(real, others.unbind(0), strict=True)):
         cut = row.clone(recurse=False)
         for key, value in row.items(include_nested=True, leaves_only=True):
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == mask.shape[0]:
                 cut.set(key, value[mask])
-        if batch.get(keys.KEPT_IDS, None) is not None:
-            cut.set(keys.KEPT_IDS, batch.get(keys.KEPT_IDS)[index, : int(row.get(keys.KEPT_COUNTS).sum())])
+        if batch.get(keys.SUPPORT_IDS, None) is not None:
+            cut.set(keys.SUPPORT_IDS, batch.get(keys.SUPPORT_IDS)[index, : int(row.get(keys.SUPPORT_COUNTS).sum())])
         rows.append(cut)
     return lazy_stack(rows, 0)
 

@@ -503,10 +503,10 @@ class GRPOLoss(LossModule):
         return {**stored, "log_prob": log_prob, "mask": mask, "entropy": out.get("entropy", None)}
 
     def _read_wrapper(self, batch: TensorDictBase) -> dict[str, Any]:
-        if keys.KEPT_COUNTS in batch.keys(include_nested=True):
+        if keys.SUPPORT_COUNTS in batch.keys(include_nested=True):
             raise ValueError(
-                "The rows were sampled by top-p, top-k or min-p, and TorchRL's wrappers know no kept sets, over which "
-                "log-probs have to be; train a CausalPolicy on them."
+                "The rows were sampled by top-p, top-k or min-p, and TorchRL's wrappers know no sampling "
+                "support, over which log-probs have to be; train a CausalPolicy on them."
             )
         actor: Any = self.actor_network
         ragged = isinstance(batch, LazyStackedTensorDict)

@@ -159,8 +159,8 @@ class GroupRequest:
     first_sample: int = 0
 
 
-#: Most tokens of a kept set, 4 KiB of ids: above, a sample's sets would take more than all else of it together.
-MOST_KEPT = 1024
+#: Most tokens of a sampling support, 4 KiB of ids: larger supports would take more than the rest of a sample.
+MAX_SUPPORT = 1024
 
 
 class SamplingSupport(NamedTuple):
@@ -187,8 +187,8 @@ class Sample:
     turns ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, of log-prob 0 and version -1; None
     means that the policy produced every token. ``record`` (JSON-serialisable) is what an episode with tools passes to
     its grader (:class:`~sota_grpo.envs.dialogs.ToolEpisode`); of another dialog of several turns it is ``replies``, the
-    environment's turns (``role``, ``content``). ``kept`` is set where sampling was truncated and the engine reports it;
-    log-probs are then those over the kept sets. ``text`` is the response without end tokens and padding, where a
+    environment's turns (``role``, ``content``). ``support`` is set where sampling was truncated and the engine reports
+    it; log-probs are then those over the supports. ``text`` is the response without end tokens and padding, where a
     rollout worker has decoded it.
     """
 
@@ -198,7 +198,7 @@ class Sample:
     truncated: bool
     assistant_mask: torch.Tensor | None = None
     record: Mapping[str, Any] | None = None
-    kept: SamplingSupport | None = None
+    support: SamplingSupport | None = None
     text: str | None = None
 
 

@@ -260,9 +260,9 @@ def cut(text: str, max_chars: int) -> str:
     """
     text = str.__str__(text)  # of a subclass
     if len(text) > max_chars:
-        kept = max_chars
-        while kept and len(note := f"\n[only {kept} of {len(text)} characters shown]") + kept > max_chars:
-            kept -= max(1, len(note) + kept - max_chars)
-            kept = max(kept, 0)
-        text = (text[:kept] + note if kept else text)[:max_chars]
+        shown = max_chars
+        while shown and len(note := f"\n[only {shown} of {len(text)} characters shown]") + shown > max_chars:
+            shown -= max(1, len(note) + shown - max_chars)
+            shown = max(shown, 0)
+        text = (text[:shown] + note if shown else text)[:max_chars]
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

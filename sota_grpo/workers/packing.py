@@ -73,8 +73,8 @@ def packed(group: GroupOutput) -> tuple[Any, ...]:
     joined = [torch.cat(column).detach().cpu().numpy() for column in columns]
     masks = [None if each.assistant_mask is None else each.assistant_mask.numpy() for each in samples]
     lengths = [len(each.token_ids) for each in samples]
-    kept = [None if each.kept is None else tuple(array.numpy() for array in each.kept) for each in samples]
-    plain = [each.truncated for each in samples], masks, kept, [each.text for each in samples]
+    supports = [None if each.support is None else tuple(array.numpy() for array in each.support) for each in samples]
+    plain = [each.truncated for each in samples], masks, supports, [each.text for each in samples]
     return unpacked, (group.group_id, *joined, lengths, *plain)
 
 
@@ -86,14 +86,14 @@ def unpacked(
     lengths: Sequence[int],
     truncated: Sequence[bool],
     masks: Sequence[np.ndarray | None],
-    kept: Sequence[tuple[np.ndarray, np.ndarray] | None],
+    support_arrays: Sequence[tuple[np.ndarray, np.ndarray] | None],
     texts: Sequence[str | None],
 ) -> GroupOutput:
     """The group; its samples are views of three tensors."""
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
     own_masks = (None if mask is None else torch.tensor(mask) for mask in masks)
-    own_kept = (None if sets is None else SamplingSupport(*map(torch.tensor, sets)) for sets in kept)
-    by_sample = zip(*columns, truncated, own_masks, [None] * len(lengths), own_kept, texts, strict=True)
+    supports = (None if sets is None else SamplingSupport(*map(torch.tensor, sets)) for sets in support_arrays)
+    by_sample = zip(*columns, truncated, own_masks, [None] * len(lengths), supports, texts, strict=True)
     return GroupOutput(group_id, tuple(Sample(*parts) for parts in by_sample))
 
 

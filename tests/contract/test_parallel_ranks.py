@@ -128,7 +128,7 @@ def test_tokens_of_kept_sets_are_scored_alike(four: Pair) -> None:
         said = row[keys.ASSISTANT_MASK]
         drawn = row[keys.FULL_TOKENS][said]
         others = torch.stack([drawn, (drawn + 1) % 37, (drawn + 20) % 37], dim=1)
-        row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = others.flatten().int(), said.int() * 3
+        row[keys.SUPPORT_IDS], row[keys.SUPPORT_COUNTS] = others.flatten().int(), said.int() * 3
     torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)
     (norm, gap, _), (expected, *_) = (learner.gradient_gap(rows, (1000, 1)) for learner in (many, one))
     assert norm == pytest.approx(expected, rel=1e-5)

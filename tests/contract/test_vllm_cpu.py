@@ -259,7 +259,7 @@ def test_kept_sets_are_told_and_log_probs_are_over_them(rig: Rig, how: dict[str,
             ids = torch.tensor([*request.prompt_ids, *sample.token_ids.tolist()])
             with torch.no_grad():
                 logits = rig.model(ids[None]).logits[0, len(request.prompt_ids) - 1 : -1] / sampling.temperature
-            sets = sample.kept.ids.split(sample.kept.counts.tolist())
+            sets = sample.support.ids.split(sample.support.counts.tolist())
             assert len(sets) == len(sample.token_ids)
             expected = sampled_probs(logits * sampling.temperature, sampling)
             for own, z, probs, token, log_prob in zip(sets, logits, expected, sample.token_ids, sample.log_probs):
@@ -276,7 +276,7 @@ def test_tokens_that_tie_with_the_last_of_top_k_are_told_too(rig: Rig):
     (output,) = generate(rig.engine, ragged_requests(1, 2), Sampling(max_tokens=4, top_k=2)).values()
     rig.push(7)
     for sample in output.samples:
-        assert sample.kept.counts.tolist() == [VOCAB] * len(sample.token_ids)
+        assert sample.support.counts.tolist() == [VOCAB] * len(sample.token_ids)
         torch.testing.assert_close(sample.log_probs, torch.full_like(sample.log_probs, -math.log(VOCAB)))
 
 

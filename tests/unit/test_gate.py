@@ -119,7 +119,7 @@ def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
     subject.rows = subject.sample()
     assert gate.first_ratio_is_one(subject).passed
     subject = make_subject(tmp_path, temperature=4.0, top_p=0.9, max_tokens=96, **HALF["bf16 both"])
-    subject.rows = subject.sample().without(keys.KEPT_IDS, keys.KEPT_COUNTS)  # and does not tell which
+    subject.rows = subject.sample().without(keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)  # and does not tell which
     check = gate.first_ratio_is_one(subject)
     assert not check.passed
     assert float(check.sentence.split()[1]) == pytest.approx(0.9, abs=0.03)

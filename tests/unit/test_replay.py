@@ -50,7 +50,7 @@ RUNS = {
         *("inference_model.min_p=0.02", "inference_model.temperature=1.5"),
     ),
 }
-#: Their terms are in the loss of another one: entropy in skywork_or1, kept sets in min-p, dapo's objective is grpo's.
+#: Other cases have their terms: entropy in skywork_or1, sampling supports in min-p; dapo's objective is grpo's.
 WHOLE = ("dr_grpo, entropy", "dapo, penalty", "top-p, KL")
 
 
