@@ -162,7 +162,7 @@ def judged(subject: TrainingComponents, checks: Sequence[Callable[[TrainingCompo
 def shares(subject: TrainingComponents) -> dict[str, float]:
     """How near each figure of the rows is to its bound, which is 1."""
     gaps, allowed = subject.gaps, allowed_gaps(subject)
-    slope, ratio = temperature_slope(gaps, *subject.said), mean_ratio(gaps)
+    slope, ratio = temperature_slope(gaps, *subject.measured), mean_ratio(gaps)
     return {
         "temperature": abs(slope.value) / (SLOPE + MARGIN * slope.error),
         "gap": float(gaps.abs().mean()) / allowed.gap,

@@ -42,7 +42,7 @@ from sota_grpo.recording.run_files import (
 from sota_grpo.text import duration, one_line
 from sota_grpo.untrusted import read_yaml
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 LAST_STEPS = 10  # a single step's reward is too noisy to compare runs
 SEED = "seed"
 ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
@@ -196,7 +196,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
     """Read a run; its note names the files that cannot be read."""
     notes: list[str] = []
 
-    def tried(read: Callable[[], Found], instead: Found) -> Found:
+    def tried(read: Callable[[], Value], instead: Value) -> Value:
         try:
             return read()
         except UserError as error:
@@ -235,8 +235,8 @@ def _overrides(path: Path) -> dict[str, str]:
         return {}
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}).") from error
-    for given in noted if isinstance(noted, list) else []:
-        name, _, value = str(given).partition("=")
+    for override in noted if isinstance(noted, list) else []:
+        name, _, value = str(override).partition("=")
         overrides[one_line(name.lstrip("+~"))] = "removed" if name.startswith("~") else one_line(value)
     return overrides
 
@@ -339,16 +339,20 @@ def _escaped(text: str) -> str:
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
     """Return ``arguments`` of ``grpo.py``, for ``train.resume=auto`` with the directory of the sweep to continue."""
-    kept = list(arguments)
-    is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in kept)  # to Hydra
-    if not is_sweep or "train.resume=auto" not in kept or any(one.startswith("hydra.sweep.dir=") for one in kept):
-        return kept
+    remaining = list(arguments)
+    is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in remaining)  # to Hydra
+    if (
+        not is_sweep
+        or "train.resume=auto" not in remaining
+        or any(one.startswith("hydra.sweep.dir=") for one in remaining)
+    ):
+        return remaining
     for folder in sorted((path.parent for path in root.glob(f"*/*/{SWEEP_FILE}")), reverse=True):  # the newest first
         record = read_json(folder / SWEEP_FILE) or {}
-        same = record.get("command") == _identity(kept) and not record.get("complete")
+        same = record.get("command") == _identity(remaining) and not record.get("complete")
         if same and os.access(folder, os.W_OK) and not any(map(is_held, folder.glob("*/"))):
-            return [f"hydra.sweep.dir={folder.as_posix()}", *kept]
-    return kept
+            return [f"hydra.sweep.dir={folder.as_posix()}", *remaining]
+    return remaining
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:

@@ -15,7 +15,7 @@ from scripts.proof import Finding, Options
 from scripts.proof.kernels import learner_of, model, relative, rows_of
 from scripts.proof.runs import command, metrics, ran
 from sota_grpo.policy import sharding
-from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.sharding import gather
 
 
 def fsdp_of_one(options: Options) -> Iterator[Finding]:
@@ -43,9 +43,7 @@ def fsdp_gap(
     ranks = sharding.Ranks(0, 1, device, reduce_once)
     own = learner_of(net, precision, folder, ranks=ranks, fused=fused)
     found = own.gradient(rows, token_budget=budget)
-    flat = (
-        torch.cat([gathered(each[name]).double().cpu().flatten() for name in expected]) for each in (found, expected)
-    )
+    flat = (torch.cat([gather(each[name]).double().cpu().flatten() for name in expected]) for each in (found, expected))
     return relative(*flat)
 
 

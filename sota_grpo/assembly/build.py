@@ -66,7 +66,7 @@ from sota_grpo.policy.lora import adapter_pack, engine_weights, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
-from sota_grpo.rewards.grading import GradingPool, own_grader
+from sota_grpo.rewards.grading import GradingPool, task_grader
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.user_transforms import UserTransforms, load_transforms
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
@@ -126,13 +126,13 @@ def build(
     own_transforms = load_transforms(config.env.transforms)
     with ExitStack() as opened:
         env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
-        task, grader = env.task, own_grader(env.grader)
+        task, grader = env.task, task_grader(env.grader)
         torch.manual_seed(config.seed)
-        own = with_micro_batches(config, plan, env.longest_prompt)
+        sized = with_micro_batches(config, plan, env.longest_prompt)
         if plan.workers:
-            made = _make_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened)
+            made = _make_in_workers(sized, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
-            made = _make_here(own, plan, env, tokenizer, run_dir, opened)
+            made = _make_here(sized, plan, env, tokenizer, run_dir, opened)
         engine, learner, weight_sync, transforms, options = made
         sampled_in, trained_in = config.inference_model.torch_dtype, config.train_model.torch_dtype
         in_float32 = engine_dtype(sampled_in, plan.device_type) == "float32" and trained_in in ("auto", "float32")
@@ -155,8 +155,8 @@ def build(
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has been starting since; a failure to start is raised before the gate
-        if config.eval.mode == "on" and len(task.heldout) < (wanted := config.eval.num_samples):
-            logger.info("All %d held-out problems are measured (eval.num_samples=%d).", len(task.heldout), wanted)
+        if config.eval.mode == "on" and len(task.heldout) < (num_problems := config.eval.num_samples):
+            logger.info("All %d held-out problems are measured (eval.num_samples=%d).", len(task.heldout), num_problems)
         return RunComponents(
             task=task,
             rollouts=collector.rollouts,
@@ -330,7 +330,7 @@ def _make_in_workers(
     if isinstance(learner, RemoteLearner):
         learner.require_folder(run_dir)
         engine.fleet.poll = learner.poll  # a push waits for both
-    grader = own_grader(env.grader)
+    grader = task_grader(env.grader)
     if isinstance(grader, GradingPool):  # build waits for it
         fleets.append(grader.fleet)
     term_weights = env.task.term_weights

@@ -18,7 +18,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rewards.sandbox import is_url
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain
@@ -181,13 +181,13 @@ def load_config(
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
     require_names(overrides)
-    config, own = _saved(path, without_tokens(overrides))
+    config, hf_folder = _saved(path, without_tokens(overrides))
     for folder in (EXPORTED, INPUTS):
         require_plain(run_dir / folder, run_dir)
-    for one in (config, own):
+    for one in (config, hf_folder):
         _find_inputs(one, run_dir)
     if not trust:
-        missing = sorted(needs_consent(config).items() - needs_consent(own).items())
+        missing = sorted(needs_consent(config).items() - needs_consent(hf_folder).items())
         acts = [f"{act} ({one_line(option)})" for option, act in missing if _run_option(option) not in unused]
         require_consent(run_dir, acts, remedy)
     return config
@@ -232,18 +232,18 @@ def needs_consent(config: Config) -> dict[str, str]:
         if _run_option(name) == "reward.path":
             acts[name] = f"run {one_line(value)}"
         elif _run_option(name) in _IN_FILES:
-            acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
+            acts[name] = f"run {one_line(str((file_reference(value) or [value])[0]))}"
     for name, environment in _values(config, "env.environment"):
         if (server := server_of(environment)) is not None:
             acts[name] = server.act()
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files that its model brings along"
-    for option, passed in (
+    for option, is_input in (
         ("inference_model.engine_kwargs", config.inference_model.engine_kwargs),
         ("model.load_kwargs", config.model.load_kwargs),
     ):
-        if passed:  # vLLM and transformers have arguments that name plugins, files and hosts
-            acts[option] = f"load its model with {one_line(str(passed))}"
+        if is_input:  # vLLM and transformers have arguments that name plugins, files and hosts
+            acts[option] = f"load its model with {one_line(str(is_input))}"
     if config.engine.url is not None:
         acts["engine.url"] = f"send prompts and weights to {one_line(config.engine.url)}"
     for name, value in _values(config, "env.sandbox"):
@@ -308,14 +308,14 @@ def _run_option(name: str) -> str:
 
 def _path_of(name: str, value: str) -> tuple[Path, str]:
     """Return the file or folder in an option's value, and ``:FUNCTION`` behind it."""
-    own = in_file(value) if _run_option(name) in _IN_FILES else None
-    return (Path(value).expanduser(), "") if own is None else (own[0], f":{own[1]}")
+    reference = file_reference(value) if _run_option(name) in _IN_FILES else None
+    return (Path(value).expanduser(), "") if reference is None else (reference[0], f":{reference[1]}")
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield name and value of each option that names a file or folder, mixtures included, before any validation."""
     for name, value in _values(config, *PATH_OPTIONS):
-        in_a_file = (in_file(value) or value.endswith(PICKLED)) and server_of(value) is None
+        in_a_file = (file_reference(value) or value.endswith(PICKLED)) and server_of(value) is None
         if _run_option(name) not in _IN_FILES or in_a_file:
             yield name, value
     yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)

@@ -20,7 +20,7 @@ from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
 from sota_grpo.rewards import functions
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import dataset
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.training.runs import require_free
@@ -74,9 +74,9 @@ def _require_files(config: Config) -> None:
     if config.reward.path not in (None, functions.PASSED):
         functions.require_file(Path(config.reward.path).expanduser())
     for value in config.env.transforms:
-        place = in_file(value)
-        if place is not None and not place[0].is_file():
-            raise UserError(f"there is no file {place[0]}; correct env.transforms (now in {Path.cwd()}).")
+        reference = file_reference(value)
+        if reference is not None and not reference[0].is_file():
+            raise UserError(f"there is no file {reference[0]}; correct env.transforms (now in {Path.cwd()}).")
     rubric = rubric_file(config.reward.judge.rubric)
     if rubric is not None and not rubric.expanduser().is_file():
         raise UserError(f"there is no file {rubric}; correct reward.judge.rubric (now in {Path.cwd()}).")

@@ -25,7 +25,7 @@ from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
 from sota_grpo.recording.run_files import INPUTS
 from sota_grpo.rewards.functions import PASSED, PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
-from sota_grpo.rl.objective_files import TERMS, surrogate
+from sota_grpo.rl.custom_objectives import TERMS, surrogate
 from sota_grpo.tasks.table import plain_columns
 from sota_grpo.tasks.wrappers import BUILTIN
 
@@ -168,11 +168,11 @@ def take(
 
 
 def _require_unset(value: Any, option: str, argument: str) -> None:
-    if value is not None and not _was_passed(value):
+    if value is not None and not _is_python_input(value):
         raise UserError(f"{argument} is passed, and {option}={value} names another; leave one of them out.")
 
 
-def _was_passed(path: str | None) -> bool:
+def _is_python_input(path: str | None) -> bool:
     """Whether a resumed run had an object there, which is passed again."""
     return path is not None and Path(path).parent.name == INPUTS
 
@@ -186,15 +186,15 @@ def _lines(table: Any, argument: str) -> Iterable[bytes]:
             f"path (of several splits one: {argument}=splits['train'])."
         )
     for number, row in enumerate(rows, start=1):
-        place = f"{argument}, row {number}"
+        location = f"{argument}, row {number}"
         if not isinstance(row, Mapping):
-            raise UserError(f"{place} is a {type(row).__name__}, not a dict of its columns.")
-        yield json.dumps(plain_columns(row, place)).encode() + b"\n"
+            raise UserError(f"{location} is a {type(row).__name__}, not a dict of its columns.")
+        yield json.dumps(plain_columns(row, location)).encode() + b"\n"
 
 
 def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
     _require_unset(config.reward.path, "reward.path", "reward")
-    if not _was_passed(config.reward.path):
+    if not _is_python_input(config.reward.path):
         _require_unset(config.reward.name, "reward.name", "reward")
     if isinstance(reward, Mapping):
         pairs = [(str(name), one) for name, one in reward.items()]

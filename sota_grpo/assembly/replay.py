@@ -30,7 +30,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import RowTable
@@ -98,10 +98,10 @@ def replayed(
         without algorithms; ``agrees``: losses and gradient norm are the stored ones to ``TOLERANCE``; ``notes``.
     """
     step = open_step(run_dir, number, trust=trust)
-    own, others, left = replay_configs(step, run_dir, overrides)
+    config_of_run, others, left = replay_configs(step, run_dir, overrides)
     replays: dict[str, Replay] = {}
     with TemporaryDirectory() as folder:
-        for name, config in {"replayed": own, **others}.items():
+        for name, config in {"replayed": config_of_run, **others}.items():
             logger.info("Computing step %d%s.", step.stored.step, f" under {name}" if replays else " as the run did")
             replays[name] = replay(step, config, Path(folder) / str(len(replays)) if others else None)
         similar = cosines({name: one.gradient for name, one in replays.items() if one.gradient is not None})
@@ -175,7 +175,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
     finally:
         torch.set_num_threads(threads)
     advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()
-    sampled = torch.tensor([float(mask.sum()) for mask in rows.parts(keys.ASSISTANT_MASK)])
+    sampled = torch.tensor([float(mask.sum()) for mask in rows.cells(keys.ASSISTANT_MASK)])
     count = sampled.sum().item() or math.nan
     values = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
     values["tokens/with_advantage"] = (sampled * (advantages != 0)).sum().item() / count
@@ -211,10 +211,10 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
             "fewer algorithms, or set TMPDIR to a folder with more room."
         )
     flat = torch.from_file(str(file), shared=True, size=size, dtype=torch.float32)
-    for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
+    for parameter, slice_ in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
 
-        def add(gradient: Tensor, part: Tensor = part) -> None:
-            part.add_(gradient.detach().flatten())
+        def add(gradient: Tensor, slice_: Tensor = slice_) -> None:
+            slice_.add_(gradient.detach().flatten())
 
         parameter.register_hook(add)  # type: ignore[no-untyped-call]
     return flat
@@ -245,7 +245,7 @@ def scored_rows(step: Step, config: Config) -> RowTable:
         reward = rows.get(keys.GRADED_REWARD, rows.get(keys.REWARD))  # with penalties on length, and users' functions
         rows = rows.without(keys.GRADED_REWARD, keys.KL_TERM)
         rows.set(keys.REWARD, reward)
-        write_reference(rows, rows.parts(keys.REF_LOG_PROBS), in_reward_coeff=coefficient)
+        write_reference(rows, rows.cells(keys.REF_LOG_PROBS), in_reward_coeff=coefficient)
     for _, transform in make_advantage(config):
         rows = transform(rows)
     return rows
@@ -276,17 +276,17 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
                 f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, train.epochs, "
                 f"train.optim_batch_size, and {_MEMORY} for its memory."
             )
-    own, differ = values(step.config, _COMPARED), False
+    values_of_run, differ = values(step.config, _COMPARED), False
     others, notes = {}, []
     for name in names:
         try:
-            chosen = [f"algorithm.objective={name}" if in_file(name) else f"algorithm={name}"]
+            chosen = [f"algorithm.objective={name}" if file_reference(name) else f"algorithm={name}"]
             under = [*(chosen if name != _OF_THE_RUN else ()), *common]
             changed = load_config(run_dir, under, trust=True)  # the run's has consent already
             theirs = values(changed, _OF_THE_COLLECTION)
-            ignored = [option for option, value in theirs.items() if value != own[option]]
-            changed = others[name] = with_options(changed, {option: own[option] for option in ignored})
-            if values(changed, _COMPARED) != own:
+            ignored = [option for option, value in theirs.items() if value != values_of_run[option]]
+            changed = others[name] = with_options(changed, {option: values_of_run[option] for option in ignored})
+            if values(changed, _COMPARED) != values_of_run:
                 differ = True
                 _require_stored(step, changed)
                 validate(changed)

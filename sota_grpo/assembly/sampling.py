@@ -29,7 +29,7 @@ from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import from_pretrained
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
-from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
+from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, task_grader
 from sota_grpo.rewards.judge.client import TERM, JudgeClient, JudgedGrader, VerdictCache
 from sota_grpo.rewards.judge.client import Rules as JudgeRules
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
@@ -83,8 +83,10 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     """
     env, reward = config.env, config.reward
     if env.mixture is not None:
-        passed = reward.path  # an entry may have other functions
-        return _mixed(config, lambda each: task_of(each, functions if each.reward.path == passed else None, bare=bare))
+        functions_path = reward.path  # an entry may have other functions
+        return _mixed(
+            config, lambda each: task_of(each, functions if each.reward.path == functions_path else None, bare=bare)
+        )
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
@@ -160,13 +162,15 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
-        own, reward = instances.get(name), configs[name].reward
-        if own is None:
+        instance, reward = instances.get(name), configs[name].reward
+        if instance is None:
             return task
-        asks_task = reward.path is not None or not own.has_reward
-        if asks_task and reward.path is None and isinstance(task, TableTask):
+        adds_task_terms = reward.path is not None or not instance.has_reward
+        if adds_task_terms and reward.path is None and isinstance(task, TableTask):
             task.require_answers()
-        return with_tools(task, has_reward=own.has_reward, asks_task=asks_task, success_above=reward.success_above)
+        return with_tools(
+            task, has_reward=instance.has_reward, adds_task_terms=adds_task_terms, success_above=reward.success_above
+        )
 
     return task.with_tasks(rewarded) if isinstance(task, MixtureTask) else rewarded(config.env.dataset, task)
 
@@ -182,11 +186,11 @@ def dialog_rules(
     rules: dict[str | None, Rules] = {}
     for name, each in task_configs(config).items():
         if each.env.max_steps > 1:
-            own, options = instances.get(name), each.env
-            turns = TurnTokens(env.tokenizer, template_kwargs(each, own))
-            responder: Responder = GradedTurns(own_grader(env.grader), turns)
-            if own is not None:
-                responder = ToolResponder(env, own, options.chat_template_kwargs)
+            task_instances, options = instances.get(name), each.env
+            turns = TurnTokens(env.tokenizer, template_kwargs(each, task_instances))
+            responder: Responder = GradedTurns(task_grader(env.grader), turns)
+            if task_instances is not None:
+                responder = ToolResponder(env, task_instances, options.chat_template_kwargs)
             rules[name if config.env.mixture else None] = Rules(responder, turns, options.max_steps, max_model_len)
     return rules
 
@@ -200,7 +204,7 @@ def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[
     """Return :func:`template_kwargs` as arguments of a :class:`~sota_grpo.envs.PromptSource`."""
     if config.env.mixture is None:
         return {"template_kwargs": template_kwargs(config, instances.get(config.env.dataset))}
-    by_task = {name: template_kwargs(config, own) for name, own in instances.items()}
+    by_task = {name: template_kwargs(config, task_instances) for name, task_instances in instances.items()}
     return {"template_kwargs": template_kwargs(config, None), "task_kwargs": by_task}
 
 

@@ -20,7 +20,7 @@ from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rewards.judge.questions import KINDS
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.records import MAX_SUPPORT
 from sota_grpo.tasks import TASKS
 

@@ -37,7 +37,7 @@ from sota_grpo.engines import ENGINES, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rewards.judge.questions import CHAT
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
@@ -48,7 +48,9 @@ from sota_grpo.text import one_line
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
     for name, item, value in walk(config):
         choices = item.metadata["choices"]
-        of_a_file = name in ("algorithm.objective", "algorithm.baseline") and in_file(value)  # their own rules load it
+        of_a_file = name in ("algorithm.objective", "algorithm.baseline") and file_reference(
+            value
+        )  # their own rules load it
         known = not choices or value == item.default or value in choices
         if isinstance(value, str) and not known and not of_a_file:
             choices = [item.default, *(choice for choice in choices if choice != item.default)]
@@ -143,8 +145,10 @@ def trained_weights_are_fine_enough_for_the_learning_rate(config: Config) -> Ite
 
 
 def _unused(name: str, value: Any, default: Any, where: str) -> str:
-    given, left = (one.partition("=")[2] for one in overrides_of({name: value}) + overrides_of({name: default}))
-    return f"{name}={given} has no effect {where}; leave it at {left}"
+    value_text, default_text = (
+        one.partition("=")[2] for one in overrides_of({name: value}) + overrides_of({name: default})
+    )
+    return f"{name}={value_text} has no effect {where}; leave it at {default_text}"
 
 
 def options_that_the_task_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
@@ -212,8 +216,8 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
 def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     env = config.env
     if env.mixture is not None and env.environment is not None:
-        given = f"env.environment={env.environment} applies to every task of env.mixture"
-        yield f"{given}; give it to the task whose rows it reads, as env.mixture.NAME.environment."
+        problem = f"env.environment={env.environment} applies to every task of env.mixture"
+        yield f"{problem}; give it to the task whose rows it reads, as env.mixture.NAME.environment."
     if env.mixture is not None or (env.tools is None and env.environment is None):
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
@@ -221,7 +225,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"env.tools={env.tools} and env.environment={value}: make the functions methods of the environment."
     if (server := server_of(env.environment)) is not None:
         yield from filter(None, [server.fault()])
-    elif value is not None and in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
+    elif value is not None and file_reference(value) is None and not value.endswith(PICKLED) and value != PASSED:
         servers = f", or {FORMS}" if env.tools is None else ""
         yield f"{option}={value} is no FILE.py:NAME; give the file, a colon and a name that it defines{servers}."
     if env.max_steps < 2:
@@ -233,7 +237,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
 
 def every_transform_is_in_a_file(config: Config) -> Iterator[str]:
     for value in config.env.transforms:
-        if in_file(value) is None:
+        if file_reference(value) is None:
             yield f"env.transforms has {value}, which is no FILE.py:NAME; name the file, a colon, and a transform."
 
 
@@ -364,10 +368,10 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
         if limit > most:
             option = f"env.mixture.{name}.max_tokens={limit}"
             yield f"{option} exceeds inference_model.max_tokens={most}; use inference_model.max_tokens={limit}."
-        if (own := limit * each.env.max_steps) < longest and buffer:
+        if (total := limit * each.env.max_steps) < longest and buffer:
             yield (
                 f"algorithm.overlong_buffer={buffer} counts back from {longest} tokens, the most of any task, and "
-                f"env.mixture.{name} (max_tokens={limit}, max_steps={each.env.max_steps}) ends at {own}; leave the "
+                f"env.mixture.{name} (max_tokens={limit}, max_steps={each.env.max_steps}) ends at {total}; leave the "
                 "buffer out, or give the tasks one limit."
             )
 

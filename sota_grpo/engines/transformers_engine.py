@@ -239,7 +239,7 @@ class GroupDecoder:
     def drop(self, group: int) -> None:
         """Stop sampling a group; its rows leave the batch at the next step."""
         self._open_samples[group] = 0
-        dropped = torch.tensor([row for row, own in enumerate(self._group_of_row) if own == group])
+        dropped = torch.tensor([row for row, group_of_row in enumerate(self._group_of_row) if group_of_row == group])
         self._living = self._living & ~torch.isin(self._rows, dropped.to(self._rows.device))
 
     @torch.inference_mode()
@@ -274,7 +274,7 @@ class GroupDecoder:
             at_eos = torch.zeros_like(at_eos)
         if self._stops is not None:
             tails = self._tokens[self._rows, max(0, length - self._stops.window) : length].tolist()
-            at_eos |= torch.tensor([self._stops.completed(tail) for tail in tails], device=at_eos.device)
+            at_eos |= torch.tensor([self._stops.is_complete(tail) for tail in tails], device=at_eos.device)
         stops = self._living & (at_eos | (self._rooms[self._rows] == length))
         rows = self._rows[stops]
         if not len(rows):
@@ -368,14 +368,14 @@ class TransformersEngine(SteppingEngine):
         self._pad_token_id = pad_token_id
         self._waiting: deque[dict[int, Flight]] = deque()  # groups to be decoded together, by ticket
         self._running: list[tuple[list[int], GroupDecoder]] = []  # the tickets of a decoder's groups
-        own: Any = copy.deepcopy(model) if copy_model else model
-        self._model: Any = own.to(device=device, dtype=dtype)
-        own.eval().requires_grad_(False)
-        self.device = own.device
+        engine_model: Any = copy.deepcopy(model) if copy_model else model
+        self._model: Any = engine_model.to(device=device, dtype=dtype)
+        engine_model.eval().requires_grad_(False)
+        self.device = engine_model.device
         self._can_sleep = self.device.type != "cpu"
-        self.weight_dtype = matrix_dtype(own.state_dict().values())
-        self._tied = tied_names(own)
-        self._shares_prompts = use_decode_attention(own)
+        self.weight_dtype = matrix_dtype(engine_model.state_dict().values())
+        self._tied = tied_names(engine_model)
+        self._shares_prompts = use_decode_attention(engine_model)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
         self._wake_now()
@@ -448,14 +448,14 @@ class TransformersEngine(SteppingEngine):
         """
         model = self._model  # before the check: another thread may close this at any time
         self._require_open()
-        own = model.state_dict()
-        shapes = {name: tensor.shape for name, tensor in own.items()}
+        tensors = model.state_dict()
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
         pushed = checked_weights(self.whole(weights), shapes, self._tied, tied_required=False)
         with self._between_steps():
             self._require_open()
             for name, tensor in pushed.items():
                 if name not in self._tied:
-                    own[name].copy_(tensor)
+                    tensors[name].copy_(tensor)
             self.version = version
 
     def weight_sums(self) -> dict[str, Checksum]:

@@ -73,9 +73,9 @@ class ChatTokens:
         framing = self._framing(messages)
         # a template may leave its own token out because a content has it, so equal specials prove nothing then
         if self._specials_of(ids) != framing or any(self._replaced(each, " ") != dict(each) for each in messages):
-            said = json.dumps([*messages], ensure_ascii=False, default=str)
-            first = self._names.search(said)
-            name = first[0] if first else said[:60]
+            dumped = json.dumps([*messages], ensure_ascii=False, default=str)
+            first = self._names.search(dumped)
+            name = first[0] if first else dumped[:60]
             ids = self._read_as_text(messages, text)
             if self._specials_of(ids) != framing:
                 raise UserError(

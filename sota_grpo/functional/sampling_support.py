@@ -126,7 +126,7 @@ class _SupportLogits(torch.autograd.Function):
         ctx.num_bytes, ctx.bias_shape = num_bytes, None if bias is None else bias.shape
         logits = hidden.new_empty(len(sets.ids), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for piece in _pieces(len(logits), hidden, num_bytes):
-            state, embedding = _gathered(hidden, weight, sets.rows[piece], sets.ids[piece])
+            state, embedding = _gather(hidden, weight, sets.rows[piece], sets.ids[piece])
             logits[piece] = (state * embedding).sum(1)
         return logits if bias is None else logits + bias.index_select(0, sets.ids)
 
@@ -142,7 +142,7 @@ class _SupportLogits(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             to_bias = grad.new_zeros(ctx.bias_shape).index_add_(0, ids, grad)
         for piece in _pieces(len(grad), hidden, ctx.num_bytes):
-            state, embedding = _gathered(hidden, weight, rows[piece], ids[piece])
+            state, embedding = _gather(hidden, weight, rows[piece], ids[piece])
             pull = grad[piece].unsqueeze(1)
             if to_hidden is not None:
                 to_hidden.index_add_(0, rows[piece], embedding * pull)
@@ -152,7 +152,7 @@ class _SupportLogits(torch.autograd.Function):
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), to_bias, None, None
 
 
-def _gathered(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _gather(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """States and embeddings of some logits, in the wide dtype; the embedding as the dtype of ``hidden`` rounds it."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.index_select(0, rows).to(wide), weight.index_select(0, ids).to(hidden.dtype).to(wide)

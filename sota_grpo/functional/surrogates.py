@@ -329,9 +329,9 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
 
 def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the row's masked tokens, on each of them with the gradient of its own value; 0 off the mask."""
-    own = values.where(mask, 0.0)
-    mean = own.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return (mean + (own - own.detach())).where(mask, 0.0)
+    masked = values.where(mask, 0.0)
+    mean = masked.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (mean + (masked - masked.detach())).where(mask, 0.0)
 
 
 def _bounded(values: Tensor, lower: Tensor, upper: Tensor) -> Tensor:

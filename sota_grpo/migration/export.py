@@ -39,7 +39,7 @@ from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_pat
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import task_class
 from sota_grpo.text import one_line
 
@@ -126,8 +126,8 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
         write_parquet(folder / "heldout.parquet", verl_rows(task, heldout, "heldout"))
         if config.reward.path is not None:
             plain["reward"]["path"] = _copied(Path(config.reward.path).expanduser(), folder)
-        if (own := in_file(config.env.dataset)) is not None:
-            plain["env"]["dataset"] = f"{_copied(own[0], folder)}:{own[1]}"
+        if (reference := file_reference(config.env.dataset)) is not None:
+            plain["env"]["dataset"] = f"{_copied(reference[0], folder)}:{reference[1]}"
         (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
         (folder / "reward.py").write_text(_VERL_REWARD.format(name=facts.name), encoding="utf-8")
         script = folder / "run_verl.sh"

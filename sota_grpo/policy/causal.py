@@ -395,8 +395,8 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
         reason = next((difference for half in autocasts if (difference := _difference(model, config, half))), None)
     except Exception as error:  # any model's own code runs here: what it cannot do is no reason to end
         *_, frame = traceback.extract_tb(error.__traceback__)
-        own = Path(frame.filename).is_relative_to(Path(__file__).parent)
-        if own and isinstance(error, (TypeError, AttributeError, NameError)):
+        is_ours = Path(frame.filename).is_relative_to(Path(__file__).parent)
+        if is_ours and isinstance(error, (TypeError, AttributeError, NameError)):
             raise  # a mistake of ours, or another torch than was tested
         reason = f"{type(error).__name__}: {error}"
     finally:
@@ -419,8 +419,12 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     tokens = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [8, 9, 4, 0, 0]])
     layout = pack(tokens, tokens > 0, torch.tensor([[False, False, False, True, True]]).expand(3, -1) & (tokens > 0))
     length = len(layout.tokens)
-    own = torch.Generator().manual_seed(0)  # rank 0 alone is here: its other random numbers stay those of the others
-    query, key, value = (torch.randn(1, count, length, width, generator=own) for count in (heads, key_heads, key_heads))
+    generator = torch.Generator().manual_seed(
+        0
+    )  # rank 0 alone is here: its other random numbers stay those of the others
+    query, key, value = (
+        torch.randn(1, count, length, width, generator=generator) for count in (heads, key_heads, key_heads)
+    )
     expected, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
     query, key, value = (each.to(device, torch.bfloat16) for each in (query, key, value))
     try:
@@ -439,13 +443,13 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
     picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
     tokens = nn.utils.rnn.pad_sequence([ids[row] for row in picked], batch_first=True)
-    place = torch.arange(tokens.shape[1], device=device)
+    position = torch.arange(tokens.shape[1], device=device)
     lengths, prompts = torch.tensor([[[7], [6], [9]], [[4], [2], [4]]], device=device)
-    real = place < lengths
-    layout = pack(tokens, real, real & (place >= prompts)).to(device)
+    real = position < lengths
+    layout = pack(tokens, real, real & (position >= prompts)).to(device)
     eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not tell their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        packed = packed_hidden(model, layout)[layout.place.to(device)[real]].float()
+        packed = packed_hidden(model, layout)[layout.packed_positions.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
         return "not every layer asks transformers' attention interface"

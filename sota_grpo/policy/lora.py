@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import base_model, decoder_layers
 from sota_grpo.policy.optimizers import require_installed
-from sota_grpo.policy.sharding import divided, gathered, replicated
-from sota_grpo.policy.tensor_files import Kept
+from sota_grpo.policy.sharding import divided, gather, replicated
+from sota_grpo.policy.tensor_files import TensorSlice
 from sota_grpo.policy.weight_pack import WeightPack, padded, rounded, rounded_dtype
 
 if TYPE_CHECKING:  # where bitsandbytes is installed peft imports it, a second that runs without an adapter save
@@ -153,8 +153,8 @@ def engine_weights(
     for name, value, layer in _parts(inner, base):
         if names is not None and name not in names:
             continue
-        own = dequantized(value) if layer is None or not merged else _merged(layer, value)
-        whole = tied[id(value)] if id(value) in tied else gathered(rounded(own, dtype))
+        weight = dequantized(value) if layer is None or not merged else _merged(layer, value)
+        whole = tied[id(value)] if id(value) in tied else gather(rounded(weight, dtype))
         if uses[id(value)] > 1:
             tied[id(value)] = whole
         progress()
@@ -171,8 +171,8 @@ def packed_weights(
     **options: Any,
 ) -> WeightPack:
     """:func:`engine_weights` in one buffer of the host, filled one by one; of a sharded model, rank 0's."""
-    own = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
-    room = sum(_room(value, dtype) for value in own)
+    values = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
+    room = sum(_room(value, dtype) for value in values)
     return WeightPack.of(engine_weights(model, base=base, dtype=dtype, names=names, **options), room=room)
 
 
@@ -201,12 +201,12 @@ def weight_slices(
     return slices
 
 
-def engine_layout(model: nn.Module) -> dict[str, Kept]:
+def engine_layout(model: nn.Module) -> dict[str, TensorSlice]:
     """Shapes and dtypes of :func:`engine_weights` before any is computed or gathered; a tied weight once."""
-    first: dict[int, tuple[str, Kept]] = {}
+    first: dict[int, tuple[str, TensorSlice]] = {}
     for name, value, _ in _parts(base_model(model), base=True):
         if id(value) not in first:
-            first[id(value)] = name, Kept.of(dequantized(value))
+            first[id(value)] = name, TensorSlice.of(dequantized(value))
     return dict(first.values())
 
 
@@ -259,7 +259,7 @@ def adapter_pack(model: nn.Module) -> WeightPack:
             (adapter,) = module.active_adapters
             scales[f"{name}.weight"] = float(module.scaling[adapter])
             factors: list[Any] = [module.lora_A[adapter], module.lora_B[adapter]]
-            first, second = (gathered(factor.weight) for factor in factors)
+            first, second = (gather(factor.weight) for factor in factors)
             if first is not None and second is not None:
                 if getattr(module, "fan_in_fan_out", False):  # its weight is kept transposed: (B A)^T = A^T B^T
                     first, second = second.T, first.T

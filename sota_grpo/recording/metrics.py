@@ -163,7 +163,7 @@ _DECLARED = (
 
 METRICS: dict[str, Metric] = {item.name: item for item in _DECLARED}
 _PATTERNS = {
-    name: re.compile(re.sub("<.*>", lambda found: _PLACEHOLDERS[found[0]], name), re.ASCII)
+    name: re.compile(re.sub("<.*>", lambda match: _PLACEHOLDERS[match[0]], name), re.ASCII)
     for name in METRICS
     if "<" in name
 }

@@ -170,9 +170,9 @@ class RunLog:
                 with (
                     atomic_file(path, durable=True) as temporary,
                     path.open("rb") as lines,
-                    temporary.open("wb") as kept,
+                    temporary.open("wb") as file,
                 ):
-                    kept.writelines(itertools.compress(lines, is_kept))
+                    file.writelines(itertools.compress(lines, is_kept))
             dropped += is_kept.count(False)
         for sink in self._sinks:
             sink.rewind(first_step)

@@ -57,7 +57,7 @@ def parse_number(text: str) -> Fraction | None:
         text = text.replace(old, new)
     text = _UNIT_POWER.sub(r"\1", CALCULATION.sub("", text))
     text = _GROUPED.sub(lambda number: number[1] + re.sub(r"\s", "", number[2]), _WORKED.sub("", text))
-    text = _VULGAR.sub(lambda part: f"{part[1]} {unicodedata.normalize('NFKC', part[2]).replace('⁄', '/')}", text)
+    text = _VULGAR.sub(lambda match: f"{match[1]} {unicodedata.normalize('NFKC', match[2]).replace('⁄', '/')}", text)
     text = _LEADING_MINUS.sub("-", text)
     text = _MIXED_NUMBER.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
@@ -319,16 +319,16 @@ def find_mathematics(text: str) -> str | None:
 
 def _said(text: str, begin: int, *, plainly: bool = False) -> str:
     """What a sentence says from there on; ``plainly`` is a number with its unit, a pair, a choice or a name."""
-    said = _SAID_END.split(text[begin : begin + _MAX_SAID_CHARS], maxsplit=1)[0].strip(_QUOTES)
-    if plainly and (len(_SAID_WORD.findall(said)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(said)):
+    phrase = _SAID_END.split(text[begin : begin + _MAX_SAID_CHARS], maxsplit=1)[0].strip(_QUOTES)
+    if plainly and (len(_SAID_WORD.findall(phrase)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(phrase)):
         return ""
-    return said if not plainly or _SAID_NUMBER.match(said) or not any(map(str.isdigit, said)) else ""
+    return phrase if not plainly or _SAID_NUMBER.match(phrase) or not any(map(str.isdigit, phrase)) else ""
 
 
 def _said_last(text: str) -> str | None:
     """What "the answer is" says last, whatever it is."""
-    said = (_said(text, cue.end()) for cue in reversed(list(_ANSWER_IS.finditer(text))))
-    return next(filter(None, said), None)
+    phrases = (_said(text, cue.end()) for cue in reversed(list(_ANSWER_IS.finditer(text))))
+    return next(filter(None, phrases), None)
 
 
 def _hash(text: str) -> str | None:

@@ -77,16 +77,16 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
     file = Path(path)
     require_file(file)
     members = load_python(file, "reward.path", RewardFunctionError)
-    own = [
+    defined = [
         name
         for name, value in members.items()
         if inspect.isfunction(value) and value.__module__ == members["__name__"] and not name.startswith("_")
     ]
-    if list(names) == [DEFAULT_NAME] and len(own) == 1 and not callable(members.get(DEFAULT_NAME)):
-        names = own
+    if list(names) == [DEFAULT_NAME] and len(defined) == 1 and not callable(members.get(DEFAULT_NAME)):
+        names = defined
     for name in names:
         if not callable(members.get(name)):
-            raise RewardFunctionError(no_function(path, name, own))
+            raise RewardFunctionError(no_function(path, name, defined))
     return [recognise(members[name], name, path) for name in names]
 
 
@@ -101,12 +101,12 @@ def require_file(path: Path) -> None:
         raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (now in {Path.cwd()}).")
 
 
-def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction:
+def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunction:
     """Return a callable as a reward function; its parameters tell its form.
 
     Args:
         name: of its reward term.
-        place: its origin, for messages.
+        location: its origin, for messages.
 
     Raises:
         RewardFunctionError: its parameters are neither verl's nor TRL's.
@@ -122,7 +122,7 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
     keywords = {p.name for p in named if p.kind is not p.POSITIONAL_ONLY}
     required = tuple(p.name for p in named if p.default is p.empty)
     taken = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
-    written = f"{place}: {name}({', '.join(map(str, parameters))})"
+    written = f"{location}: {name}({', '.join(map(str, parameters))})"
     if "solution_str" in keywords:
         form, reason = VERL, "nothing here has"
         missing = [name for name in required if name not in _VERL_PARAMETERS]
@@ -240,8 +240,8 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
     if fault is not None:
         return [RewardOutput(error=fault)] * len(group)
     return [
-        RewardOutput(info=own) if value is None else _read_number(function, value, own)
-        for value, own in zip(values, info, strict=True)
+        RewardOutput(info=row_info) if value is None else _read_number(function, value, row_info)
+        for value, row_info in zip(values, info, strict=True)
     ]
 
 
@@ -434,8 +434,8 @@ class _Describer:
             return ["set", *sorted(json.dumps(self.of(item)) for item in value)]
         if isinstance(value, Mapping):
             return ["map", *([self.of(key), self.of(item)] for key, item in value.items())]
-        parts = self._parts(value)
-        return parts if isinstance(parts, str) else [self.of(each) for each in parts]
+        description = self._parts(value)
+        return description if isinstance(description, str) else [self.of(each) for each in description]
 
     def _parts(self, value: Any) -> str | list[Any]:
         """Return the content of an object; the name of one that does not belong to the home module."""
@@ -462,8 +462,10 @@ class _Describer:
         state = dict(vars(value)) if named is not value and hasattr(value, "__dict__") else {}
         # methods, properties by their getter, and other members, without those of every class
         members = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(named).items()}
-        own = {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
-        return [name, own, named.__bases__, state]
+        described = {
+            name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")
+        }
+        return [name, described, named.__bases__, state]
 
 
 def _globals_read(code: CodeType) -> set[str]:

@@ -94,7 +94,7 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     lengths = [len(ids) + len(response) for response in responses]
 
     def behind_prompt(prompt: Tensor, of_responses: Iterable[Tensor]) -> Tensor:
-        return torch.cat([piece for own in of_responses for piece in (prompt, own)])
+        return torch.cat([piece for response in of_responses for piece in (prompt, response)])
 
     off = torch.zeros_like(ids, dtype=torch.bool)
     masks = ((s.token_ids, s.assistant_mask) for s in samples)
@@ -234,7 +234,7 @@ def set_loss_weights(
     if drop_truncated:
         lengths = torch.where(rows.get(keys.TRUNCATED).flatten(), 0, lengths)
     weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
-    masks = rows.parts(keys.ASSISTANT_MASK)
+    masks = rows.cells(keys.ASSISTANT_MASK)
     rows.set(keys.LOSS_WEIGHT, [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)])
 
 
@@ -334,8 +334,8 @@ def micro_batches(
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
     listed = row_list(rows)
     prompts = row_prompts(listed)
-    places = filled(prompts, range(len(prompts)), token_budget=token_budget, shared_prompt=shared_prompt)
-    return [[listed[index] for index in part] for part in places]
+    batches = filled(prompts, range(len(prompts)), token_budget=token_budget, shared_prompt=shared_prompt)
+    return [[listed[index] for index in batch] for batch in batches]
 
 
 def filled(
@@ -370,13 +370,13 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
     """The prompt of each row."""
     names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
     listed: Any = rows.rows(*names, keys.LOG_PROBS) if isinstance(rows, RowTable) else rows
-    found = []
+    prompts = []
     for row in listed:
         completion_mask, tokens = (row[name].cpu().numpy() for name in names)
         sampled = int(known_tokens(row).count_nonzero())
         length = int(completion_mask.argmax()) if completion_mask.any() else len(tokens)
-        found.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
-    return found
+        prompts.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
+    return prompts
 
 
 def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:

@@ -233,9 +233,9 @@ class Jobs:
                 raise  # else a sweeper has found no best run: all failed, and each has printed its reason
         except RuntimeError as error:
             if self._waits and self._sweep_dir is not None:
-                said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
                 output = f"its output is below {self._sweep_dir / '.submitit'}"
-                self._print_error(RunFailed(f"A job of the sweep gave no answer ({said.rstrip('.')}); {output}."))
+                self._print_error(RunFailed(f"A job of the sweep gave no answer ({cause.rstrip('.')}); {output}."))
             elif _NO_SLURM in str(error):
                 self._print_error(
                     UserError("There is no srun here; start the sweep where jobs are submitted to SLURM.")

@@ -59,11 +59,13 @@ def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callab
     member = members.get(name)
     if not callable(member):
         is_one = inspect.isfunction if spec.kind == "functions" else callable
-        own = members.get("__name__")  # what a file has imported is not what it offers
+        module = members.get("__name__")  # what a file has imported is not what it offers
         names = [
             other
             for other, value in members.items()
-            if not other.startswith("_") and is_one(value) and getattr(value, "__module__", None) in (own, "__main__")
+            if not other.startswith("_")
+            and is_one(value)
+            and getattr(value, "__module__", None) in (module, "__main__")
         ]
         what = "function" if spec.kind == "functions" else "class or function"
         raise ToolboxError(
@@ -121,8 +123,8 @@ class Environment(Toolbox):
     def attributes(self) -> dict[str, Any]:
         """Those of the environment that have no underscore before their name, and its properties."""
         kind = type(self._environment)
-        own = getattr(self._environment, "__dict__", {})
-        names = {**own, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}
+        members = getattr(self._environment, "__dict__", {})
+        names = {**members, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}
         readable = {}
         for name in filter(lambda name: not name.startswith("_"), names):
             with suppress(Exception):  # a property is code of the user's

@@ -91,10 +91,10 @@ def unpacked(
 ) -> GroupOutput:
     """The group; its samples are views of three tensors."""
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
-    own_masks = (None if mask is None else torch.tensor(mask) for mask in masks)
+    mask_tensors = (None if mask is None else torch.tensor(mask) for mask in masks)
     supports = (None if sets is None else SamplingSupport(*map(torch.tensor, sets)) for sets in support_arrays)
-    by_sample = zip(*columns, truncated, own_masks, [None] * len(lengths), supports, texts, strict=True)
-    return GroupOutput(group_id, tuple(Sample(*parts) for parts in by_sample))
+    by_sample = zip(*columns, truncated, mask_tensors, [None] * len(lengths), supports, texts, strict=True)
+    return GroupOutput(group_id, tuple(Sample(*columns_of) for columns_of in by_sample))
 
 
 copyreg.pickle(GroupOutput, packed)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from sota_grpo.policy.causal import FrozenReference, support_of
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
-from sota_grpo.workers.base import promised
+from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.fleet import Fleet
 
 _READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
@@ -155,7 +155,7 @@ class ReferenceService:
 
         if not rows.has(keys.REF_LOG_PROBS):
             return self.fleet.start(complete())
-        done = promised()
+        done = pending_future()
         done.set_result(rows)
         return done
 

@@ -29,7 +29,7 @@ from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, S
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
-from sota_grpo.workers.base import promised
+from sota_grpo.workers.base import pending_future
 from tests.engine_rigs import (
     add,
     changed_weights,
@@ -206,7 +206,7 @@ class InProcess:
         self._task = task
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        future = promised()
+        future = pending_future()
         future.set_result([self._task.score(*pair) for pair in pairs])
         return future
 

@@ -18,7 +18,7 @@ from tests.sink_files import event_files, wandb_config, wandb_history, wandb_run
 DOCS = (ROOT / "docs" / "logging.md").read_text()
 
 
-def promised() -> dict[str, list[str]]:
+def pending_future() -> dict[str, list[str]]:
     """What TorchRL's recipe logs, with our metrics of it: the first table of docs/logging.md."""
     table = DOCS.split("<!-- reference metrics -->")[1].strip().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
@@ -32,8 +32,8 @@ def test_the_docs_show_the_glossary() -> None:
 
 
 def test_every_promised_metric_is_declared() -> None:
-    names = [name for ours in promised().values() for name in ours]
-    assert len(promised()) == 8
+    names = [name for ours in pending_future().values() for name in ours]
+    assert len(pending_future()) == 8
     assert all(declared(name).name == name for name in names)
 
 
@@ -53,7 +53,7 @@ def test_everything_that_is_measured_reaches_wandb_and_tensorboard(tmp_path: Pat
     measured = [{name: value for name, value in row.items() if value is not None} for row in written]
     assert [row for row in sent if len(row) > 1] == measured
     names = {name for row in measured for name in row}
-    assert {name for ours in promised().values() for name in ours} <= names
+    assert {name for ours in pending_future().values() for name in ours} <= names
     (table,) = run_dir.glob("wandb/offline-run-*/files/media/table/*.json")
     assert json.loads(table.read_text())["columns"] == ["step", *ROLLOUT_FIELDS]
     assert wandb_config(run_dir)["policy"] == {"kl_coef": 0.01}

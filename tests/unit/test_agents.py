@@ -115,7 +115,7 @@ class World:
         max_steps: int = 4,
         max_model_len: int = 4096,
     ) -> None:
-        task = with_tools(TableTask([Example("?", "!")]), has_reward=True, asks_task=False)
+        task = with_tools(TableTask([Example("?", "!")]), has_reward=True, adds_task_terms=False)
         self.env = PromptSource(_Asking(task), tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
         self.tokenizer, self._lines = tokenizer, lines
         self._start = tokenizer("<|im_start|>assistant")["input_ids"]
@@ -370,7 +370,7 @@ def test_functions_of_trls_form_are_given_all_turns(tmp_path: Path) -> None:
     messages = [{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "3"}]
     record = {"messages": messages, "tool_calls": 1, "tool_errors": 0, "ended": "answer", "reward": 0.25, "error": None}
     task = with_reward_functions(TableTask([Example("?", "!", _extra())]), str(path), ["calls"])
-    task = with_tools(task, has_reward=True, asks_task=True)
+    task = with_tools(task, has_reward=True, adds_task_terms=True)
     assert dict(task.term_weights) == {"calls": 1.0, "environment": 1.0}
     score = task.score(SampledText("3", record=record), Example("?", "!", _extra()))
     assert score.terms == {"calls": 1.0, "environment": 0.25}

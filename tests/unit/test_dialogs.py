@@ -22,7 +22,7 @@ from sota_grpo.envs import ArithmeticEnv
 from sota_grpo.envs.dialogs import DialogEngine, Episode, GradedTurns, Rules
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
-from sota_grpo.workers.base import promised, resolve
+from sota_grpo.workers.base import pending_future, resolve
 from tests.worker_rigs import HostedRollout
 
 SEED = random.randrange(1 << 30)
@@ -66,7 +66,7 @@ class Grader:
         assert all(isinstance(example, Example) for _, example in pairs)
         if self.late:
             return self._pool.submit(self._grade, pairs, random.random() / 200)
-        future = promised()
+        future = pending_future()
         resolve(future, lambda: self._grade(pairs))
         return future
 
@@ -256,7 +256,7 @@ class Held:
         self.asked: list[Callable[[], None]] = []
 
     def _later(self, value: object) -> Future:
-        future = promised()
+        future = pending_future()
         self.asked.append(lambda: future.set_result(value))
         return future
 
@@ -391,7 +391,7 @@ def test_what_the_engine_raises_in_a_later_turn_is_the_callers(by_future: bool) 
         def _submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
             if max(request.prompt_ids) < 100:
                 return self.worker.run(request, sampling)
-            future = promised()
+            future = pending_future()
             future.set_exception(OSError("the engine is gone"))
             return future
 
@@ -466,7 +466,7 @@ def test_a_group_that_nobody_waits_for_asks_for_no_further_turn(how: str) -> Non
 
     class Workers(Submitting):
         def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-            asked.append(promised())
+            asked.append(pending_future())
             return asked[-1]
 
     def score(text: str, example: Example) -> Score:

@@ -327,7 +327,7 @@ def test_kept_tiles_give_the_gradient_of_recomputed_ones(
     expected = torch.autograd.grad(log_p, exact, pull)
     made = []
     monkeypatch.setattr(functional_log_probs, "kept_limit", lambda device: 2**20)
-    pulled = functional_log_probs._pull_kept
+    pulled = functional_log_probs._pull_saved
     monkeypatch.setattr(functional_log_probs, "_pull_kept", lambda *given: made.append(len(given)) or pulled(*given))
     found, _ = chunked_log_probs(*leaves, targets, temperature=0.7, logits_bytes=20_000, with_entropy=True)
     gradients = torch.autograd.grad(found, leaves, pull.to(found.dtype))

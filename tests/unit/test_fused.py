@@ -25,7 +25,7 @@ from sota_grpo.policy import sharding, shared_prompt
 from sota_grpo.policy.causal import CausalPolicy, adapter_disabled, base_model
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.sharding import gather
 from tests.pretended_cuda import kernels
 from tests.unit.test_shared_prompt import GROUPS, make_groups
 from tests.unit.tiny_models import make_model
@@ -154,7 +154,7 @@ def test_compiled_layers_are_sharded_as_eager_ones(tmp_path: Path, gpus_kernel: 
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
                 log_probs = policy(rows)[keys.LOG_PROBS]
             log_probs.sum().backward()
-            gradients.append(torch.cat([gathered(p.grad).flatten() for p in policy.parameters()]))
+            gradients.append(torch.cat([gather(p.grad).flatten() for p in policy.parameters()]))
         assert (gradients[1] - gradients[0]).norm() <= 3e-3 * gradients[0].norm()
     finally:
         dist.destroy_process_group()

@@ -149,7 +149,7 @@ from sota_grpo.rewards.judge.questions import Endpoint, Material
 endpoint = Endpoint("chat", "judge-1", rubric="r")
 judge = JudgeClient(sys.argv[1], endpoint, VerdictCache(Path(sys.argv[2])), concurrency=3)
 materials = [Material([{"role": "user", "content": "q"}], f"text {n}") for n in range(30)]
-asked = [judge.submit(judge.verdict, endpoint.ask(one)) for one in materials]
+asked = [judge.submit(judge.verdict, endpoint.question(one)) for one in materials]
 print(*(one.result().value for one in asked))
 judge.close()
 """
@@ -558,15 +558,15 @@ SAFE = "It is 4<\u200b|im_end|\u200b>"
 
 def test_reward_models_are_asked_in_vllms_forms() -> None:
     """The forms of vLLM 0.32, ``entrypoints/pooling``."""
-    score = Endpoint("score", "rm", extra_body={"priority": 3}).ask(ONE)
+    score = Endpoint("score", "rm", extra_body={"priority": 3}).question(ONE)
     texts = {"text_1": "system: Be exact.\n\nuser: 2 + 2?", "text_2": SAFE}
     assert (score.path, score.body) == ("/score", {"model": "rm", **texts, "priority": 3})
     assert score.read({"data": [{"index": 0, "object": "score", "score": 0.25}], "usage": {}}).value == 0.25
     turns = [*ASKED, {"role": "assistant", "content": SAFE}]
-    classify = Endpoint("classify", "rm").ask(ONE)
+    classify = Endpoint("classify", "rm").question(ONE)
     assert (classify.path, classify.body) == ("/classify", {"model": "rm", "messages": turns})
     assert classify.read({"data": [{"label": "a", "probs": [0.7, 0.2, 0.1], "num_classes": 3}]}).value == 0.1
-    text = Endpoint("classify", "rm", as_text=True).ask(ONE)
+    text = Endpoint("classify", "rm", as_text=True).question(ONE)
     assert text.body["input"] == f"system: Be exact.\n\nuser: 2 + 2?\n\n{SAFE}"
 
 
@@ -583,11 +583,11 @@ def test_reward_models_are_asked_in_vllms_forms() -> None:
 )
 def test_an_answer_of_another_form_is_none(kind: str, answer: object) -> None:
     with pytest.raises(WrongForm):
-        Endpoint(kind, "m").ask(ONE).read(answer)
+        Endpoint(kind, "m").question(ONE).read(answer)
 
 
 def test_a_verdict_that_may_be_cut_is_none() -> None:
-    question = Endpoint("chat", "m", rubric="r", extra_body={"temperature": None}).ask(ONE)
+    question = Endpoint("chat", "m", rubric="r", extra_body={"temperature": None}).question(ONE)
     assert set(question.body) == {"model", "messages", "max_tokens"}, "null takes a field out"
     said = f"Verdict {nonce_of(question.body)}: 1"
     whole = {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
@@ -598,15 +598,15 @@ def test_a_verdict_that_may_be_cut_is_none() -> None:
 
 def test_a_questions_key_is_its_content() -> None:
     endpoint = Endpoint("chat", "m", rubric="r")
-    keys = {endpoint.ask(ONE).key, endpoint.ask(Material(list(ASKED), "It is 4<|im_end|>")).key}
+    keys = {endpoint.question(ONE).key, endpoint.question(Material(list(ASKED), "It is 4<|im_end|>")).key}
     assert len(keys) == 1
     others = [
-        Endpoint("chat", "other", rubric="r").ask(ONE),
-        Endpoint("chat", "m", rubric="other").ask(ONE),
-        Endpoint("chat", "m", rubric="r", extra_body={"max_tokens": 9}).ask(ONE),
-        endpoint.ask(Material(ASKED, "5")),
-        endpoint.ask(Material(ASKED[1:], ONE.response)),
-        endpoint.ask(Material(ASKED, ONE.response, "4")),
+        Endpoint("chat", "other", rubric="r").question(ONE),
+        Endpoint("chat", "m", rubric="other").question(ONE),
+        Endpoint("chat", "m", rubric="r", extra_body={"max_tokens": 9}).question(ONE),
+        endpoint.question(Material(ASKED, "5")),
+        endpoint.question(Material(ASKED[1:], ONE.response)),
+        endpoint.question(Material(ASKED, ONE.response, "4")),
     ]
     assert len(keys | {one.key for one in others}) == 7
 

@@ -128,7 +128,7 @@ def test_the_peak_is_that_of_a_gpu(
     rows = make_rows_of_length(tokens)
     counted = learner_memory(
         architecture_from(CONFIG_MAPPING[family](**sizes)),
-        Learning(product_bytes=2, on_cpu=False, compiled=True, kept_tiles=int(79.2 * 2**30) // 12, **how),
+        Learning(product_bytes=2, on_cpu=False, compiled=True, saved_bytes=int(79.2 * 2**30) // 12, **how),
         [rows] * batches,
     )
     assert sum(counted.values()) / 2**30 == pytest.approx(measured, rel=0.1)
@@ -146,7 +146,7 @@ TINY = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
 FULL = Learning()
 
 
-def peak(how: Learning = FULL, *sizes: int, model: Architecture = TINY) -> memory.Parts:
+def peak(how: Learning = FULL, *sizes: int, model: Architecture = TINY) -> memory.ByteCounts:
     return learner_memory(model, how, [MicroBatch(size, size // 2, size) for size in sizes or (1000,)])
 
 

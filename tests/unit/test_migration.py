@@ -17,9 +17,9 @@ from sota_grpo.config.spelling import walk, with_options
 from sota_grpo.migration.export import model_card, published, write_verl
 from sota_grpo.migration.verl import (
     FILES,
-    Beside,
     Facts,
     Report,
+    ScriptPath,
     example_columns,
     verl_options,
     verl_reward,
@@ -203,7 +203,7 @@ def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
     found = {one.input_line.partition("=")[0]: one.value() for one in parsed}
     here = str(tmp_path.resolve())
     for option, value in options.items():
-        assert found.pop(option) == (value.replace("$HERE", here) if isinstance(value, Beside) else value)
+        assert found.pop(option) == (value.replace("$HERE", here) if isinstance(value, ScriptPath) else value)
     assert found == {}
 
 

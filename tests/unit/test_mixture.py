@@ -34,7 +34,7 @@ from sota_grpo.rl.task import scorer_of
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.tasks.mixture import MixedExamples, MixtureTask, place_in_rounds, task_of_draw
+from sota_grpo.tasks.mixture import MixedExamples, MixtureTask, position_in_rounds, task_of_draw
 from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.runs import signature
@@ -76,10 +76,10 @@ def test_draws_are_numbered_without_gaps_and_follow_the_weights_at_every_moment(
 def test_parts_take_turns_and_those_that_are_used_up_pass() -> None:
     sizes = [RNG.randint(0, 6) for _ in range(5)]
     naive = [(part, turn) for turn in range(6) for part, size in enumerate(sizes) if turn < size]
-    assert [place_in_rounds(sizes, index) for index in range(sum(sizes))] == naive
+    assert [position_in_rounds(sizes, index) for index in range(sum(sizes))] == naive
     for outside in (-1, sum(sizes)):
         with pytest.raises(IndexError):
-            place_in_rounds(sizes, outside)
+            position_in_rounds(sizes, outside)
     mixture = mixed({"a": 1, "b": 3})
     assert [one.query for one in mixture] == ["a0", "b0", "b1", "b2"] == [one.query for one in mixture[:9]]
     assert (mixture[-1].query, mixture[0].extra) == ("b2", {TASK: "a", "level": 0})
@@ -172,7 +172,7 @@ def test_each_response_is_graded_by_the_task_of_its_prompt_alone() -> None:
     assert list(task.term_weights) == ["brief/short", "cd/correct", "cd/format", "sums/correct"]
     scorer = pickle.loads(pickle.dumps(scorer_of(task)))
     for example in task.train[:12]:
-        name, own_task, own = task.own(example)
+        name, own_task, own = task.resolve(example)
         gold = task.gold_response(example)
         assert task.messages(example) == own_task.messages(own)
         (found,) = guarded_scores(scorer, task.term_weights, [(gold or "ok", example)])
@@ -196,7 +196,7 @@ def test_a_group_is_given_to_a_grader_of_groups_and_a_failure_costs_its_own_task
 
 
 def test_dialogs_with_tools_and_reward_functions_see_the_tasks_own_columns(tmp_path: Path) -> None:
-    task = with_tools(mixture_task(), has_reward=False, asks_task=True)
+    task = with_tools(mixture_task(), has_reward=False, adds_task_terms=True)
     (found,) = guarded_scores(task.score, task.term_weights, [(task.gold_response(task.train[1]), task.train[1])])
     assert found.success
     (tmp_path / "r.py").write_text(

@@ -19,7 +19,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, Surrogate
 from sota_grpo.migration.verl import Facts, verl_options
 from sota_grpo.rl.collate import pad_rows
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage

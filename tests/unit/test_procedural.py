@@ -230,5 +230,5 @@ def test_a_scorer_of_whole_groups_stays_one() -> None:
     assert not hasattr(think_again(CALCULATOR).score, "score_group")
     lost = SampledText("", record={"error": "InstanceLost: gone"})
     pairs = [(SampledText("bb", record={"ended": "answer"}), PRODUCT), (lost, PRODUCT)]
-    found = with_tools(inner, has_reward=False, asks_task=True).score.score_group(pairs)
+    found = with_tools(inner, has_reward=False, adds_task_terms=True).score.score_group(pairs)
     assert [(one.success, one.error) for one in found] == [(True, None), (False, "InstanceLost: gone")], "not compared"

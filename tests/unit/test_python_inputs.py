@@ -25,7 +25,7 @@ from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, RewardFunctionError, fingerprint, pickled, unpickled
 from sota_grpo.rewards.grading import grading_pool
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions

@@ -20,7 +20,7 @@ from sota_grpo.tasks.questions import (
     answers_equal,
     count_words,
     format_term,
-    read_parts,
+    parse_response,
     split_gold,
 )
 from tests.unit.test_tasks import shared_data, write
@@ -195,7 +195,7 @@ FORMS = [  # a response of the reasoning task, its thinking, its answer, and wha
 
 @pytest.mark.parametrize(("response", "thinking", "answer", "value"), FORMS)
 def test_forms(response: str, thinking: str | None, answer: str | None, value: float) -> None:
-    parts = read_parts(response)
+    parts = parse_response(response)
     assert (parts.thinking, parts.answer, format_term(parts)) == (thinking, answer, value)
 
 

@@ -163,7 +163,7 @@ def test_entries_that_are_unlike_stay_as_they_are() -> None:
 def test_of_no_rows_every_column_is_empty() -> None:
     table = RowTable.of(random_rows()).take([])
     for key in table.columns:
-        assert list(table.parts(key)) == []
+        assert list(table.cells(key)) == []
     assert table.sums(keys.ASSISTANT_MASK).tolist() == table.lengths(keys.GROUP_ID) == []
     same(RowTable.of_state(table.state_dict()), [])
 

@@ -69,12 +69,12 @@ def test_each_rank_is_sent_the_rows_that_it_computes_and_no_others() -> None:
             for share in shares:
                 for one in share.steps[step]:
                     for index, weight in zip(one.rows, one.weights):
-                        weights[share.places[index]] += weight
+                        weights[share.positions[index]] += weight
             sampled = {place: rows.sums(keys.ASSISTANT_MASK)[place].item() for place in weights}
             assert len(weights) >= 12  # a row that keeps a rank in step weighs nothing
             assert sum(weights[place] * count for place, count in sampled.items()) == pytest.approx(1)
         for share in shares:
-            assert share.rows.get("place").tolist() == share.places
+            assert share.rows.get("place").tolist() == share.positions
             used = {index for step in share.steps for one in step for index in one.rows}
             assert used == set(range(len(share.rows)))
         if epochs == 1:
@@ -300,7 +300,7 @@ def test_whoever_waits_for_a_dead_learner_is_told_of_the_rank_that_failed_first(
 def test_slow_ranks_that_make_progress_are_waited_for() -> None:
     pack = WeightPack.of([("w", torch.ones(1))])
     ranks = [Rank(0, weights=lambda: time.sleep(1.2) or (pack, 1)), Rank(1, weights=lambda: time.sleep(1.0))]
-    assert facade(*ranks).weights().parts == pack.parts
+    assert facade(*ranks).weights().buffers == pack.buffers
     assert not any(rank.killed.is_set() for rank in ranks)
 
 

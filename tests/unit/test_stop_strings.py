@@ -77,7 +77,7 @@ def test_the_embedded_engine_samples_nothing_behind_them() -> None:
 def test_a_text_of_several_tokens_and_of_half_ones_is_seen_when_its_last_token_comes() -> None:
     for text in ("</answer>", "\n\n", "42.", "é€", "<|im_end|>", "a" * 40):
         stops, ids = StopStrings(TOKENIZER, ["never said", text]), TOKENIZER(f"so {text} and on")["input_ids"]
-        seen = [stops.completed(ids[:length]) for length in range(1, len(ids) + 1)]
+        seen = [stops.is_complete(ids[:length]) for length in range(1, len(ids) + 1)]
         assert stops.end(ids) == seen.index(True) + 1
         assert text in TOKENIZER.decode(ids[: stops.end(ids)])
         assert text not in TOKENIZER.decode(ids[: stops.end(ids) - 1])

@@ -205,7 +205,7 @@ def follow_lists(
     if all(strict):
         return strict, list(strict)
     lines = text.split("\n")
-    cut = [text, *("\n".join(kept).strip() for kept in (lines[1:], lines[:-1], lines[1:-1]))]
+    cut = [text, *("\n".join(shorter).strip() for shorter in (lines[1:], lines[:-1], lines[1:-1]))]
     others = list(dict.fromkeys([*cut, *(reading.replace("*", "") for reading in cut)]))[1:]
     return strict, [is_strict or followed(check, others) for is_strict, check in zip(strict, bound, strict=True)]
 

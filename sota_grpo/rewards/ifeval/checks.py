@@ -273,8 +273,8 @@ def highlight_count(text: str, num_highlights: int) -> bool:
 
 def section_count(text: str, section_spliter: str, num_sections: int) -> bool:
     """At least so many headings: the splitter, a regular expression, and a number."""
-    parts = pattern_of(section_spliter, r"\s?", r"\s?\d+\s?", ignore_case=False).split(text)
-    return len(parts) > num_sections
+    sections = pattern_of(section_spliter, r"\s?", r"\s?\d+\s?", ignore_case=False).split(text)
+    return len(sections) > num_sections
 
 
 def is_json(text: str) -> bool:

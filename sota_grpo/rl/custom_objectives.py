@@ -30,7 +30,7 @@ class ObjectiveError(UserError, ValueError):
     """An objective or an advantage estimator that does not exist or cannot be used; the message says what to change."""
 
 
-def in_file(value: str) -> tuple[Path, str] | None:
+def file_reference(value: str) -> tuple[Path, str] | None:
     """Return the file and the function of ``FILE.py:FUNCTION``; None for another value."""
     file, mark, function = value.rpartition(".py:")
     return (Path(f"{file}.py").expanduser(), function) if mark else None
@@ -71,8 +71,8 @@ def _function(
     """Return the user's function and its name, after checking its parameters; None for another value."""
     if callable(value):
         function, name = value, getattr(value, "__name__", option)
-    elif (place := in_file(value)) is not None:
-        function, name = _Written(option, *place), value
+    elif (reference := file_reference(value)) is not None:
+        function, name = _Written(option, *reference), value
     else:
         return None, value
     parameters = signature(function).parameters.values()
@@ -101,9 +101,9 @@ class _Written:
             return getattr(run_python(self._path), self._name)
         except (Exception, SystemExit) as error:
             line = error_line(self._path, error)
-            place = self._path if line is None else f"{self._path}, line {line}"
+            location = self._path if line is None else f"{self._path}, line {line}"
             raise ObjectiveError(
-                f"{place}: {self._option} cannot be imported ({type(error).__name__}: {error}); correct the file."
+                f"{location}: {self._option} cannot be imported ({type(error).__name__}: {error}); correct the file."
             ) from error
 
 
