@@ -339,20 +339,16 @@ def _escaped(text: str) -> str:
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
     """Return ``arguments`` of ``grpo.py``, for ``train.resume=auto`` with the directory of the sweep to continue."""
-    remaining = list(arguments)
-    is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in remaining)  # to Hydra
-    if (
-        not is_sweep
-        or "train.resume=auto" not in remaining
-        or any(one.startswith("hydra.sweep.dir=") for one in remaining)
-    ):
-        return remaining
+    args = list(arguments)
+    is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in args)  # to Hydra
+    if not is_sweep or "train.resume=auto" not in args or any(one.startswith("hydra.sweep.dir=") for one in args):
+        return args
     for folder in sorted((path.parent for path in root.glob(f"*/*/{SWEEP_FILE}")), reverse=True):  # the newest first
         record = read_json(folder / SWEEP_FILE) or {}
-        same = record.get("command") == _identity(remaining) and not record.get("complete")
+        same = record.get("command") == _identity(args) and not record.get("complete")
         if same and os.access(folder, os.W_OK) and not any(map(is_held, folder.glob("*/"))):
-            return [f"hydra.sweep.dir={folder.as_posix()}", *remaining]
-    return remaining
+            return [f"hydra.sweep.dir={folder.as_posix()}", *args]
+    return args
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:

@@ -27,10 +27,9 @@ def readable(text: str, keep: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    allowed = _KEPT.union(keep)
+    legal = _KEPT.union(keep)
     return "".join(
-        sign if sign.isprintable() or sign in allowed else sign.encode("unicode_escape").decode("ascii")
-        for sign in text
+        sign if sign.isprintable() or sign in legal else sign.encode("unicode_escape").decode("ascii") for sign in text
     )
 
 

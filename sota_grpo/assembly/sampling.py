@@ -83,10 +83,8 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     """
     env, reward = config.env, config.reward
     if env.mixture is not None:
-        functions_path = reward.path  # an entry may have other functions
-        return _mixed(
-            config, lambda each: task_of(each, functions if each.reward.path == functions_path else None, bare=bare)
-        )
+        path = reward.path  # an entry may have other functions
+        return _mixed(config, lambda each: task_of(each, functions if each.reward.path == path else None, bare=bare))
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
@@ -162,14 +160,14 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
-        instance, reward = instances.get(name), configs[name].reward
-        if instance is None:
+        pool, reward = instances.get(name), configs[name].reward
+        if pool is None:
             return task
-        adds_task_terms = reward.path is not None or not instance.has_reward
+        adds_task_terms = reward.path is not None or not pool.has_reward
         if adds_task_terms and reward.path is None and isinstance(task, TableTask):
             task.require_answers()
         return with_tools(
-            task, has_reward=instance.has_reward, adds_task_terms=adds_task_terms, success_above=reward.success_above
+            task, has_reward=pool.has_reward, adds_task_terms=adds_task_terms, success_above=reward.success_above
         )
 
     return task.with_tasks(rewarded) if isinstance(task, MixtureTask) else rewarded(config.env.dataset, task)

@@ -61,16 +61,14 @@ def run(options: argparse.Namespace) -> int:
         from sota_grpo.run.entry import quiet_console
 
         quiet_console()
-        estimated = estimate(
-            config, memory_gib=options.memory_gb, gpus=options.gpus, prompt_tokens=options.prompt_tokens
-        )
+        result = estimate(config, memory_gib=options.memory_gb, gpus=options.gpus, prompt_tokens=options.prompt_tokens)
     if options.json:
-        print(json.dumps(estimated.as_dict(), indent=1))
+        print(json.dumps(result.as_dict(), indent=1))
     else:
-        _show(estimated)
-    if estimated.refusal:
-        print(f"sota-grpo: {estimated.refusal}", file=sys.stderr)
-    return 0 if estimated.fits else 2
+        _show(result)
+    if result.refusal:
+        print(f"sota-grpo: {result.refusal}", file=sys.stderr)
+    return 0 if result.fits else 2
 
 
 def _show(estimated: Estimate) -> None:

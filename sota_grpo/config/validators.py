@@ -48,9 +48,7 @@ from sota_grpo.text import one_line
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
     for name, item, value in walk(config):
         choices = item.metadata["choices"]
-        of_a_file = name in ("algorithm.objective", "algorithm.baseline") and file_reference(
-            value
-        )  # their own rules load it
+        of_a_file = name in ("algorithm.objective", "algorithm.baseline") and file_reference(value)
         known = not choices or value == item.default or value in choices
         if isinstance(value, str) and not known and not of_a_file:
             choices = [item.default, *(choice for choice in choices if choice != item.default)]
@@ -145,10 +143,8 @@ def trained_weights_are_fine_enough_for_the_learning_rate(config: Config) -> Ite
 
 
 def _unused(name: str, value: Any, default: Any, where: str) -> str:
-    value_text, default_text = (
-        one.partition("=")[2] for one in overrides_of({name: value}) + overrides_of({name: default})
-    )
-    return f"{name}={value_text} has no effect {where}; leave it at {default_text}"
+    now, usual = (one.partition("=")[2] for one in overrides_of({name: value}) + overrides_of({name: default}))
+    return f"{name}={now} has no effect {where}; leave it at {usual}"
 
 
 def options_that_the_task_does_not_read_keep_their_default(config: Config) -> Iterator[str]:

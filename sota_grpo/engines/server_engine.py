@@ -583,10 +583,8 @@ class ServerEngine(SteppingEngine):
 
         None without :class:`~sota_grpo.engines.vllm_server.WeightSums`, and from several GPUs.
         """
-        body = {
-            "method": "weight_sums",
-            "kwargs": {"shapes": {name: list(shape) for name, shape in self._shapes.items()}},
-        }
+        shapes = {name: list(dims) for name, dims in self._shapes.items()}
+        body = {"method": "weight_sums", "kwargs": {"shapes": shapes}}
         with self._between_steps():
             self._require_open()
             self._wake_now()

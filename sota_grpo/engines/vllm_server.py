@@ -105,10 +105,7 @@ class WeightSums:
     def weight_sums(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
         """Return the checksums as JSON values."""
         sums = weight_sums(self.get_model(), shapes)  # type: ignore[attr-defined]  # the worker's
-        return {
-            name: [str(checksum.dtype).removeprefix("torch."), checksum.total, checksum.by_row]
-            for name, checksum in sums.items()
-        }
+        return {name: [str(one.dtype).removeprefix("torch."), one.total, one.by_row] for name, one in sums.items()}
 
 
 _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "tokens_only", "runner", "convert")

@@ -147,7 +147,7 @@ class MarkedCalls:
         """Return the text outside of the calls, and the calls; an unreadable one has an error. Takes linear time."""
         texts: list[str] = []
         calls: list[ParsedCall] = []
-        has_text = False
+        text_seen = False
         call = re.escape(self.opening)
         if not self.opening and self.keys is not None:
             call = rf'\{{\s*+"{re.escape(self.keys[0])}"\s*+:'
@@ -156,17 +156,15 @@ class MarkedCalls:
         position = _after(text, self.thinks_until, 0) if self.thinks_until else 0
         while (match := begins.search(text, position)) is not None:
             texts.append(text[position : match.start()])
-            has_text = has_text or bool(texts[-1].strip(f"{OTHER};, \t\r\n"))
+            text_seen = text_seen or bool(texts[-1].strip(f"{OTHER};, \t\r\n"))
             if match.lastgroup != "call":
                 ends = dict(THINKING).get(match[0])
                 position = _after(text, ends, match.end()) if ends else match.end()
             elif self.opening:
                 position = self._opened(text, match.end(), calls)
-            elif (
-                has_text or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0
-            ):  # an object that is said
+            elif text_seen or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0:  # an object in text
                 texts.append(match[0])
-                has_text, position = True, match.end()
+                text_seen, position = True, match.end()
             else:
                 position = self._opened(text, match.start(), calls)
         return "".join((*texts, text[position:])), calls

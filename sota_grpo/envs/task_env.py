@@ -135,14 +135,14 @@ class TaskEnv(PromptSource, EnvBase):
             raise ValueError("both tools and environment are given; give the tools as methods of the environment.")
         if max_steps == 1 and has_tools:
             raise ValueError("max_steps=1 leaves no turn after a tool has answered; use max_steps=2 or more.")
-        kwargs_of_task = kwargs = dict(template_kwargs or {})
+        fixed = kwargs = dict(template_kwargs or {})
         with ExitStack() as opened:
             if has_tools:
                 spec = _instance_spec(tools, environment, opened)
                 instances = opened.enter_context(closing(Instances(spec, timeout_s=tool_timeout_s)))
                 instances.wait_ready()
                 task = with_tools(task, has_reward=instances.has_reward, adds_task_terms=not instances.has_reward)
-                kwargs = {**kwargs_of_task, "tools": instances.schemas}
+                kwargs = {**fixed, "tools": instances.schemas}
             EnvBase.__init__(self, device=device, batch_size=(num_envs,))
             PromptSource.__init__(
                 self,
@@ -158,7 +158,7 @@ class TaskEnv(PromptSource, EnvBase):
             )
             turns = TurnTokens(tokenizer, kwargs)
             responder: Responder = (
-                ToolResponder(self, instances, kwargs_of_task) if has_tools else GradedTurns(self.grader, turns)
+                ToolResponder(self, instances, fixed) if has_tools else GradedTurns(self.grader, turns)
             )
             bound = sys.maxsize if max_prompt_tokens is None else max_prompt_tokens + 1
             self._rules = Rules(responder, turns, max_steps, bound)

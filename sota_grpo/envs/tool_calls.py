@@ -41,10 +41,9 @@ from sota_grpo.text import first_line, one_line
 
 logger = logging.getLogger(__name__)
 
-#: Plain letters, which no template changes.
-_QUESTION_MARK, _ANSWER_MARK, _RESULT = "whatwasasked", "whatwassaid", "whatthetoolsaid"
+_QUESTION_TEXT, _ANSWER, _RESULT = "whatwasasked", "whatwassaid", "whatthetoolsaid"  # which no template changes
 _TOOL = "probe_tool"
-_QUESTION = {"role": "user", "content": _QUESTION_MARK}
+_QUESTION = {"role": "user", "content": _QUESTION_TEXT}
 _SIMPLE: dict[str, Any] = {"text": "probevalue", "number": 7}  # found wherever it is
 _HARD: dict[str, Any] = {"text": 'é日 "x" \\ \n <b> {[', "items": [{"deep": [1, 2.5, None, True]}, []]}
 _PROBES = ([_SIMPLE], [_SIMPLE, _SIMPLE], [_HARD], [_SIMPLE, _HARD])
@@ -223,10 +222,10 @@ class ToolCallReader:
                 yield TemplateCalls(template, prompt, specials)
             except Exception as error:  # of the tokenizer's authors
                 logger.warning("The tokenizer's response_template is of no use: %s", first_line(error))
-        plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _ANSWER_MARK}], [])
-        form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_ANSWER_MARK)[2])
+        plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _ANSWER}], [])
+        form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_ANSWER)[2])
         if form:
-            after_question = prompt.rpartition(_QUESTION_MARK)[2]
+            after_question = prompt.rpartition(_QUESTION_TEXT)[2]
             begun = [ends for begins, ends in THINKING if after_question.rfind(begins) > after_question.rfind(ends)]
             yield replace(form, specials=specials, thinks_until=next(iter(begun), ""))
 
@@ -254,11 +253,11 @@ def _after_prompt(prompt: str, text: str) -> str:
     if text.startswith(prompt):
         return text[len(prompt) :]
     for begins, ends in THINKING:
-        head = prompt[: max(0, prompt.rfind(begins, prompt.rfind(_QUESTION_MARK)))]
+        head = prompt[: max(0, prompt.rfind(begins, prompt.rfind(_QUESTION_TEXT)))]
         if head and text.startswith(head):
             rest = text[len(head) :]
             return rest.removeprefix(begins) if rest.startswith(begins) else ends + rest
-    before, tail = prompt.rpartition(_QUESTION_MARK)[1:]
+    before, tail = prompt.rpartition(_QUESTION_TEXT)[1:]
     if before and tail.strip() and tail in text:  # a result is elsewhere than in the prompt
         return text.rpartition(tail)[2]
     return text[num_shared([prompt, text]) :]

@@ -235,12 +235,9 @@ class Scorer(nn.Module):
         if self.liger and support is None:
             return liger_log_probs(hidden, weight, targets, **options)
         options |= {"bias": head.bias, "softcap": self.softcap}
-        if (
-            support is not None
-        ):  # a few logits per token: ranks that divide the head compute all of them, over the whole
-            return support_log_probs(
-                hidden, head.weight if shard is None else head.weight.full_tensor(), support, **options
-            )
+        if support is not None:  # a few logits per token: each rank of a divided head computes all of them
+            weight = weight if shard is None else head.weight.full_tensor()
+            return support_log_probs(hidden, weight, support, **options)
         return chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
 
 
@@ -419,12 +416,8 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     tokens = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [8, 9, 4, 0, 0]])
     layout = pack(tokens, tokens > 0, torch.tensor([[False, False, False, True, True]]).expand(3, -1) & (tokens > 0))
     length = len(layout.tokens)
-    generator = torch.Generator().manual_seed(
-        0
-    )  # rank 0 alone is here: its other random numbers stay those of the others
-    query, key, value = (
-        torch.randn(1, count, length, width, generator=generator) for count in (heads, key_heads, key_heads)
-    )
+    rng = torch.Generator().manual_seed(0)  # rank 0 alone is here: its other random numbers stay those of the others
+    query, key, value = (torch.randn(1, count, length, width, generator=rng) for count in (heads, key_heads, key_heads))
     expected, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
     query, key, value = (each.to(device, torch.bfloat16) for each in (query, key, value))
     try:
@@ -449,7 +442,7 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     layout = pack(tokens, real, real & (position >= prompts)).to(device)
     eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not tell their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        packed = packed_hidden(model, layout)[layout.packed_positions.to(device)[real]].float()
+        packed = packed_hidden(model, layout)[layout.packed_at.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
         return "not every layer asks transformers' attention interface"

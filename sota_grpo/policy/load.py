@@ -208,11 +208,9 @@ def set_dropout(config: PretrainedConfig, rates: Sequence[Mapping[str, float]] =
     text = config.get_text_config()
     for index, section in enumerate([config] if text is config else [config, text]):
         values = vars(section)
-        section_rates = {
-            key: rate for key, rate in values.items() if isinstance(rate, float) and re.search("drop|jitter", key)
-        }
-        values.update(rates[index] if rates else dict.fromkeys(section_rates, 0.0))
-        before.append(section_rates)
+        drops = {key: rate for key, rate in values.items() if isinstance(rate, float) and re.search("drop|jitter", key)}
+        values.update(rates[index] if rates else dict.fromkeys(drops, 0.0))
+        before.append(drops)
     return before
 
 
@@ -332,26 +330,21 @@ def save_hf(
     try:
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
             raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
-        generation_config, inner.generation_config = (
-            inner.generation_config,
-            GenerationConfig(),
-        )  # some that it reads are not written
+        saved, inner.generation_config = inner.generation_config, GenerationConfig()  # not all it reads is written
         stored_dropout = getattr(inner, "stored_dropout", None)
         rates = set_dropout(inner.config, stored_dropout) if stored_dropout else []
         try:
             with atomic_folder(target) as partial:
                 _write_weights(inner, partial, chain([first], weights), written)
                 tokenizer.save_pretrained(partial)
-                ending = (
-                    copy.deepcopy(generation_config) or GenerationConfig()
-                )  # with every end token of training after its own
+                ending = copy.deepcopy(saved) or GenerationConfig()  # with every end token of training after its own
                 named = ending.eos_token_id if isinstance(ending.eos_token_id, list) else [ending.eos_token_id]
                 ends = list(dict.fromkeys([*named, *end_token_ids(tokenizer, ending)]))
                 ends = [each for each in ends if each is not None]
                 ending.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
                 ending.to_json_file(partial / "generation_config.json")
         finally:
-            inner.generation_config = generation_config
+            inner.generation_config = saved
             if rates:
                 set_dropout(inner.config, rates)
     finally:

@@ -21,7 +21,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import base_model, decoder_layers
 from sota_grpo.policy.optimizers import require_installed
 from sota_grpo.policy.sharding import divided, gather, replicated
-from sota_grpo.policy.tensor_files import TensorSlice
+from sota_grpo.policy.tensor_files import Piece
 from sota_grpo.policy.weight_pack import WeightPack, padded, rounded, rounded_dtype
 
 if TYPE_CHECKING:  # where bitsandbytes is installed peft imports it, a second that runs without an adapter save
@@ -201,12 +201,12 @@ def weight_slices(
     return slices
 
 
-def engine_layout(model: nn.Module) -> dict[str, TensorSlice]:
+def engine_layout(model: nn.Module) -> dict[str, Piece]:
     """Shapes and dtypes of :func:`engine_weights` before any is computed or gathered; a tied weight once."""
-    first: dict[int, tuple[str, TensorSlice]] = {}
+    first: dict[int, tuple[str, Piece]] = {}
     for name, value, _ in _parts(base_model(model), base=True):
         if id(value) not in first:
-            first[id(value)] = name, TensorSlice.of(dequantized(value))
+            first[id(value)] = name, Piece.of(dequantized(value))
     return dict(first.values())
 
 

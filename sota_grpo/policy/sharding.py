@@ -109,10 +109,8 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
     cut = tuple(slice(start, start + size) for size, start in zip(*_bounds(like)))
     contiguous = torch.contiguous_format
     shard = whole.block(cut) if isinstance(whole, StoredTensor) else whole[cut].clone(memory_format=contiguous)
-    mesh_and_placements = like.device_mesh, like.placements
-    return DTensor.from_local(
-        shard.to(like.device), *mesh_and_placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    layout = like.device_mesh, like.placements
+    return DTensor.from_local(shard.to(like.device), *layout, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def optimizer_state(

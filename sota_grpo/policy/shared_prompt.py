@@ -64,9 +64,7 @@ class Layout:
     predicting: Tensor  # int64 [M], index of each assistant token's predecessor in the sequence, row by row
     targets: Tensor  # int64 [M], these assistant tokens
     slots: Tensor  # int64 [M], their flat positions in [N, T]
-    packed_positions: (
-        Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
-    )
+    packed_at: Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
     blocks: tuple[Block, ...]  # prompts and their responses, in the order of the packed sequence
     windows: list[int | None] = field(default_factory=list)  # the sliding window of each layer
     support: SupportSets | None = None  # of the M assistant tokens, where sampling was truncated
@@ -83,9 +81,7 @@ class Layout:
             ids, rows, columns, drawn = tensors[6:]
             support = SupportSets(ids, rows, columns, drawn, support.largest)
         tokens, positions, predicting, targets, slots = tensors[:5]
-        moved = Layout(
-            tokens, positions, predicting, targets, slots, self.packed_positions, self.blocks, support=support
-        )
+        moved = Layout(tokens, positions, predicting, targets, slots, self.packed_at, self.blocks, support=support)
         moved.tables = replace(self.tables, flat=tensors[5])
         return moved
 
@@ -94,9 +90,7 @@ class Layout:
 
     def scatter(self, values: Tensor) -> Tensor:
         """``values [M]`` as ``[N, T]``, 0 where there is none."""
-        return values.new_zeros(self.packed_positions.shape).put(
-            self.slots, values
-        )  # no view: FSDP2's hooks are on this tensor
+        return values.new_zeros(self.packed_at.shape).put(self.slots, values)  # no view: FSDP2 hooks this tensor
 
     @cached_property
     def tables(self) -> Tables:
@@ -273,7 +267,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
         predicting=where[predicted, column],
         targets=tokens[predicted, column + 1],
         slots=predicted * width + column + 1,
-        packed_positions=where,
+        packed_at=where,
         blocks=tuple(blocks),
     )
 

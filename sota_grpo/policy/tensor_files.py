@@ -42,7 +42,7 @@ class TensorFileError(ValueError):
 
 
 @dataclass(frozen=True)
-class TensorSlice:
+class Piece:
     """Dtype, shape and offset of a tensor or a slice of one.
 
     Args:
@@ -54,7 +54,7 @@ class TensorSlice:
     begin: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, begin: tuple[int, ...] = ()) -> TensorSlice:
+    def of(cls, tensor: torch.Tensor, begin: tuple[int, ...] = ()) -> Piece:
         return cls(tensor.dtype, tuple(tensor.shape), begin)
 
     @property
@@ -65,9 +65,7 @@ class TensorSlice:
 
     def within(self, rows: range, columns: range) -> tuple[slice, ...]:
         """Return the slice's own indexes of rows and columns of the whole tensor."""
-        cuts = [
-            slice(cut.start - bounds.start, cut.stop - bounds.start) for cut, bounds in zip((rows, columns), self.box)
-        ]
+        cuts = [slice(cut.start - box.start, cut.stop - box.start) for cut, box in zip((rows, columns), self.box)]
         return tuple(cuts[: len(self.shape)])
 
     @property
@@ -77,7 +75,7 @@ class TensorSlice:
 
 def write_tensors(
     path: Path,
-    layout: Mapping[str, TensorSlice],
+    layout: Mapping[str, Piece],
     tensors: Iterable[torch.Tensor],
     *,
     durable: bool = False,
@@ -121,7 +119,7 @@ def write_tensors(
     return digest.hexdigest()
 
 
-def _header(layout: Mapping[str, TensorSlice]) -> bytes:
+def _header(layout: Mapping[str, Piece]) -> bytes:
     begins = {name: [*piece.begin, *[0] * len(piece.shape)][: len(piece.shape)] for name, piece in layout.items()}
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     if any(any(piece.begin) for piece in layout.values()):
@@ -136,10 +134,10 @@ def _header(layout: Mapping[str, TensorSlice]) -> bytes:
 
 
 def write_model(
-    folder: Path, layout: Mapping[str, TensorSlice], tensors: Iterable[torch.Tensor], *, most_bytes: int = 50 * 10**9
+    folder: Path, layout: Mapping[str, Piece], tensors: Iterable[torch.Tensor], *, most_bytes: int = 50 * 10**9
 ) -> None:
     """Write a model as transformers loads it: one file, or several of at most ``most_bytes`` and an index."""
-    groups: list[dict[str, TensorSlice]] = [{}]
+    groups: list[dict[str, Piece]] = [{}]
     for name, piece in layout.items():
         if groups[-1] and piece.num_bytes + sum(other.num_bytes for other in groups[-1].values()) > most_bytes:
             groups.append({})
@@ -167,7 +165,7 @@ class StoredTensor:
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    pieces: tuple[tuple[Path, TensorSlice], ...]
+    pieces: tuple[tuple[Path, Piece], ...]
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor."""
@@ -181,7 +179,7 @@ class StoredTensor:
             TensorFileError: a file has changed.
         """
         shape = [len(range(size)[rows]) for size, rows in zip(self.shape, cut)]
-        requested = TensorSlice(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
+        requested = Piece(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
         tensor = torch.empty(requested.shape, dtype=self.dtype)
         for path, piece in self.pieces:
             both = zip(requested.box, piece.box)
@@ -214,14 +212,14 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
         OSError: a file cannot be read, or is outside the run.
         TensorFileError: a file is not in :func:`write_tensors`'s format, or slices of a tensor are missing.
     """
-    pieces: dict[str, list[tuple[Path, TensorSlice]]] = {}
+    pieces: dict[str, list[tuple[Path, Piece]]] = {}
     for path in paths:
         try:
             with _opened(path) as file:
                 names, begins = file.keys(), json.loads((file.metadata() or {}).get(_SHARDING, "{}"))
                 for name in names:
                     stored, begin = file.get_slice(name), begins[name][_BEGINS] if begins else []
-                    piece = TensorSlice(_DTYPES[stored.get_dtype()], tuple(stored.get_shape()), tuple(begin))
+                    piece = Piece(_DTYPES[stored.get_dtype()], tuple(stored.get_shape()), tuple(begin))
                     if any(begin[2:]) or any(cut.start < 0 for cut in piece.box):
                         raise TensorFileError(f"{name} begins at {begin}")
                     pieces.setdefault(name, []).append((path, piece))
@@ -231,7 +229,7 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
     return {name: _whole(name, files) for name, files in pieces.items()}
 
 
-def _whole(name: str, pieces: list[tuple[Path, TensorSlice]]) -> StoredTensor:
+def _whole(name: str, pieces: list[tuple[Path, Piece]]) -> StoredTensor:
     """Join slices: blocks of columns follow each other, and in each the rows do."""
     pieces.sort(key=lambda piece: [each.start for each in reversed(piece[1].box)])
     like = pieces[0][1]

@@ -69,19 +69,17 @@ class StoredStep:
     def samples(self) -> list[dict[str, Any]]:
         """Per row its fields, and lists with one entry per token after the prompt.
 
-        ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``log_probs`` (of the behaviour policy),
+        ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``probs`` (of the behaviour policy),
         ``policy_log_probs``, ``ref_log_probs``, ``entropy`` (nats, 0 off the assistant mask; None where not known).
         """
         samples = []
         measured: Sequence[Any] = self.measured or [(None, None)] * len(self.rows)
-        for row, fields, pieces, (log_probs, entropy) in zip(
-            self.rows, self.fields, self.pieces, measured, strict=True
-        ):
+        for row, fields, pieces, (probs, entropy) in zip(self.rows, self.fields, self.pieces, measured, strict=True):
             start = len(row[keys.PROMPT_TOKENS])
             values = {
                 "assistant": row[keys.ASSISTANT_MASK],
                 "log_probs": row[keys.LOG_PROBS],
-                "policy_log_probs": log_probs,
+                "policy_log_probs": probs,
                 "ref_log_probs": row.get(keys.REF_LOG_PROBS, None),
                 "entropy": entropy,
             }

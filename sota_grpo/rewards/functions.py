@@ -462,10 +462,8 @@ class _Describer:
         state = dict(vars(value)) if named is not value and hasattr(value, "__dict__") else {}
         # methods, properties by their getter, and other members, without those of every class
         members = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(named).items()}
-        described = {
-            name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")
-        }
-        return [name, described, named.__bases__, state]
+        shown = {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
+        return [name, shown, named.__bases__, state]
 
 
 def _globals_read(code: CodeType) -> set[str]:

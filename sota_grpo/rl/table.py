@@ -169,14 +169,10 @@ class RowTable(Sequence[Row]):
         *starts, num_rows = accumulate((len(table) for table in tables), initial=0)
         columns = {}
         for key in dict.fromkeys(key for table in tables for key in table.columns):
-            tables_with_key = [
-                (start, table) for start, table in zip(starts, tables) if key in table.columns and len(table)
-            ]
-            if tables_with_key:
-                rows = [
-                    start + row for start, table in tables_with_key for row in table.columns[key].indices(len(table))
-                ]
-                joined = _joined([table.columns[key] for _, table in tables_with_key])
+            have = [(start, table) for start, table in zip(starts, tables) if key in table.columns and len(table)]
+            if have:
+                rows = [start + row for start, table in have for row in table.columns[key].indices(len(table))]
+                joined = _joined([table.columns[key] for _, table in have])
                 columns[key] = Column(*joined, rows if len(rows) < num_rows else None)
         return cls(num_rows, columns)
 

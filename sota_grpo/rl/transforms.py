@@ -211,10 +211,8 @@ def reference_log_probs(
     fix = "use a smaller train.micro_batch_tokens (of which the reference computes up to four times as many at once)"
     with memory_for(f"the reference's passes of {token_budget:,} tokens", f"{fix} with train.resume=auto"):
         computed = [reference(pad_rows(micro, pad_token_id=pad_token_id)) for micro in micros]  # fetched at the end
-    for micro, micro_log_probs in zip(micros, computed):
-        log_probs = (
-            micro_log_probs.get(keys.LOG_PROBS) if isinstance(micro_log_probs, TensorDictBase) else micro_log_probs
-        )
+    for micro, scored in zip(micros, computed):
+        log_probs = scored.get(keys.LOG_PROBS) if isinstance(scored, TensorDictBase) else scored
         fetched = log_probs.detach().to(micro[0][keys.ASSISTANT_MASK].device, torch.float32)
         for row, values in zip(micro, fetched, strict=True):
             mask = row[keys.ASSISTANT_MASK]
@@ -370,38 +368,36 @@ class GroupAdvantage(RowTransform):
         group_ids = self._group_ids(rows)
         reward = rows.get(self.in_keys[0]).reshape(-1)
         group_ids = group_ids.to(reward.device)
-        is_graded = graded_rows(rows).to(reward.device)
-        if not is_graded.all() and self.baseline in ("leave_one_out", "best_of_others"):
+        used = graded_rows(rows).to(reward.device)
+        if not used.all() and self.baseline in ("leave_one_out", "best_of_others"):
             _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
-            left = torch.zeros_like(counts).index_add(0, index, is_graded.to(counts.dtype))
-            is_graded = is_graded & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused below
-        ids = group_ids[is_graded]
+            left = torch.zeros_like(counts).index_add(0, index, used.to(counts.dtype))
+            used = used & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused below
+        ids = group_ids[used]
         if self.decouple_terms:
             terms, weights = _weighed_terms(rows, self.term_weights)
-            decoupled = decoupled_rewards(terms[is_graded], weights, ids, eps=self.eps).to(reward.dtype)
-            reward = torch.zeros_like(reward).index_put((is_graded,), decoupled)
+            decoupled = decoupled_rewards(terms[used], weights, ids, eps=self.eps).to(reward.dtype)
+            reward = torch.zeros_like(reward).index_put((used,), decoupled)
         has_lengths = self.baseline == "length_weighted" or (self.estimator and rows.has(keys.ASSISTANT_MASK))
-        lengths = rows.sums(keys.ASSISTANT_MASK)[is_graded] if has_lengths else None
+        lengths = rows.sums(keys.ASSISTANT_MASK)[used] if has_lengths else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
         if self.estimator is not None:
-            by_name = {
-                name: _scalars(rows, (*keys.REWARD_TERMS, name))[is_graded] for name in rows.names(keys.REWARD_TERMS)
-            }
-            arguments = {"rewards": reward[is_graded], "group_ids": ids, "lengths": lengths, "terms": by_name}
+            by_name = {name: _scalars(rows, (*keys.REWARD_TERMS, name))[used] for name in rows.names(keys.REWARD_TERMS)}
+            terms_of = {"rewards": reward[used], "group_ids": ids, "lengths": lengths, "terms": by_name}
             try:
-                advantages = of_terms(self.estimator, arguments)
+                advantages = of_terms(self.estimator, terms_of)
             except Exception as error:  # of the user's function
                 raise ObjectiveError(f"algorithm.baseline failed: {type(error).__name__}: {error}.") from error
-            options["baseline"] = _checked(advantages, reward[is_graded])
-        values = group_advantages(reward[is_graded], ids, scale=self.scale, eps=self.eps, **options)
+            options["baseline"] = _checked(advantages, reward[used])
+        values = group_advantages(reward[used], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
         if graded is not None and not self.decouple_terms and self.scale in ("group_std", "group_mean"):
             # Divided by their own scale, differences of the KL alone would become full-size advantages, however small:
             # at the first step, where the policy is the reference, out of rounding.
-            unscaled = group_advantages(reward[is_graded], ids, scale="none", **options)
-            values = torch.where(zero_advantage_mask(graded.reshape(-1)[is_graded], ids), unscaled, values)
+            unscaled = group_advantages(reward[used], ids, scale="none", **options)
+            values = torch.where(zero_advantage_mask(graded.reshape(-1)[used], ids), unscaled, values)
         advantage = torch.zeros_like(reward, dtype=values.dtype)
-        advantage[is_graded] = values
+        advantage[used] = values
         rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))
 
     def _names(self, rows: RowTable) -> list[Any]:

@@ -86,9 +86,7 @@ class UserTransforms:
                 raise RunFailed(f"{name} failed{location}: {type(error).__name__}: {error}.") from error
             if (fault := _fault(rows, after)) is not None:
                 raise RunFailed(f"{name} {fault}.")
-            rows.columns = {
-                key: rows.columns[key] if _is_fixed(key) else column for key, column in after.columns.items()
-            }
+            rows.columns = {key: rows.columns[key] if _is_fixed(key) else new for key, new in after.columns.items()}
         return rows
 
 

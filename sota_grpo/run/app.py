@@ -82,18 +82,18 @@ class Run:
         """Check, train, evaluate, export; return the number of training steps done."""
         self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
-        components = self.components
+        of_run = self.components
         starting("Sending the weights to the engine")
-        components.weight_sync.send(version=components.learner.version)
+        of_run.weight_sync.send(version=of_run.learner.version)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
-        progress = Progress(self.total, first_step=first, by_reward=components.evaluator.success_above is not None)
+        progress = Progress(self.total, first_step=first, by_reward=of_run.evaluator.success_above is not None)
         # the last one ends first: no grace of a signal ends the process while a checkpoint is written
         with (
             RunLog(
                 self.run_dir,
                 sinks=make_sinks(self.config, self.run_dir),
                 num_examine=self.config.logging.num_examine,
-                term_weights=components.task.term_weights,
+                term_weights=of_run.task.term_weights,
             ) as self.run_log,
             progress,
             self.saves,
@@ -105,15 +105,13 @@ class Run:
             self.run_log.rewind(first)
             # not earlier: a first start that fails leaves no run
             self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
-            publish_seconds = lambda: components.weight_sync.seconds  # noqa: E731
-            self.log = StepLog(
-                self.run_log, progress, self.stored, components.tokenizer, components.task, publish_seconds
-            )
+            publish_seconds = lambda: of_run.weight_sync.seconds  # noqa: E731
+            self.log = StepLog(self.run_log, progress, self.stored, of_run.tokenizer, of_run.task, publish_seconds)
             try:
                 done = run(
                     self._batches(),
                     self.stored,
-                    components.collector,
+                    of_run.collector,
                     self.log,
                     first_step=first,
                     num_steps=self.total,

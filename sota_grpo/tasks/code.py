@@ -51,11 +51,9 @@ class CodeTask(FileTask):
         program = last_code_block(without_thinking(response))
         if program is None:
             return Score({"tests": 0.0}, success=False)
-        results = run_tests(self._runner, program, tests)
-        share = sum(results) / len(results)
-        return Score(
-            {"tests": share}, success=all(results), info={"num_tests": len(results), "num_passed": sum(results)}
-        )
+        passes = run_tests(self._runner, program, tests)
+        share = sum(passes) / len(passes)
+        return Score({"tests": share}, success=all(passes), info={"num_tests": len(passes), "num_passed": sum(passes)})
 
     def gold_response(self, example: Example) -> str | None:
         """Return the row's own program, if it has one."""

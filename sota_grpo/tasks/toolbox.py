@@ -59,13 +59,11 @@ def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callab
     member = members.get(name)
     if not callable(member):
         is_one = inspect.isfunction if spec.kind == "functions" else callable
-        module = members.get("__name__")  # what a file has imported is not what it offers
+        home = members.get("__name__")  # what a file has imported is not what it offers
         names = [
             other
             for other, value in members.items()
-            if not other.startswith("_")
-            and is_one(value)
-            and getattr(value, "__module__", None) in (module, "__main__")
+            if not other.startswith("_") and is_one(value) and getattr(value, "__module__", None) in (home, "__main__")
         ]
         what = "function" if spec.kind == "functions" else "class or function"
         raise ToolboxError(

@@ -42,14 +42,7 @@ from torch.utils._pytree import tree_map_only
 from sota_grpo.errors import RunFailed
 from sota_grpo.files import atomic_file, drop_leftovers, sync
 from sota_grpo.policy.sharding import Ranks, local_shard
-from sota_grpo.policy.tensor_files import (
-    SUFFIX,
-    StoredTensor,
-    TensorFileError,
-    TensorSlice,
-    stored_tensors,
-    write_tensors,
-)
+from sota_grpo.policy.tensor_files import SUFFIX, Piece, StoredTensor, TensorFileError, stored_tensors, write_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
 from sota_grpo.untrusted import NO_TENSORS, open_file
 from sota_grpo.workers.base import WorkerThread, pending_future
@@ -446,14 +439,14 @@ class ShardWriter:
     def begin(self, folder: Path, state: Any) -> Any:
         """Begin to copy and to write; return the state without its tensors."""
         rest, tensors = emptied(state)
-        local = {
+        mine = {
             name: shard for name, tensor in tensors.items() if (shard := local_shard(tensor, self._ranks)) is not None
         }
         launched = torch.cuda.Event() if self._ranks.device.type == "cuda" else None
         if launched is not None:
             launched.record()  # kernels launched before still change these tensors
         self._copied.clear()
-        self._written = self._thread.submit(self._write, folder, local, launched)
+        self._written = self._thread.submit(self._write, folder, mine, launched)
         return rest
 
     def wait_copied(self) -> None:
@@ -476,7 +469,7 @@ class ShardWriter:
         self, folder: Path, local: dict[str, tuple[torch.Tensor, tuple[int, ...]]], launched: Any
     ) -> tuple[str, str]:
         try:
-            layout = {name: TensorSlice.of(tensor, begin) for name, (tensor, begin) in local.items()}
+            layout = {name: Piece.of(tensor, begin) for name, (tensor, begin) in local.items()}
             copies: list[torch.Tensor] = []
             with nullcontext() if launched is None else torch.cuda.stream(torch.cuda.Stream(self._ranks.device)):
                 if launched is not None:

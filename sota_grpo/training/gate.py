@@ -596,10 +596,8 @@ def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) ->
     swapped, compared = _swapped_advantages(run)
     sentence = f"{steady - len(wrong)} of {steady} responses earn the reward of their row when they are graded again"
     if wrong:
-        position, again = wrong[0]
-        sentence += (
-            f"; response {position} of {len(rows)} has {float(rows.get(keys.REWARD)[position]):g} and earns {again:g}"
-        )
+        index, again = wrong[0]
+        sentence += f"; response {index} of {len(rows)} has {float(rows.get(keys.REWARD)[index]):g} and earns {again:g}"
     sentence += f"; in {compared - swapped} of {compared} groups the better response has the larger advantage"
     return Check(name, (not wrong and not swapped) if steady or compared else None, sentence)
 
@@ -616,25 +614,21 @@ def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
         return SampledText(text, row[keys.FULL_TOKENS][last:].tolist(), record and json.loads(record)), example
 
     failed = run.rows.get(keys.REWARD_ERROR).flatten().tolist()
-    batches = (
-        groups if hasattr(run.task.score, "score_group") else [[position] for group in groups for position in group]
-    )
+    batches = groups if hasattr(run.task.score, "score_group") else [[index] for group in groups for index in group]
     first: dict[int, float] = {}
     second: dict[int, float] = {}
     for rewards in (first, second):
-        odd = {position for position, value in first.items() if not _equal(value, float(rows[position][keys.REWARD]))}
+        odd = {index for index, value in first.items() if not _equal(value, float(rows[index][keys.REWARD]))}
         graded = [group for group in batches if rewards is first or odd & {*group}]
         futures = [task_grader(run.rollouts.env.grader).scores([pair(rows[p]) for p in group]) for group in graded]
         for group, future in zip(graded, futures):
-            for position, score in zip(group, future.result(), strict=True):
-                if score.error is None and not failed[position]:
+            for index, score in zip(group, future.result(), strict=True):
+                if score.error is None and not failed[index]:
                     # terms that are not the grader's (a judge's, penalties) are the row's
-                    terms = {key[-1]: float(v) for key, v in rows[position].items() if key[:-1] == keys.REWARD_TERMS}
-                    rewards[position] = total_reward({**terms, **score.terms}, {**dict.fromkeys(terms, 1.0), **weights})
-    unsteady = {
-        position for position, value in second.items() if position in first and not _equal(value, first[position])
-    }
-    wrong = [(position, value) for position, value in second.items() if position in odd and position not in unsteady]
+                    terms = {key[-1]: float(v) for key, v in rows[index].items() if key[:-1] == keys.REWARD_TERMS}
+                    rewards[index] = total_reward({**terms, **score.terms}, {**dict.fromkeys(terms, 1.0), **weights})
+    unsteady = {index for index, value in second.items() if index in first and not _equal(value, first[index])}
+    wrong = [(index, value) for index, value in second.items() if index in odd and index not in unsteady]
     return wrong, len(first) - len(unsteady)
 
 

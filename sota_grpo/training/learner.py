@@ -129,14 +129,14 @@ class Learner:
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
         if share.scoring:
-            measured = self.within_memory(
+            scores = self.within_memory(
                 lambda: self._local(rows, self.fitting_scores(rows, share.scoring), self.log_probs)
             )
             if self.settings.recompute:
-                for row, values in zip(rows, self._whole(measured, share.positions, share.lengths), strict=True):
+                for row, values in zip(rows, self._whole(scores, share.positions, share.lengths), strict=True):
                     row[keys.PROXIMAL_LOG_PROBS] = values
             else:  # the loss's own forward has dropout, the engine none
-                clean = self._mismatch(rows, measured)
+                clean = self._mismatch(rows, scores)
         steps = [self._step(rows, passes) for passes in share.steps]
         self.version += 1
         metrics = reduce_updates(steps)

@@ -155,9 +155,7 @@ class Instances:
         """Call tools, by name and with keyword arguments, one after the other; a deadline each."""
 
         async def answers(worker: Fleet) -> list[Answer]:
-            return [
-                Answer(*await self._request(worker, "call", key, name, dict(arguments))) for name, arguments in calls
-            ]
+            return [Answer(*await self._request(worker, "call", key, name, dict(values))) for name, values in calls]
 
         return self._start(key, answers)
 

@@ -24,14 +24,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.policy.tensor_files import (
-    StoredTensor,
-    TensorFileError,
-    TensorSlice,
-    in_memory,
-    stored_tensors,
-    write_tensors,
-)
+from sota_grpo.policy.tensor_files import Piece, StoredTensor, TensorFileError, in_memory, stored_tensors, write_tensors
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore, Shards, ShardWriter, filled
 from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.workers.base import WorkerDied, WorkerThread
@@ -51,7 +44,7 @@ def split(folder: Path, whole: dict[str, torch.Tensor], cuts: dict[str, list[int
             name: (value[cuts[name][rank] : cuts[name][rank + 1]], (cuts[name][rank],)) for name, value in whole.items()
         }
         pieces = {name: piece for name, piece in pieces.items() if piece[0].numel()}
-        layout = {name: TensorSlice.of(*piece) for name, piece in pieces.items()}
+        layout = {name: Piece.of(*piece) for name, piece in pieces.items()}
         write_tensors(path, layout, (tensor for tensor, _ in pieces.values()), durable=True)
     return paths
 
@@ -83,7 +76,7 @@ def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path
     paths = [tmp_path / f"rank_{rank:05d}.safetensors" for rank in range(4)]
     for path, (top, left) in zip(paths, product((0, 3), (0, 4))):
         own = whole[top : 3 if top == 0 else 5, left : 4 if left == 0 else 7].contiguous()
-        write_tensors(path, {"w": TensorSlice.of(own, (top, left))}, [own])
+        write_tensors(path, {"w": Piece.of(own, (top, left))}, [own])
     stored = stored_tensors(paths[::-1])["w"]
     for rows, columns in product((slice(0, 5), slice(1, 4), slice(3, 5)), (slice(0, 7), slice(2, 5), slice(4, 6))):
         assert torch.equal(stored.block((rows, columns)), whole[rows, columns])
@@ -124,7 +117,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_file_that_claims_more_than_it_has_is_refused_before_anything_is_made_of_it(lie: str, tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
-    write_tensors(path, {"w": TensorSlice(torch.float32, (4, 2))}, [torch.ones(4, 2)])
+    write_tensors(path, {"w": Piece(torch.float32, (4, 2))}, [torch.ones(4, 2)])
     path.write_bytes(LIES[lie](path.read_bytes()))
     with pytest.raises(TensorFileError):
         stored_tensors([path])
@@ -136,7 +129,7 @@ def test_a_file_that_claims_more_than_it_has_is_refused_before_anything_is_made_
     ids=["the same rows twice", "an overlap", "a gap", "columns with too few rows", "their overlap", "their gap"],
 )
 def test_pieces_that_make_no_whole(second: tuple[int, int], tmp_path: Path) -> None:
-    layouts = [TensorSlice(torch.float32, (3, 2)), TensorSlice(torch.float32, (2, 2), second)]
+    layouts = [Piece(torch.float32, (3, 2)), Piece(torch.float32, (2, 2), second)]
     paths = [tmp_path / f"rank_0000{rank}.safetensors" for rank in range(2)]
     for path, kept in zip(paths, layouts):
         write_tensors(path, {"w": kept}, [torch.ones(kept.shape)])

@@ -178,9 +178,9 @@ def test_the_layout_puts_every_token_where_it_says(causal_rows: bool) -> None:
     tokens, real = rows[keys.FULL_TOKENS], rows[keys.ATTENTION_MASK]
     layout = pack(tokens, real, rows[keys.ASSISTANT_MASK])
     packed = layout.tokens
-    assert torch.equal(packed[layout.packed_positions][real], tokens[real])
-    assert torch.equal(layout.positions[0][layout.packed_positions][real], (real.long().cumsum(-1) - 1)[real])
-    assert layout.packed_positions[real].unique().tolist() == list(range(len(packed)))
+    assert torch.equal(packed[layout.packed_at][real], tokens[real])
+    assert torch.equal(layout.positions[0][layout.packed_at][real], (real.long().cumsum(-1) - 1)[real])
+    assert layout.packed_at[real].unique().tolist() == list(range(len(packed)))
     assert layout.longest == int(real.sum(-1).max())
     ends = [0, *(block.stop for block in layout.blocks)]
     assert [block.start for block in layout.blocks] == ends[:-1]
@@ -197,7 +197,7 @@ def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: py
     place = torch.arange(length)
     own = (place <= place.unsqueeze(1)) & (place >= starts.unsqueeze(1))
     expected = torch.zeros(length, length, dtype=torch.int64)
-    for row, real in zip(layout.packed_positions, rows[keys.ATTENTION_MASK]):
+    for row, real in zip(layout.packed_at, rows[keys.ATTENTION_MASK]):
         seen = row[real]
         for index, token in enumerate(seen):
             expected[token, seen[: index + 1]] = 1

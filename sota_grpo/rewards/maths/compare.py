@@ -236,7 +236,7 @@ def _coordinates(node: Node) -> Sequence[Node]:
         return ()
     letters = [name.data for name in names if name.kind == "var" and len(name.data) == 1]
     return (
-        [member for _, member in sorted(zip(letters, node.children))]
+        [value for _, value in sorted(zip(letters, node.children))]
         if len(letters) == len(node.children)
         else node.children
     )
