@@ -208,7 +208,7 @@ def _planned(config: Config) -> Plan:
         use_expandable_segments(config)
     elif config.device == "auto" and (reason := why_no_gpu()):
         logger.warning("Training on the CPU. %s", reason)
-    engine = resolve_engine_name(config.engine.name, device=device)  # if it is not installed, no cluster is asked
+    engine = resolve_engine_name(config.engine.name, device=device)  # checked before a cluster is contacted
     if (fault := temperature_fault(engine, config.inference_model.temperature)) is not None:  # of engine=auto
         raise UserError(fault)
     plan = make_plan(config, device, visible_gpus(config) if device == "cuda" else 0, engine)

@@ -37,7 +37,7 @@ class Cluster:
         num_ranks: number of ranks in other processes; 0: the learner is in this one.
 
     Raises:
-        UserError: Ray is needed and not installed, or the cluster does not have what the plan asks for.
+        UserError: Ray is needed and not installed, or the cluster lacks devices of the plan.
     """
 
     def __init__(self, config: Config, plan: Plan, run_dir: Path):

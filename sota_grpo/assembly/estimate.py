@@ -267,7 +267,7 @@ class Machine:
     device_type: str  # cuda or cpu
     memory: int  # bytes of each GPU, or of the whole machine
     process_bytes: int = CUDA_CONTEXT  # of a process on the device before any tensor
-    count: int | None = None  # GPUs; None: as many as the config asks for
+    count: int | None = None  # GPUs; None: as many as the config requires
     is_here: bool = True
 
 

@@ -78,7 +78,7 @@ class Replay:
 
     figures: dict[str, float | None]  # by FIGURES; None where nothing could be measured
     optimizer_steps: int  # taken in the training step
-    #: Of all trained parameters, before its norm is clipped, summed over the optimizer steps; None: not asked for.
+    #: Of all trained parameters, before its norm is clipped, summed over the optimizer steps; None: not requested.
     gradient: Tensor | None = None
 
 

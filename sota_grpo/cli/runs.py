@@ -125,7 +125,7 @@ def replay(options: argparse.Namespace) -> int:
 
 
 def _table(corner: str, rows: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
-    """Return the header and the rows as text; nine digits tell float32 values apart.
+    """Return the header and the rows as text; nine digits distinguish float32 values.
 
     >>> _table("", {"kl": {"stored": 1 / 3, "dapo": None}})
     [['', 'stored', 'dapo'], ['kl', '0.333333333', '-']]

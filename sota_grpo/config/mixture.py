@@ -31,7 +31,7 @@ READERS = {  # options of some tasks only, by the parameter of a task that reads
 }
 _OFFERS = ("env.tools", "env.environment")  # a task has one of them, so an entry that gives one has no other
 _DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, "env.max_steps", "env.reasoning")}
-#: What an entry may give, by the option of the run that it stands for.
+#: Options of an entry, by the option of the run that each replaces.
 ENTRY_OPTIONS = {
     **{name.partition(".")[2]: name for name in READERS if name.startswith("env.")},
     **{name: f"env.{name}" for name in ("dataset", "max_samples", "num_heldout")},

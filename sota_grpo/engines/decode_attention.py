@@ -118,7 +118,7 @@ class GroupCache(Cache):
         raise NotImplementedError
 
     def _attention(self) -> dict[str, Any]:
-        """Return the arguments of the model's call that tell what the next token attends to."""
+        """Return the arguments of the model's call that select what the next token attends to."""
         raise NotImplementedError
 
 

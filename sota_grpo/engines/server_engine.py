@@ -612,7 +612,7 @@ class ServerEngine(SteppingEngine):
         if self._process is not None:
             self._process.close()
         elif self._aborter.is_alive():
-            self._aborter.join(_ABORT_S)  # a server that was not started here must not go on sampling for us
+            self._aborter.join(_ABORT_S)  # a server that was not started here must not continue our samples
         self._client.close()
         self._weights.close()
 

@@ -7,8 +7,8 @@ Around the calls ``a(x=1)`` and ``b()`` the templates of Qwen, Llama and Mistral
     {"name": "a", "parameters": {"x": 1}}
     [TOOL_CALLS][{"name": "a", "arguments": {"x": 1}}, {"name": "b", ..}]
 
-Text is what :class:`~sota_grpo.envs.tool_calls.ToolCallReader` makes of ids: names of special tokens that count stand
-for tokens, characters that only spell them are broken by :data:`SPELLED`, other tokens are :data:`OTHER`. Both are
+Text is what :class:`~sota_grpo.envs.tool_calls.ToolCallReader` makes of ids: names of special tokens that count are
+tokens, characters that only spell them are broken by :data:`SPELLED`, other tokens are :data:`OTHER`. Both are
 halves of surrogate pairs, which no decoded text has.
 """
 

@@ -218,7 +218,7 @@ class TurnTokens:
             if self._has_template:
                 message["role"] = self._role_of(message["role"])
             if message["role"] == "tool":
-                message.setdefault("tool_call_id", call_id(number))  # of a task's own, that no call has asked for
+                message.setdefault("tool_call_id", call_id(number))  # a task's reply, which answers no call
         return self._chat.ids(messages)
 
     def _supported(self, role: str) -> str:

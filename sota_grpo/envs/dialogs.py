@@ -119,7 +119,7 @@ class GradedEpisode:
     def leave(self) -> None: ...
 
 
-#: How a dialog may end beside :data:`~sota_grpo.rl.records.TURNS`: with an answer, cut, or without its instance.
+#: How a dialog may end, besides :data:`~sota_grpo.rl.records.TURNS`: with an answer, cut, or without its instance.
 ANSWERED, TRUNCATED, LOST = "answer", "truncated", "lost"
 
 

@@ -179,8 +179,8 @@ def chunked_log_probs(
     a softcap ``c``, ``z = c tanh((hidden weight^T + bias) / c) / temperature`` (Gemma 2, arXiv:2408.00118, sec. 2).
 
     The backward pass computes the logits again tile by tile and carries ``(1[v = target] - p_v) g - p_v (log p_v +
-    entropy) h`` on to the inputs that ask for a gradient; on a CPU it leaves out rows whose ``g`` and ``h`` are 0.
-    Where ``hidden`` alone asks for one (LoRA: the head is frozen), the forward pass keeps ``d log_prob_m / d hidden_m``
+    entropy) h`` on to the inputs that require a gradient; on a CPU it leaves out rows whose ``g`` and ``h`` are 0.
+    Where ``hidden`` alone requires one (LoRA: the head is frozen), the forward pass keeps ``d log_prob_m / d hidden_m``
     instead. On CUDA it keeps ``2^(z - top)`` of every logit, where that takes at most :func:`max_saved_bytes` bytes.
 
     The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
@@ -257,7 +257,7 @@ class _Options(NamedTuple):
     keeps_tiles: bool = False  # 2^(z - top), likewise
 
     def for_gradients(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Options:
-        """Slopes are kept where ``hidden`` alone asks for a gradient; those of a shard are of its own softmax."""
+        """Keep slopes where ``hidden`` alone requires a gradient; those of a shard are of its own softmax."""
         frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
         sufficient = not self.entropy_grad and self.softcap is None and self.vocab_shard is None
         if not (torch.is_grad_enabled() and hidden.requires_grad and sufficient):

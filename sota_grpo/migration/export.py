@@ -144,7 +144,7 @@ def _copied(source: Path, folder: Path) -> str:
 
 
 def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) -> None:
-    """Ask for consent to copy files outside the run, which an untrusted config may name."""
+    """Require consent to copy files outside the run, which an untrusted config may name."""
     home = run_dir.resolve()
     acts = [
         f"copy the {what} of {one_line(path)} into the export ({name})"

@@ -440,7 +440,7 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     lengths, prompts = torch.tensor([[[7], [6], [9]], [[4], [2], [4]]], device=device)
     real = position < lengths
     layout = pack(tokens, real, real & (position >= prompts)).to(device)
-    eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not tell their windows
+    eagerly = torch.compiler.set_stance("force_eager")  # compiled layers hide their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         packed = packed_hidden(model, layout)[layout.packed_at.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()

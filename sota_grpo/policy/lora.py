@@ -211,7 +211,7 @@ def engine_layout(model: nn.Module) -> dict[str, Piece]:
 
 
 def _is_adapted(module: nn.Module) -> TypeGuard[LoraLayer]:
-    """Whether peft has put its matrices beside those of this layer."""
+    """Whether peft has added its matrices to those of this layer."""
     return hasattr(module, "lora_A") and hasattr(module, "active_adapters")
 
 

@@ -135,7 +135,7 @@ class Tables:
 
     - ``starts [L]``: the first token of each token's span.
     - ``query_tiles [N, 4]``: queries ``[first, end)`` of one prompt, or of its responses; the prompt's keys
-      ``[prompt, prompt_end)`` that they see beside their own span's (none: 0, 0).
+      ``[prompt, prompt_end)`` that they see besides those of their own span (none: 0, 0).
     - ``key_tiles [N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` see those of their span up to themselves,
       and ``[masked, last)`` all; the row of a buffer for sums that are joined later, or -1; the prompt's end, or
       ``NO_PROMPT``.

@@ -72,7 +72,7 @@ def smollm2_folder() -> Path:
 
 
 def _source() -> Path:
-    """The GGUF file; the package is not imported, since that asks for llm and llama-cpp-python."""
+    """The GGUF file; the package is not imported, since that requires llm and llama-cpp-python."""
     spec = find_spec(_PACKAGE)
     folders = [] if spec is None else spec.submodule_search_locations or []
     source = next((Path(folder, _FILE) for folder in folders if Path(folder, _FILE).is_file()), None)
@@ -117,7 +117,7 @@ def _read_model(source: Path) -> Any:
 def _read_tokenizer(source: Path, context: int) -> Any:
     """The tokenizer with its chat template, cutting text as it was trained to.
 
-    The file says ``tokenizer.ggml.pre = smollm``: digits stand alone, then GPT-2's rule. transformers reads the rule
+    The file says ``tokenizer.ggml.pre = smollm``: each digit is a token, then GPT-2's rule. transformers reads the rule
     only, so a line break before a digit (``"\\n\\n1."``) would become other tokens than those of the training data.
     """
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence

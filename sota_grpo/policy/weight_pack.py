@@ -1,6 +1,6 @@
 """Weights between learner and engines: one block of memory (:class:`WeightPack`) or a folder (:class:`WeightFolder`).
 
-Also rows on their way to a GPU (:func:`copy_to`), and checksums that tell which weights an engine holds.
+Also rows on their way to a GPU (:func:`copy_to`), and checksums that identify the weights of an engine.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class RunLog:
         return dropped
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the sinks; ``exit_code`` tells them whether the run succeeded. Idempotent."""
+        """Close the sinks; ``exit_code`` 0 means that the run succeeded. Idempotent."""
         for sink in self._sinks:
             sink.close(exit_code)
 

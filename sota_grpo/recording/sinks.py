@@ -293,7 +293,7 @@ def as_markdown(row: Mapping[str, Any]) -> str:
     return f"{head}\n\n{code(row['prompt'])}\n\nResponse:\n\n{code(row['response'])}"
 
 
-#: By the names in ``logging.sinks``; and ``wandb``, which ``logging.wandb`` asks for.
+#: By the names in ``logging.sinks``; and ``wandb``, which ``logging.wandb`` selects.
 SINKS: Registry[type[CopySink]] = Registry(
     "sota_grpo.sinks",
     {

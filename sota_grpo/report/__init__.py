@@ -257,7 +257,7 @@ class TrainingReport:
         except Exception as error:  # a page is not worth a run
             self._enabled = False
             logger.warning(
-                "The report could not be written (%s); training goes on, and sota-grpo report %s writes it later.",
+                "The report could not be written (%s); training continues, and sota-grpo report %s writes it later.",
                 *(sentence(error), self._run_dir),
             )
         self._last = self._clock() - began

@@ -1,4 +1,4 @@
-"""Finds the final answer of a response where the task asked for it, and reads numbers exactly.
+"""Finds the final answer of a response where the prompt requires it, and reads numbers exactly.
 
 Model text is untrusted: nothing here calls ``eval`` or a computer algebra system, the length of what is parsed is
 bounded, and every regular expression is linear (its alternatives start with different characters or are bounded).
@@ -41,7 +41,7 @@ def parse_number(text: str) -> Fraction | None:
     """The value of ``text`` when it holds exactly one number, else None.
 
     Thousands commas, a dollar sign, a percent sign, units and words around the number, and a trailing period are
-    read over; ``18%`` is 18, as a percentage is asked for as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
+    read over; ``18%`` is 18, as prompts expect a percentage as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
     fractions, ``3 1/2`` and ``3½`` mixed numbers; ``1.8k``, ``18 million`` and ``2 dozen`` are 1800, 18000000 and 24.
     Of worked numbers, ``6*3 = 18``, the last side counts. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a
     response may not hedge, and nothing is computed (``5!``, ``18²``).
@@ -103,7 +103,7 @@ def answers_equal(answer: str, gold: str) -> bool:
     """Whether two answers are the same number, the same choice, or the same text.
 
     In texts, letter case, spacing, a last period, quotation marks, asterisks and LaTeX's text commands do not count; a
-    choice may have brackets, and what it stands for after it. Units are read over where the gold answer has none, or
+    choice may have brackets, and its text after it. Units are read over where the gold answer has none, or
     where the answer has none and the gold answer is a number with its unit; so ``11`` is not ``Apollo 11``, and
     ``3 am`` is not ``3 pm``.
 
@@ -257,7 +257,7 @@ def _boxes(text: str) -> list[_Span]:
 
 
 def _joined(text: str, spans: Iterable[_Span]) -> list[_Span]:
-    """The spans, those as one answer between which only a comma, "and", "or" or a union stands.
+    """The spans, those as one answer that only a comma, "and", "or" or a union separates.
 
     >>> text = "$x=1$ or $x=2$; so $3$."
     >>> [span.answer for span in _joined(text, _mathematics(text))]
@@ -284,7 +284,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _mathematics(text: str) -> list[_Span]:
-    """What stands between ``$``, ``$$``, ``\\( \\)`` or ``\\[ \\]``."""
+    """The text between ``$``, ``$$``, ``\\( \\)`` or ``\\[ \\]``."""
     matches = _MATHEMATICS.finditer(text)
     return [_Span(*match.span(), [match[match.lastgroup].strip()]) for match in matches if match.lastgroup]
 

@@ -39,7 +39,7 @@ TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "environments", "l
 
 Functions = Mapping[str, Callable[..., Any]]
 
-NEEDS_ENVIRONMENTS = "asks for environments, which only env.environment=FILE.py:FACTORY has"
+NEEDS_ENVIRONMENTS = "requires environments, which only env.environment=FILE.py:FACTORY has"
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _LOOP: list[Any] = []  # the event loop of all coroutines, and the process that made it
 _LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and take turns to run the loop
@@ -102,7 +102,7 @@ def require_file(path: Path) -> None:
 
 
 def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunction:
-    """Return a callable as a reward function; its parameters tell its form.
+    """Return a callable as a reward function; its parameters determine its form.
 
     Args:
         name: of its reward term.
@@ -126,11 +126,11 @@ def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunct
     if "solution_str" in keywords:
         form, reason = VERL, "nothing here has"
         missing = [name for name in required if name not in _VERL_PARAMETERS]
-    else:  # the columns that a function of TRL's form asks for are checked where the rows are known
+    else:  # the columns that a function of TRL's form requires are checked where the rows are known
         form, reason = TRL, "a grader, which reads responses only, does not have"
         missing = [name for name in required if name in ("prompt_ids", "trainer_state")]
     if missing:
-        raise RewardFunctionError(f"{written} asks for {', '.join(missing)}, which {reason}; give it a default value.")
+        raise RewardFunctionError(f"{written} requires {', '.join(missing)}, which {reason}; give it a default value.")
     if form == TRL and not keywords & {"completions", "completion_ids", "prompts", "environments"}:
         raise RewardFunctionError(
             f"{written} is neither verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
@@ -216,7 +216,7 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
         return [_read(function, path, result) for result in _results(function, calls)]
     reason = None
     if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
-        reason = "asks for completion_ids, which only a response of an engine has"
+        reason = "requires completion_ids, which only a response of an engine has"
     elif "environments" in function.required and any(one.environment is None for one in group):
         reason = NEEDS_ENVIRONMENTS
     if reason is not None:

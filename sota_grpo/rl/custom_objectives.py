@@ -78,7 +78,7 @@ def _function(
     parameters = signature(function).parameters.values()
     missing = [one.name for one in parameters if one.name not in terms and one.default is one.empty]
     if missing or not {*needed} & {one.name for one in parameters}:
-        reads = f"asks for {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"
+        reads = f"requires {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"
         raise ObjectiveError(
             f"{option}: the function {name} {reads}; its parameters are any of {', '.join(terms)}, or have a default."
         )

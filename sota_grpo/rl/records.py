@@ -52,7 +52,7 @@ def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
     return names
 
 
-VERDICTS = ("success", "acc", "correct")  # what a reward function gives beside the reward says whether it is right
+VERDICTS = ("success", "acc", "correct")  # fields of a reward function's result that say whether the response is right
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 
 
@@ -65,7 +65,7 @@ class Score:
         success: whether the response is right.
         error: why the grader failed, if it did.
         info: further results (JSON-serialisable); numbers are logged as metrics, all of it is in the rollouts.
-        reply: the turn (``role``, ``content``) that answers the response where a dialog of several turns goes on; None
+        reply: the turn (``role``, ``content``) that answers the response where a dialog of several turns continues; None
             ends it.
     """
 
@@ -94,7 +94,7 @@ def rewarded(score: Score) -> Score:
 class SampledText(str):
     """A response's text with the ids that it was decoded from, for a grader that counts tokens; else a plain text.
 
-    Of a dialog with tools it is the last turn, and ``record`` tells of the whole (:class:`Sample`).
+    Of a dialog with tools it is the last turn, and ``record`` describes the whole (:class:`Sample`).
 
     >>> text = SampledText("4", [52, 2])
     >>> import pickle

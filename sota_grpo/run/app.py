@@ -151,7 +151,7 @@ class Run:
         schedule, shorter = self.config.optimizer.schedule, self.directory.shorter
         if shorter is not None and schedule != "constant":
             logger.info(
-                "The learning rate goes on under the %s schedule of %d steps, instead of %d.",
+                "The learning rate continues under the %s schedule of %d steps, instead of %d.",
                 *(schedule, num_steps(self.config), shorter),
             )
         self.components.learner.load_state_dict(state["learner"])

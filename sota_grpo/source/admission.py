@@ -164,7 +164,7 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
 
     Args:
         num_groups: groups per batch.
-        admitted: groups that hold a slot and were not given out, by admission version.
+        admitted: groups that hold a slot and were not taken, by admission version.
         finished: those of them that are finished.
 
     >>> oldest_are_finished(2, {0: 1, 1: 3}, {1: 3}), oldest_are_finished(2, {0: 1, 1: 3}, {0: 1, 1: 1})
@@ -211,7 +211,7 @@ class Slots:
     """The slots of groups between the draw of their prompt and the end of their step; not thread-safe.
 
     A slot is held by a group in flight (``in_flight``), finished (in ``buffer``), without variance and not replaced (in
-    ``refill``), or given out by :meth:`take` and not yet freed by :meth:`release`.
+    ``refill``), or taken by :meth:`take` and not yet freed by :meth:`release`.
 
     Args:
         stream: prompts.
@@ -300,7 +300,7 @@ class Slots:
         ]
 
     def release(self) -> list[Group]:
-        """Free the slots of the batch given out; return the groups that are admitted to them."""
+        """Free the slots of the taken batch; return the groups that are admitted to them."""
         self.num_taken = 0
         self.refill.start_step()
         return self.fill()
@@ -337,7 +337,7 @@ class Slots:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; a batch that was given out counts as trained and released.
+        """Continue from ``state``; a batch that was taken counts as trained and released.
 
         Raises:
             UserError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would

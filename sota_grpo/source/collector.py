@@ -106,7 +106,7 @@ class PromptGroupCollector(BaseCollector):
 
     **After a resume** finished groups keep their rows, and groups in flight are sampled again under the same ids,
     before any new prompt. Both keep their admission version, and new tokens are younger, so the bound holds. A batch
-    that was given out and not released counts as trained.
+    that was returned and not released counts as trained.
 
     Args:
         env: the :class:`~sota_grpo.envs.TaskEnv`, or :class:`~sota_grpo.envs.PromptSource` alone, that draws, tokenises
@@ -336,7 +336,7 @@ class PromptGroupCollector(BaseCollector):
             raise ValueError("No weights were given: pass the model, or make the collector with weight_sync=.")
         else:
             self.policy.update_weights(named_weights(source), version)
-        if self._thread is None or self._concurrent:  # else the thread that fills another buffer goes on by itself
+        if self._thread is None or self._concurrent:  # else the thread that fills another buffer continues by itself
             self.release()
 
     def release(self) -> None:

@@ -103,7 +103,7 @@ class IFEvalTask(FileTask):
         shared = [example.query for example in distinct if normalised(example.query) in taken]
         if shared:
             raise DatasetError(
-                f"{len(shared)} of the {len(distinct)} training prompts of {name} stand in {eval_path} too, so "
+                f"{len(shared)} of the {len(distinct)} training prompts of {name} are in {eval_path} too, so "
                 f"training on them would make the evaluation meaningless; remove them from {name}, or evaluate on "
                 f"another file (env.eval_path). The first begins with {shared[0][:80]!r}."
             )

@@ -1,11 +1,11 @@
 """Tasks whose problems are drawn when they are needed; two of them answer a response.
 
-Countdown asks for an expression of given numbers with a given value, and says what is wrong with another one. The
+Countdown requires an expression of given numbers with a given value; its reply names the mistake. The
 rules are those of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets; its rows
 (columns ``nums`` and ``target``) can be read.
 
 The calculator is the example of a task with a tool: ``<calc>347 * 28</calc>`` at the end of a turn is answered by a
-tool turn with the result, and the policy goes on. Values are exact, and no model text is executed
+tool turn with the result, and the policy continues. Values are exact, and no model text is executed
 (:mod:`sota_grpo.rewards.expressions`).
 """
 

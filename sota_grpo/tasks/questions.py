@@ -53,7 +53,7 @@ class QuestionTask(FileTask):
 
     A subclass declares its ``default_format``; ``any_format``, which the prompt requests under ``answer_format=any``;
     ``right_term``, the name of the term for the answer; ``default_weight``, of the term ``format``; and ``what`` the
-    prompt asks for.
+    prompt requires.
 
     Args:
         train, heldout: examples to train on, and to evaluate on.

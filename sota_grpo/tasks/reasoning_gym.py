@@ -83,7 +83,7 @@ def task_faults(tasks: Any) -> Iterator[str]:
 
 
 def _levels_of(options: Mapping[str, Any]) -> list[Any]:
-    """Return the levels in the options of a task; None stands for its default options."""
+    """Return the levels in the options of a task; None means its default options."""
     level = options.get("level")
     return list(level) if isinstance(level, Sequence) and not isinstance(level, str) else [level]
 

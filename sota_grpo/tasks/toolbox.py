@@ -133,7 +133,7 @@ class Environment(Toolbox):
         """What the environment's own returns, given those columns of the row that it takes.
 
         Raises:
-            ToolboxError: it asks for one that the row lacks.
+            ToolboxError: it requires one that the row lacks.
         """
         parameters = inspect.signature(self._reset).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -141,7 +141,7 @@ class Environment(Toolbox):
         if missing:
             columns = ", ".join(map(str, row)) or "none"
             raise ToolboxError(
-                f"reset asks for {', '.join(missing)}, which the row lacks (its columns are {columns}); rename the "
+                f"reset requires {', '.join(missing)}, which the row lacks (its columns are {columns}); rename the "
                 "column, or give the parameter a default value."
             )
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):

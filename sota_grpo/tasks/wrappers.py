@@ -1,7 +1,7 @@
 """Wrappers of a task: the user's functions as its reward, dialogs with tools, a request to think again.
 
 Reward functions are those written for verl or for TRL, unchanged. ``reward.path`` names a Python file, ``reward.name``
-one or several of its functions. The parameters of a function, plain or ``async``, tell its form:
+one or several of its functions. The parameters of a function, plain or ``async``, determine its form:
 
 - verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``, called once per
   response. Of a dict, ``score`` is the reward; the other entries are kept, numbers as metrics.
@@ -166,7 +166,7 @@ class FunctionScorer:
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
             if function.form == TRL and missing:
                 raise RewardFunctionError(
-                    f"{self._path}: {function.name} asks for {', '.join(missing)}, but the columns of the data are "
+                    f"{self._path}: {function.name} requires {', '.join(missing)}, but the columns of the data are "
                     f"{', '.join(offered)}; rename one or give the parameter a default value."
                 )
 

@@ -4,7 +4,7 @@ A checkpoint is a ``torch.save`` archive followed by 8 bytes of magic and the SH
 reader does not compare the archive's CRCs). It is written under a temporary name, synced and renamed: a name
 ``checkpoint_*.pt`` is never a half-written file. Plain ``torch.load(path)`` reads it too.
 
-Each rank of a learner in other processes writes its own tensors, while training goes on, to a safetensors file in a
+Each rank of a learner in other processes writes its own tensors, while training continues, to a safetensors file in a
 folder with a name that was never used before; the ``.pt`` is written last and has the folder's name and the SHA-256 of
 every file::
 
@@ -225,7 +225,7 @@ def _inode(path: Path) -> int | None:
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
-    """Save to a store from a thread while training goes on; the end of the context waits for the last save.
+    """Save to a store from a thread while training continues; the end of the context waits for the last save.
 
     States must not change any more (:func:`host_copy`). Saves are done one at a time, in order; an error is raised by
     the next :meth:`save`, :meth:`check` or :meth:`wait`, or at the end, unless another exception is being raised.
@@ -351,7 +351,7 @@ def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
 
 
 def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors that ranks have written beside ``path``, once their files are known to be those that were written."""
+    """The tensors that ranks have written next to ``path``, once their files are known to be those that were written."""
     if not _FOLDER.fullmatch(folder) or not all(_RANK_FILE.fullmatch(name) for name in files):
         raise ValueError(folder)
     paths = [path.absolute().parent / folder / name for name in files]  # other processes read them too

@@ -320,7 +320,7 @@ def prompts_are_computed_once(run: TrainingComponents) -> Check:
     packed = bool(run.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, each with its prompt"
     if run.packs and not packed:
-        sentence += ", which this model does not need: the log says why; model.attn_implementation=sdpa asks for it"
+        sentence += ", which this model does not need: the log says why; model.attn_implementation=sdpa selects it"
     return Check("prompts are computed once", packed or not run.packs, sentence)
 
 
@@ -396,7 +396,7 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
     if not passed and not differing and run.exact and back <= SINGLE < min(new, old):
         differing = _left_out(run, probe, allowed)
     if differing:
-        sentence += f"; these did not land: {_few(differing)}"
+        sentence += f"; these were not applied: {_few(differing)}"
     return Check("pushed weights are loaded", passed, sentence)
 
 
@@ -486,7 +486,7 @@ def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
     if bad:
         sentence += f"; the first that does not: {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
     if not applies:
-        sentence += f"; no reward applies to any of {num_texts} texts, and where that goes on nothing is learned"
+        sentence += f"; no reward applies to any of {num_texts} texts; while that holds nothing is learned"
     if errors:
         sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
     return Check(name, (not bad and graded) if looked_at or not graded else None, sentence)

@@ -150,7 +150,7 @@ class LearnerDied(RunFailed):
     """A rank of the learner died or hangs, so none can continue; the message names it and the cause."""
 
 
-_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full tokens
+_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # the full tokens contain them
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:

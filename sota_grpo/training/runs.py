@@ -261,7 +261,7 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         )
     if record["num_steps"] > num_steps:
         return (
-            f"The run in {path} was started for {record['num_steps']} steps and this command asks for {num_steps}; "
+            f"The run in {path} was started for {record['num_steps']} steps and this command has {num_steps}; "
             "train.total_dialog_turns can grow, not shrink."
         )
     return None

@@ -59,7 +59,7 @@ def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
 
 
 class WorkerDied(RunFailed, RuntimeError):
-    """A worker is gone, hangs, or cannot go on; the message names it and the cause."""
+    """A worker is gone, hangs, or cannot continue; the message names it and the cause."""
 
 
 class WorkerLate(RunFailed, TimeoutError):
@@ -82,7 +82,7 @@ class WorkerSpec:
     - ``advance()`` is called whenever no call waits, until it returns False: a step of what the worker has in flight.
     - ``close()`` frees what the worker holds.
 
-    A worker that cannot go on fails its futures with :class:`WorkerDied`.
+    A worker that cannot continue fails its futures with :class:`WorkerDied`.
 
     Args:
         factory: ``"package.module:function"``, imported there.

@@ -56,7 +56,7 @@ class EnvironmentWorker:
 
         Raises:
             UserError: the file cannot be used.
-            InstanceLost: there is no such environment, or it cannot go on.
+            InstanceLost: there is no such environment, or it cannot continue.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -91,7 +91,7 @@ class EnvironmentWorker:
 
 
 class _Environment:
-    """The environment of one sample; its methods raise InstanceLost where it cannot go on."""
+    """The environment of one sample; its methods raise InstanceLost where it cannot continue."""
 
     def __init__(self, make: Callable[[], Any], max_chars: int, is_adapter: bool) -> None:
         self._make, self._max_chars = make, max_chars

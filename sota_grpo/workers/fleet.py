@@ -103,7 +103,7 @@ class Broadcast:
 
     @property
     def needs_another(self) -> bool:
-        """Whether the next worker that becomes ready must be asked: none is asked and none has answered."""
+        """Whether the next worker that becomes ready must get the request: none has it and none has answered."""
         return not (self.waiting or self.answers or self.refusals)
 
 
@@ -272,8 +272,8 @@ class Fleet:
     def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> list[Any]:
         """Call ``method(*args)`` on every live worker; returns their answers, slot by slot.
 
-        A worker that dies, or has not answered ``deadline_s`` after it was asked, is replaced and left out of the
-        answer. When all that were asked are lost, the next replacement is asked instead, up to a limit.
+        A worker that dies, or has not answered within ``deadline_s`` of the request, is replaced and left out of the
+        answer. When all of these are lost, the next replacement gets the request, up to a limit.
 
         Args:
             method: of the worker.
@@ -461,7 +461,7 @@ class Fleet:
             raise
 
     async def _watch_start(self, slot: Slot) -> None:
-        """Ask a worker for its idle time as it starts, eight times in the longest silence."""
+        """Ping a worker for its idle time as it starts, eight times in the longest silence."""
         pinged: asyncio.Future[float] | None = None
         while True:
             now_s = self._loop.time()
@@ -618,7 +618,7 @@ class Fleet:
     # Broadcasts
 
     async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> list[Any]:
-        """Ask every ready worker; one that is starting gets a sticky broadcast before its first task."""
+        """Send to every ready worker; one that is starting gets a sticky broadcast before its first task."""
         self._require_open()
         broadcast = Broadcast(method, args, deadline_s, self._loop.create_future(), self._sticky.get(method))
         self._broadcasts.append(broadcast)
@@ -652,7 +652,7 @@ class Fleet:
         self._conclude(broadcast, "")
 
     def _conclude(self, broadcast: Broadcast, why: str) -> None:
-        """Finish a broadcast that waits for no worker; where all were lost, a replacement is asked, up to a limit."""
+        """Finish a broadcast that waits for no worker; where all were lost, a replacement gets the request, up to a limit."""
         count, method = len(self._slots), broadcast.method
         hopeless = broadcast.deaths >= self._max_attempts * count or len(broadcast.late) >= _MAX_LATE * count
         if broadcast.waiting or (broadcast.needs_another and not hopeless):

@@ -21,7 +21,7 @@ _SILENCE_S = 60.0  # longest without an answer to a ping, beyond the deadline of
 
 
 class InstanceLost(RuntimeError):
-    """An environment cannot go on; the message is the reason. Adapters raise it, too."""
+    """An environment cannot continue; the message is the reason. Adapters raise it, too."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class RolloutWorker:
 
     def _break(self, error: BaseException) -> None:
         cause = f"{type(error).__name__}: {error}"
-        refusal = WorkerDied(f"The {self._engine.name} engine failed and cannot go on ({cause}).")
+        refusal = WorkerDied(f"The {self._engine.name} engine failed and cannot continue ({cause}).")
         refusal.add_note("".join(traceback.format_exception(error)).rstrip())
         refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
         self._finish(refusal)

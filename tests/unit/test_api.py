@@ -119,7 +119,7 @@ def test_sentences_are_shown_unless_the_caller_shows_them(monkeypatch: pytest.Mo
         ({"overrides": ["env.repeats=3"]}, "not divisible by the group size"),
         ({"dataset": ROWS[:1]}, "leaves none; give other rows"),
         ({"dataset": [{"text": "?", "answer": "1"}] * 4}, "row 1: column 'prompt' holds no prompt"),
-        ({"reward": lambda completions, levels: [1.0]}, "asks for levels, but the columns of the data are answer"),
+        ({"reward": lambda completions, levels: [1.0]}, "requires levels, but the columns of the data are answer"),
     ],
 )
 def test_mistakes_are_one_sentence_of_a_user_error(tmp_path: Path, arguments: dict, sentence: str) -> None:

@@ -488,7 +488,7 @@ def test_a_single_tensor_that_did_not_land_is_named_by_its_checksum(stale: str, 
     """In half precision as well, where its effect is within the rounding."""
     check = pushed_weights_landed(without(make_subject(tmp_path, **HALF.get(half, {})), *STALE[stale]))
     assert check.passed is False
-    assert check.sentence.endswith(f"; these did not land: {STALE[stale][0]}")
+    assert check.sentence.endswith(f"; these were not applied: {STALE[stale][0]}")
 
 
 def test_what_half_precision_hides_and_no_engine_tells_is_said(tmp_path: Path) -> None:
@@ -518,7 +518,7 @@ def test_in_float32_whatever_did_not_land_is_named_of_an_engine_that_does_not_te
     subject.rollouts.engine.weight_sums = lambda: None
     check = pushed_weights_landed(without(subject, *STALE[stale]))
     assert check.passed is False
-    assert check.sentence.endswith(f"; these did not land: {', '.join(STALE[stale])}")
+    assert check.sentence.endswith(f"; these were not applied: {', '.join(STALE[stale])}")
 
 
 def test_a_mean_of_micro_batch_means_is_found(subject: Components, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_prompts_of_the_evaluation_are_refused_with_their_number(tmp_path: Path)
     assert (len(task.train), len(task.heldout)) == (9, 4)
     shared = [{**evaluation[i], "prompt": f" {evaluation[i]['prompt'].upper()}\n"} for i in (1, 3)]
     path = write(tmp_path / "shared.jsonl", [*train, *shared])
-    with pytest.raises(DatasetError, match=r"2 of the 11 training prompts of .*shared.jsonl stand in .*eval.jsonl too"):
+    with pytest.raises(DatasetError, match=r"2 of the 11 training prompts of .*shared.jsonl are in .*eval.jsonl too"):
         IFEvalTask.load(path=path, eval_path=paths[1])
     with pytest.raises(DatasetError, match="4 of the 4 training prompts"):
         IFEvalTask.load(path=paths[1], eval_path=paths[1])
@@ -113,9 +113,7 @@ def test_the_hub_trains_on_rlvr_and_evaluates_on_ifeval(hub: dict[str, list[dict
     assert [len(task.train), len(task.heldout)] == [30, 7]
     assert min(example.query for example in task.heldout) == "Prompt 0, no commas."
     hub["allenai/RLVR-IFeval"][5]["messages"][0]["content"] = "prompt 3,  no COMMAS."
-    with pytest.raises(
-        DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval stand in google/IFEval"
-    ):
+    with pytest.raises(DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval are in google/IFEval"):
         make_task("ifeval")
 
 

@@ -176,7 +176,7 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
         (f"{mine}:onpolicy", "train.epochs=2", "mine.py:onpolicy is on-policy"),
         (f"{mine}:onpolicy", "algorithm.clip_low=0.1", r"clip_low=0.1 has no effect on .*mine.py:onpolicy"),
         (f"{mine}:near", "ref_model.name=org/other", None),
-        (f"{mine}:hungry", "seed=1", "asks for values; its parameters are any of log_prob, log_ratio,"),
+        (f"{mine}:hungry", "seed=1", "requires values; its parameters are any of log_prob, log_ratio,"),
         (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry, near"),
         (f"{mine.parent}/no.py:clipped", "seed=1", "There is no file .*no.py; correct algorithm.objective"),
         ("gppo", "seed=1", "gppo is not one of clipped, cispo"),
@@ -246,7 +246,7 @@ def test_an_own_estimator_is_checked_before_it_is_run(mine: Path) -> None:
     mine.write_text(MINE + "raise RuntimeError('it was run')")
     validate(composed("grpo_gsm8k", f"algorithm.baseline={mine}:above_least"))
     for baseline, sentence in (
-        (f"{mine}:hungry", "asks for log_prob, values; its parameters are any of rewards, group_ids"),
+        (f"{mine}:hungry", "requires log_prob, values; its parameters are any of rewards, group_ids"),
         (f"{mine.parent}/no.py:median", "There is no file .*no.py; correct algorithm.baseline"),
         ("median", "algorithm.baseline=median is not one of group_mean"),
     ):

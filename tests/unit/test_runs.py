@@ -270,7 +270,7 @@ def test_what_was_made_for_a_command_is_gone_and_what_was_there_is_not(tmp_path:
 
 def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:
     run_dir = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
-    with pytest.raises(UserError, match="started for 4 steps and this command asks for 3"):
+    with pytest.raises(UserError, match="started for 4 steps and this command has 3"):
         opened(tmp_path / "fresh", str(run_dir), num_steps=STEPS - 1)
     fresh = run_at(tmp_path, "2026-01-02", "10-00-00")
     with opened(fresh, "auto", num_steps=STEPS - 1) as place:

@@ -133,5 +133,5 @@ def test_functions_that_ask_for_environments_need_one(tmp_path: Path) -> None:
     score = dialogs.score("Bye.", example)  # as the check before training asks
     assert (score.error, score.terms) == (None, {"earned": None})
     (tmp_path / "r.py").write_text("def f(environments, trainer_state): ...\n")
-    with pytest.raises(RewardFunctionError, match="asks for trainer_state"):
+    with pytest.raises(RewardFunctionError, match="requires trainer_state"):
         with_reward_functions(task, str(tmp_path / "r.py"), ["f"])

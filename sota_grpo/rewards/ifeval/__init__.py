@@ -1,12 +1,12 @@
 """IFEval: the 25 instructions that a program can check, each followed or not (Zhou et al. 2023, arXiv:2311.07911).
 
 Outcomes equal those of the benchmark's own evaluator, and of TorchRL's checks, which carry it, wherever both are
-defined; what is drawn at random there (a kwarg that is missing, a letter such as ``#``) is refused or taken as it
-stands here. Every check is linear in the length of the text, whatever the text.
+defined; what is drawn at random there (a kwarg that is missing, a letter such as ``#``) is refused or used
+unchanged here. Every check is linear in the length of the text, whatever the text.
 
 Rows are IFEval's or RLVR-IFeval's. A constraint of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124) is
 ``{"func_name": ..., "N": ..., ...}`` with the arguments that it does not use set to null. It is graded as the benchmark
-would, whose score is what the training is for; where its prompt asks for something else ("exactly", "around", another
+would, whose score is what the training is for; where its prompt requires something else ("exactly", "around", another
 divider, options of its own) the kwargs say so.
 """
 
@@ -178,7 +178,7 @@ def answer_text(response: str) -> str:
 def follow_lists(
     text: str, instruction_ids: Sequence[str], kwargs: Sequence[Kwargs], nltk_data: str | None = None
 ) -> tuple[list[bool], list[bool]]:
-    """Whether the text follows each instruction: strictly, as it stands, and loosely, in one of eight readings.
+    """Whether the text follows each instruction: strictly, the text unchanged, and loosely, in one of eight readings.
 
     The readings forgive an introduction and an ending: the text, without its first line, without its last and without
     both, each with and without ``*``. An empty reading follows nothing.

@@ -421,7 +421,7 @@ class JudgeClient:
         if self._gone is not None:
             raise self._gone
         if self._closed.is_set():
-            raise RuntimeError("The judge was asked, and is closed.")
+            raise RuntimeError("The judge is closed and takes no request.")
 
     async def _send(self, question: Question) -> Verdict:
         """Send one request, from a daemon thread: an open request keeps no process alive."""

@@ -108,7 +108,7 @@ def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
 
 
 def score_messages(rubric: str, material: Material) -> tuple[list[dict[str, str]], str]:
-    """Return the chat that asks for a score of one response, and the nonce that its verdict must carry.
+    """Return the chat that requests a score of one response, and the nonce that its verdict must carry.
 
     Each block of the material is between lines with the nonce, which occurs in none of them.
     """

@@ -14,7 +14,7 @@ from sota_grpo.rewards.maths.parse import INFINITY, Incomparable, Node, variable
 from sota_grpo.rewards.maths.values import Values
 
 MAX_MEMBERS = 60  # of a list or set whose order does not matter; of the ends of intervals
-LEAST_DECIMALS = 6  # of a decimal that may stand for a number it is rounded from
+LEAST_DECIMALS = 6  # of a decimal that may replace a number it is rounded from
 
 Reals = Callable[[Any], bool]  # whether a number is in a set of them
 _COLLECTIONS = {"list", "set", "seq", "matrix", "sets", "reals"}
