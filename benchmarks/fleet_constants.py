@@ -107,12 +107,12 @@ def measure(tokens: int, *, groups: int = 192, workers: int = 200) -> Measured:
 
 def best(work: Callable[[], object], times: int = 3, clock: Callable[[], float] = time.perf_counter) -> float:
     """Least seconds of some runs."""
-    found = []
+    measured = []
     for _ in range(times):
         began = clock()
         work()
-        found.append(clock() - began)
-    return min(found)
+        measured.append(clock() - began)
+    return min(measured)
 
 
 def make_group(tokens: int, group_id: int = 0) -> GroupOutput:

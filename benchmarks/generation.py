@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             work(turn)
             if turn:
                 seconds[name].append(clock() - began)
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    medians = {name: statistics.median(measured) for name, measured in seconds.items()}
     return {**medians, "times_as_fast": medians["generate_s"] / medians["engine_s"]}
 
 

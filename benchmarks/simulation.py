@@ -261,10 +261,10 @@ class Simulation:
         return self._outcome(steps - skip, self.clock.now - began, self.workers.busy_s() - busy)
 
     def _turn(self, step: int) -> None:
-        asked = self.clock.now
+        began = self.clock.now
         while not self._cost("main", self.collector.is_ready):
             self._happen()
-        self.waited_s += self.clock.now - asked
+        self.waited_s += self.clock.now - began
         batch = self._cost("main", lambda: self.collector.next_batch())
         self._look(batch, step)
         self._pass(self.learn_s + self.scenario.publish_s)

@@ -59,18 +59,18 @@ class Step:
 def steps(options: argparse.Namespace) -> list[Step]:
     benchmark, out = BENCHMARKS[options.preset], options.out
     file, run_dir, before = f"{benchmark.option}={options.file.resolve()}", out / "run", out / "before.json"
-    given = [f"seed={options.seed}", *options.overrides]
+    overrides = [f"seed={options.seed}", *options.overrides]
     measured = [
         *("--task", benchmark.task, "--k", "0", "--num-samples", str(options.num_samples or benchmark.num_samples)),
         *(file, f"inference_model.max_tokens={options.max_tokens or benchmark.max_tokens}"),
     ]
     train = [sys.executable, str(ROOT / "grpo.py"), "--config-name", options.preset, f"hydra.run.dir={run_dir}"]
     # the steps around it measure all problems, which training need not do once more
-    train += [file, "train.resume=auto", "eval.mode=off", *given]
-    checked = [*CLI, "check", "--config-name", options.preset, "--run-dir", str(out / "check"), file, *given]
+    train += [file, "train.resume=auto", "eval.mode=off", *overrides]
+    checked = [*CLI, "check", "--config-name", options.preset, "--run-dir", str(out / "check"), file, *overrides]
     return [
         Step("Checking", checked, out / "check" / "gate.json", takes_out=False),  # before an hour is spent on measuring
-        Step("Measuring the model", [*CLI, "eval", MODEL, "-cn", options.preset, *given, *measured], before),
+        Step("Measuring the model", [*CLI, "eval", MODEL, "-cn", options.preset, *overrides, *measured], before),
         Step("Training it", train, run_dir / "hf" / "config.json", takes_out=False),
         Step(
             "Measuring it again", [*CLI, "eval", str(run_dir), *measured, "--against", str(before)], out / "after.json"
@@ -84,10 +84,13 @@ def refuse_others(options: argparse.Namespace) -> str | None:
     if not options.file.is_file():
         return f"there is no file {options.file}; give IFEval's input_data.jsonl, or GSM8K's train.jsonl."
     options.out.mkdir(parents=True, exist_ok=True)
-    kept, given = options.out / "options.json", json.dumps({name: str(value) for name, value in vars(options).items()})
+    kept, content = (
+        options.out / "options.json",
+        json.dumps({name: str(value) for name, value in vars(options).items()}),
+    )
     if not kept.exists():
-        kept.write_text(given)
-    if kept.read_text() != given:
+        kept.write_text(content)
+    if kept.read_text() != content:
         return f"{options.out} was begun with other options ({kept}); give those, or another --out."
     return None
 

@@ -228,11 +228,11 @@ def run_again(item: pytest.Item, failed: list[pytest.TestReport]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
-        told = output.read()[-4000:]
-    passed = process.wait() == 0 and "1 passed" in told  # a test that is skipped there has shown nothing
+        tail = output.read()[-4000:]
+    passed = process.wait() == 0 and "1 passed" in tail  # a test that is skipped there has shown nothing
     for report in failed:
         report.again = "passed" if passed else "failed"
-        report.sections.append(("Once more, in a fresh process", told))
+        report.sections.append(("Once more, in a fresh process", tail))
         report.outcome = "passed" if passed else "failed"
 
 

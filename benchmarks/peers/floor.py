@@ -69,12 +69,12 @@ class Floor:
     def measure(self) -> dict[str, float]:
         """Seconds of each phase, of the whole, and the two rates (operations/s), all measured now."""
         wide, narrow = self._rate([*TILES, self.case.rows]), self._rate([self.case.rows])
-        found = {
+        measured = {
             "generate": self.prefill / wide + (self.forward - self.prefill) / narrow,
             "ref": self.forward / wide,
             "learn": (self.forward + self.backward) / wide,
         }
-        return found | {"whole": sum(found.values()), "rate_wide": wide, "rate_narrow": narrow}
+        return measured | {"whole": sum(measured.values()), "rate_wide": wide, "rate_narrow": narrow}
 
     def _rate(self, tiles: Sequence[int]) -> float:
         """Operations per second of a forward pass, in products of the best of ``tiles`` rows; attention as layers."""

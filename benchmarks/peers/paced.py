@@ -53,10 +53,10 @@ class Paced:
         return self._answer()
 
     def _answer(self) -> float:
-        found = self._done.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        measured = self._done.get()
+        if isinstance(measured, BaseException):
+            raise measured
+        return measured
 
     def end(self) -> None:
         """Leave the loop."""

@@ -195,12 +195,12 @@ def make_tokenizer(vocab: int) -> Any:
 
 def _words(count: int) -> list[str]:
     """The first ``count`` of ``Ġa .. Ġz, Ġaa, Ġab ..``: each but for its last letter comes before it."""
-    found: list[str] = []
+    measured: list[str] = []
     length = 1
-    while len(found) < count:
-        found += ["Ġ" + "".join(letters) for letters in product(ascii_lowercase, repeat=length)]
+    while len(measured) < count:
+        measured += ["Ġ" + "".join(letters) for letters in product(ascii_lowercase, repeat=length)]
         length += 1
-    return found[:count]
+    return measured[:count]
 
 
 def draw_prompts(case: Case, count: int, seed: int) -> list[list[int]]:

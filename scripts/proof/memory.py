@@ -36,8 +36,8 @@ def predicted_learner(case: Case) -> Parts:
     family, sizes = SHAPES[case.shape]
     rows = make_rows(case)
     longest = case.prompt + case.response
-    prompts, spoken = case.prompt * len({int(row["group_id"]) for row in rows}), case.response * len(rows)
-    batch = MicroBatch(prompts + spoken, spoken, len(rows) * longest)
+    prompts, num_sampled = case.prompt * len({int(row["group_id"]) for row in rows}), case.response * len(rows)
+    batch = MicroBatch(prompts + num_sampled, num_sampled, len(rows) * longest)
     half = case.precision != "fp32"
     on_cpu = case.device == "cpu"
     kept = 0 if on_cpu else max_saved_bytes(torch.device(case.device))

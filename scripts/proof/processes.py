@@ -42,8 +42,10 @@ def fsdp_gap(
     expected = learner_of(copy.deepcopy(net), precision, folder, fused=fused).gradient(rows, token_budget=budget)
     ranks = sharding.Ranks(0, 1, device, reduce_once)
     own = learner_of(net, precision, folder, ranks=ranks, fused=fused)
-    found = own.gradient(rows, token_budget=budget)
-    flat = (torch.cat([gather(each[name]).double().cpu().flatten() for name in expected]) for each in (found, expected))
+    measured = own.gradient(rows, token_budget=budget)
+    flat = (
+        torch.cat([gather(each[name]).double().cpu().flatten() for name in expected]) for each in (measured, expected)
+    )
     return relative(*flat)
 
 
@@ -53,10 +55,10 @@ def ray_on_one_gpu(options: Options) -> Iterator[Finding]:
         yield Finding("Ray", None, {"skipped": "Ray is not installed"})
         return
     folder = options.out / "async"
-    given = command(options, folder, steps=None if options.small else 8)
-    given[1] = given[1].replace("grpo.py", "grpo-async.py")
-    found = ran(given)
-    yield Finding("grpo-async.py", found["exit"] == 0, found | {"steps": len(metrics(folder))})
+    line = command(options, folder, steps=None if options.small else 8)
+    line[1] = line[1].replace("grpo.py", "grpo-async.py")
+    measured = ran(line)
+    yield Finding("grpo-async.py", measured["exit"] == 0, measured | {"steps": len(metrics(folder))})
 
 
 CHECKS = [fsdp_of_one, ray_on_one_gpu]

@@ -34,7 +34,7 @@ _OF_DEVELOPERS = ("test", "docs", "bench", "mutation")  # extras that no run nee
 class Finding(NamedTuple):
     """The result of a check: ``warning`` where some runs fail or are slow; a sentence, with the fix if it is not ok."""
 
-    subject: str
+    components: str
     state: str
     sentence: str
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"nodes": listed, "cluster": [one._asdict() for one in compare(nodes)]}, indent=1))
     every = [(node.name, one) for node in nodes for one in node.findings] + [("cluster", one) for one in compare(nodes)]
     for name, one in every if not options.json else ():
-        print(f"{name}: {one.state:8}{one.subject}: {one_line(one.sentence, limit=None)}")
+        print(f"{name}: {one.state:8}{one.components}: {one_line(one.sentence, limit=None)}")
     return CRASHED if any(one.state == FAILED for _, one in every) else 0
 
 
@@ -74,11 +74,11 @@ def examine(folder: str, mark: str | None = None) -> Node:
     looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory, "open files": _open_files}
     looks["disk"] = lambda: _disk(Path(folder))
     findings = []
-    for subject, look in looks.items():
+    for components, look in looks.items():
         try:
-            findings.append(Finding(subject, *look()))
+            findings.append(Finding(components, *look()))
         except Exception as error:  # a broken driver or library raises anything, and the other checks still count
-            findings.append(Finding(subject, WARNING, f"could not be checked ({sentence(error)})."))
+            findings.append(Finding(components, WARNING, f"could not be checked ({sentence(error)})."))
     if mark is not None:
         why = f"{folder} is not the driver's; checkpoints of ranks need a shared file system: mount one there."
         looked = (OK, f"{folder} is the driver's.") if os.path.exists(mark) else (WARNING, why)

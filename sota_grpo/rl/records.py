@@ -65,8 +65,7 @@ class Score:
         success: whether the response is right.
         error: why the grader failed, if it did.
         info: further results (JSON-serialisable); numbers are logged as metrics, all of it is in the rollouts.
-        reply: the turn (``role``, ``content``) that answers the response where a dialog of several turns continues; None
-            ends it.
+        reply: the turn (``role``, ``content``) that answers the response where a dialog continues; None ends it.
     """
 
     terms: Mapping[str, float | None]

@@ -351,7 +351,7 @@ def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
 
 
 def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors that ranks have written next to ``path``, once their files are known to be those that were written."""
+    """Return the tensors that ranks wrote next to ``path``, after their files have been verified."""
     if not _FOLDER.fullmatch(folder) or not all(_RANK_FILE.fullmatch(name) for name in files):
         raise ValueError(folder)
     paths = [path.absolute().parent / folder / name for name in files]  # other processes read them too

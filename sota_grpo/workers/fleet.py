@@ -652,7 +652,7 @@ class Fleet:
         self._conclude(broadcast, "")
 
     def _conclude(self, broadcast: Broadcast, why: str) -> None:
-        """Finish a broadcast that waits for no worker; where all were lost, a replacement gets the request, up to a limit."""
+        """Finish a broadcast that waits for no worker; if all were lost, send it to a replacement, up to a limit."""
         count, method = len(self._slots), broadcast.method
         hopeless = broadcast.deaths >= self._max_attempts * count or len(broadcast.late) >= _MAX_LATE * count
         if broadcast.waiting or (broadcast.needs_another and not hopeless):

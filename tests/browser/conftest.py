@@ -36,7 +36,9 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda told: complaints.append(told.text) if told.type in ("error", "warning") else None)
+        page.on(
+            "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+        )
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         page.goto(path.resolve().as_uri())

@@ -365,11 +365,11 @@ def test_24_tasks_are_one_chart_that_leads_to_the_groups_of_each(opened: Callabl
 
 def dialog(text: str) -> dict[str, Any]:
     """Three turns of the nine tokens of ``WORDS``, two calls in the first and one in the last."""
-    asked = {"name": "add", "arguments": {"x": text}, "reply": text, "error": False}
+    call = {"name": "add", "arguments": {"x": text}, "reply": text, "error": False}
     turns = [
-        {"role": "assistant", "trained": True, "tokens": 3, "text": text, "calls": [asked, {**asked, "error": True}]},
+        {"role": "assistant", "trained": True, "tokens": 3, "text": text, "calls": [call, {**call, "error": True}]},
         {"role": "tool", "trained": False, "tokens": 4, "text": text},
-        {"role": "assistant", "trained": True, "tokens": 2, "text": text, "calls": [{**asked, "reply": None}]},
+        {"role": "assistant", "trained": True, "tokens": 2, "text": text, "calls": [{**call, "reply": None}]},
     ]
     return {"prompt": [{"role": "system", "content": text}], "turns": turns, "ended": "turns", "error": text}
 
@@ -389,8 +389,8 @@ def test_a_dialog_shows_its_turns_calls_and_masks_and_text_in_it_does_nothing(op
         *("3 tokens, trained on", "4 tokens, masked", "2 tokens, trained on")
     ]
     assert turns.nth(0).locator("> .text").text_content() == HOSTILE[0]
-    asked, came = turns.nth(0).locator(".asked").first, turns.nth(0).locator(".came")
-    assert [asked.locator(part).inner_text() for part in ("p", "dt", "dd")] == ["call add", "x", HOSTILE[0]]
+    call, came = turns.nth(0).locator(".asked").first, turns.nth(0).locator(".came")
+    assert [call.locator(part).inner_text() for part in ("p", "dt", "dd")] == ["call add", "x", HOSTILE[0]]
     assert came.locator("p").all_inner_texts() == ["✓ answer", "✗ failed"]
     assert came.locator(".text").all_inner_texts() == [HOSTILE[0]] * 2
     assert turns.nth(2).locator(".came").inner_text() == "no answer"
@@ -473,9 +473,9 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, t
     page = opened(write_report([tmp_path / "runs"], tmp_path / "report.html"))
     assert page.inner_text("#left-out summary") == "4 left out"
     page.click("#left-out summary")
-    told = page.locator("#left-out li").all_inner_texts()
-    assert len(told) == 4
-    assert told[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")
+    reasons = page.locator("#left-out li").all_inner_texts()
+    assert len(reasons) == 4
+    assert reasons[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")
     assert page.inner_text("#differences") == page.inner_text("#key") == ""
     assert page.is_hidden("#means")
     assert page.locator("#config-table tbody tr").count() > 80

@@ -24,7 +24,7 @@ def test_a_rank_copies_its_own_part_and_nobody_has_more_than_that(tmp_path: Path
         assert all(0.9 < rank <= 1.3 for rank in ranks)
         assert driver < 0.2
         with memory.watched():
-            found = store.latest()
-            assert found is not None
-            learner.load_state_dict(found[1]["learner"])
+            actual = store.latest()
+            assert actual is not None
+            learner.load_state_dict(actual[1]["learner"])
         assert all(own / share < 0.3 for own in memory.own)

@@ -90,9 +90,9 @@ def trainer_for(name: str, config: Config, model, beta: float, tmp_path: Path, *
     from datasets import Dataset
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    given = arguments_of(config)
+    trl_arguments = arguments_of(config)
     if name != "gmpo":  # a trainer of its own, without the option
-        given["loss_type"] = TRL[name]
+        trl_arguments["loss_type"] = TRL[name]
     arguments, trainer_class = (GMPOConfig, GMPOTrainer) if name == "gmpo" else (trl.GRPOConfig, trl.GRPOTrainer)
     args = arguments(
         output_dir=str(tmp_path),
@@ -104,7 +104,7 @@ def trainer_for(name: str, config: Config, model, beta: float, tmp_path: Path, *
         bf16=False,
         use_cpu=True,
         report_to="none",
-        **given,
+        **trl_arguments,
         **options,
     )
     trainer = trainer_class(

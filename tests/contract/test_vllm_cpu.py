@@ -35,7 +35,7 @@ from tests.engine_rigs import (
     step,
     tiny_model,
 )
-from tests.l3_parts import make_subject
+from tests.training_rigs import make_components
 from tests.worker_rigs import HostedRollout
 
 pytestmark = [
@@ -114,11 +114,11 @@ def test_the_norms_are_vllms_kernels_and_equal_float64(rig: Rig, dtype: torch.dt
         rows = whole.double()
         expected = weight.double() * rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5)
         assert op.dispatch(*activations, weight, 1e-5).provider == PROVIDER
-        found = op(*activations, weight, 1e-5)
-        normed = found if torch.is_tensor(found) else found[0]
+        actual = op(*activations, weight, 1e-5)
+        normed = actual if torch.is_tensor(actual) else actual[0]
         assert (normed.double() - expected).norm() < bound * expected.norm()
-        if normed is not found:
-            assert (found[1].double() - rows).norm() < bound * rows.norm()
+        if normed is not actual:
+            assert (actual[1].double() - rows).norm() < bound * rows.norm()
         strided = [part.t().contiguous().t() for part in activations]
         assert op.dispatch(*strided, weight, 1e-5).provider == "native"
         assert op.dispatch(*activations, weight.double(), 1e-5).provider == "native"
@@ -304,17 +304,20 @@ def test_weights_rounded_beforehand_are_what_vllm_would_have_made_of_them(tmp_pa
 def test_the_gate_names_a_tensor_whose_effect_half_precision_hides(tmp_path: Path):
     from sota_grpo.engines.vllm_engine import VLLMEngine
 
-    subject = make_subject(tmp_path, engine_dtype=torch.bfloat16)
+    components = make_components(tmp_path, engine_dtype=torch.bfloat16)
     engine = VLLMEngine(EngineOptions("tiny", eos_token_ids=[2], dtype="bfloat16", max_model_len=256))
-    subject.rollouts.engine, subject.weight_sync.engine = engine, engine
-    subject.weight_sync.send(version=0)
-    subject.rows = graded_rows(subject)
-    push, first = engine.update_weights, {name: value.clone() for name, value in subject.weight_sync.policy_weights()}
+    components.rollouts.engine, components.weight_sync.engine = engine, engine
+    components.weight_sync.send(version=0)
+    components.rows = graded_rows(components)
+    push, first = (
+        engine.update_weights,
+        {name: value.clone() for name, value in components.weight_sync.policy_weights()},
+    )
     for stale in (None, "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"):
         engine.update_weights = lambda weights, version, stale=stale: push(
             [(name, first[name] if name == stale else value) for name, value in weights], version
         )
-        check = pushed_weights_landed(subject)
+        check = pushed_weights_landed(components)
         assert check.passed is (stale is None), check.sentence
         assert ("not verified" in check.sentence, "were not applied" in check.sentence) == (False, stale is not None)
         assert stale is None or check.sentence.endswith(f"; these were not applied: {stale}")

@@ -113,10 +113,10 @@ def test_a_reward_model_gives_what_transformers_gives(labels: int, tmp_path: Pat
             assert not client.endpoint.as_text
             grader = grader_of(client)
             ids = as_turns if kind == "classify" else as_pair
-            found = values(grader, texts)
+            actual = values(grader, texts)
             grader.close()
             wanted = [logits(ids(text)) for text in texts]
-            assert found == pytest.approx(
+            assert actual == pytest.approx(
                 [float(one.sigmoid()[0] if labels == 1 else one.softmax(-1)[-1]) for one in wanted], abs=1e-4
             )
 

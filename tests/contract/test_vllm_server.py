@@ -39,8 +39,8 @@ from tests.engine_rigs import (
     reference_log_probs,
     step,
 )
-from tests.l3_parts import score_of
 from tests.process_rigs import children, members, wait_for
+from tests.training_rigs import score_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -225,15 +225,15 @@ def check(env: TaskEnv, rig: Rig, outputs: Sequence[GroupOutput]) -> None:
         rows = finish_rows(prompt, output.samples, env.tokenizer)
         for row, sample in zip(rows, output.samples, strict=True):
             ids, num_prompt = sample.token_ids, len(env.prompt_ids(example))
-            said = row[keys.ASSISTANT_MASK][num_prompt:]
+            sampled = row[keys.ASSISTANT_MASK][num_prompt:]
             own = reference_log_probs(rig.model, env.prompt_ids(example), ids, TEMPERATURE)
-            assert (own - sample.log_probs)[said].abs().max() < 1e-4
-            assert (sample.versions[said] == rig.engine.version).all()
-            assert (sample.versions[~said] == -1).all()
-            assert (sample.log_probs[~said] == 0).all()
+            assert (own - sample.log_probs)[sampled].abs().max() < 1e-4
+            assert (sample.versions[sampled] == rig.engine.version).all()
+            assert (sample.versions[~sampled] == -1).all()
+            assert (sample.log_probs[~sampled] == 0).all()
             between = f"\n<|im_start|>user\n{MESSAGE}<|im_end|>\n<|im_start|>assistant\n"
-            count = int((said[1:] & ~said[:-1]).sum())
-            assert env.tokenizer.decode(ids[~said].tolist()) == between * count
+            count = int((sampled[1:] & ~sampled[:-1]).sum())
+            assert env.tokenizer.decode(ids[~sampled].tolist()) == between * count
             turns.append(count + 1)
             assert sample.truncated or turns[-1] == MAX_STEPS or score_of(env, last_turn(sample), example).success
     assert max(turns) == MAX_STEPS

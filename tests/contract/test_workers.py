@@ -47,16 +47,16 @@ class Place:
 
 @pytest.fixture(scope="module")
 def places() -> Iterator[dict[str, Place]]:
-    found = {"thread": Place("thread", ThreadLauncher()), "process": Place("process", ProcessLauncher())}
+    actual = {"thread": Place("thread", ThreadLauncher()), "process": Place("process", ProcessLauncher())}
     if find_spec("ray") is not None:
         from sota_grpo.workers.ray_cluster import RayLauncher
 
         os.environ["RAY_AUTH_MODE"] = "disabled"  # whatever the shell says
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        found["ray"] = Place("ray", RayLauncher([{"CPU": 1}] * 2, object_store_bytes=80 * 2**20))
+        actual["ray"] = Place("ray", RayLauncher([{"CPU": 1}] * 2, object_store_bytes=80 * 2**20))
         assert signal.getsignal(signal.SIGTERM) is on_sigterm
-    yield found
-    for place in found.values():
+    yield actual
+    for place in actual.values():
         place.launcher.close()
         place.launcher.close()  # idempotent
 

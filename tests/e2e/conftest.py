@@ -67,8 +67,8 @@ def grpo(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.Co
     ) -> subprocess.CompletedProcess:
         arguments = command(run_dir, *overrides, config=config, script=script)
         if "engine=vllm" not in overrides:
-            given = {"environment": list(kwargs.get("env", {}).items()), "timeout_s": kwargs.get("timeout", 300)}
-            done = fork_server.run(arguments[1:], cwd=tmp_path, **given)
+            defaults = {"environment": list(kwargs.get("env", {}).items()), "timeout_s": kwargs.get("timeout", 300)}
+            done = fork_server.run(arguments[1:], cwd=tmp_path, **defaults)
             return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)
         return subprocess.run(
             arguments,

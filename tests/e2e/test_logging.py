@@ -75,16 +75,16 @@ def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, 
     sweep += ("train.total_dialog_turns=96", "train.checkpoint_frequency=2", "env.num_heldout=8", "logging.project=p")
     sweep += ("logging.sinks=[tensorboard]", f"hydra.sweep.dir={tmp_path}/sweep", "seed=1,2")
     places = {"NETRC": tmp_path / "netrc", "WANDB_CACHE_DIR": tmp_path / "cache"}
-    given = {"cwd": tmp_path, "environment": [*((name, str(path)) for name, path in places.items())]}
-    given["environment"].append(("WANDB_API_KEY", ""))
+    process_options = {"cwd": tmp_path, "environment": [*((name, str(path)) for name, path in places.items())]}
+    process_options["environment"].append(("WANDB_API_KEY", ""))
     first, second = (tmp_path / "sweep" / job for job in "01")
 
-    process = fork_server.start(command(tmp_path, *sweep, "logging.wandb=offline")[1:], **given)
+    process = fork_server.start(command(tmp_path, *sweep, "logging.wandb=offline")[1:], **process_options)
     wait_for(lambda: (first / "metrics.jsonl").exists() and len(metrics(first)) >= 3)
     os.kill(process, signal.SIGKILL)
     assert fork_server.finish().code == -signal.SIGKILL
     again = [*sweep, "logging.wandb=online", "train.resume=auto"]
-    done = fork_server.run(command(tmp_path, *again)[1:], **given)
+    done = fork_server.run(command(tmp_path, *again)[1:], **process_options)
     assert done.code == 0, done.stderr
     assert "Continuing" in done.stderr
     assert done.stderr.count("because no API key was found") == 2

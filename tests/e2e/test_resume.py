@@ -104,8 +104,8 @@ def test_a_mixture_of_four_tasks_and_twenty_of_reasoning_gym_is_killed_twice(tmp
     sizes = {"env.num_envs": 48, "env.repeats": 2, "train.dialog_turns_per_batch": 48, "train.optim_batch_size": 48}
     sizes |= {"train.total_dialog_turns": 288, "train.checkpoint_frequency": 1, "engine": "transformers"}
     sizes |= {"env.max_samples": 64, "eval.num_samples": 5, "eval.every": 6, "eval.avg_at_k": 0}
-    given = {"env.mixture": mixture, "check.mode": "off", "train.export_hf": False, **sizes}
-    options = (*SMALL, *overrides_of(given))
+    settings = {"env.mixture": mixture, "check.mode": "off", "train.export_hf": False, **sizes}
+    options = (*SMALL, *overrides_of(settings))
     whole = grpo(tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr
     run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")
@@ -115,9 +115,9 @@ def test_a_mixture_of_four_tasks_and_twenty_of_reasoning_gym_is_killed_twice(tmp
     last = grpo(run_dir, *again)
     assert last.returncode == 0, last.stderr
     assert (run_dir / "rollouts.jsonl").read_bytes() == (tmp_path / "whole" / "rollouts.jsonl").read_bytes()
-    found = {name for row in metrics(run_dir) for name in row}
-    assert found >= {each for name in mixture for each in (f"task/{name}/reward", f"eval/task/{name}")}
-    assert sum(f"task/gym/{name}/reward" in found for name in TWENTY) >= 15  # 96 draws
+    actual = {name for row in metrics(run_dir) for name in row}
+    assert actual >= {each for name in mixture for each in (f"task/{name}/reward", f"eval/task/{name}")}
+    assert sum(f"task/gym/{name}/reward" in actual for name in TWENTY) >= 15  # 96 draws
 
 
 def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo, signalled) -> None:

@@ -39,7 +39,7 @@ def sweep(tmp_path: Path) -> Callable[..., subprocess.Popen]:
 
 def job_of(sweep: subprocess.Popen, run_dir: Path, steps: int) -> psutil.Process:
     """The process that trains in ``run_dir``, once it has done so many steps."""
-    found: list[psutil.Process] = []
+    actual: list[psutil.Process] = []
 
     def is_found() -> bool:
         if not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < steps:
@@ -48,11 +48,11 @@ def job_of(sweep: subprocess.Popen, run_dir: Path, steps: int) -> psutil.Process
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 is_job = "submitit.core._submit" in process.cmdline()
                 if is_job and any(file.path == str(run_dir / ".lock") for file in process.open_files()):
-                    found.append(process)
-        return bool(found)
+                    actual.append(process)
+        return bool(actual)
 
     wait_for(is_found)
-    return found[0]
+    return actual[0]
 
 
 @pytest.mark.slow

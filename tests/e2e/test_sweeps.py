@@ -31,8 +31,8 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path, grpo, fork_server: 
     process = fork_server.start(command(tmp_path / "unused", *sweep)[1:], cwd=tmp_path)
 
     def second_run_is_under_way() -> bool:
-        found = list(tmp_path.glob("multirun/*/*/1/metrics.jsonl"))
-        return bool(found) and found[0].read_bytes().count(b"\n") >= 3
+        actual = list(tmp_path.glob("multirun/*/*/1/metrics.jsonl"))
+        return bool(actual) and actual[0].read_bytes().count(b"\n") >= 3
 
     wait_for(second_run_is_under_way)
     os.kill(process, signal.SIGKILL)

@@ -86,8 +86,8 @@ def require_each_prompt_once(run_dir: Path) -> None:
 def require_shared(nodes: TwoNodes, run_dir: Path) -> None:
     """``sota-grpo doctor`` sees both nodes, and that both can write to the run directory."""
     line = ("-m", "sota_grpo.cli", "doctor", "--address", nodes.address, "--run-dir", str(run_dir), "--json")
-    asked = nodes.run(0, sys.executable, *line)
-    findings = [one for node in json.loads(asked.stdout)["nodes"] for one in node["findings"]]
+    probe = nodes.run(0, sys.executable, *line)
+    findings = [one for node in json.loads(probe.stdout)["nodes"] for one in node["findings"]]
     assert [one["state"] for one in findings if one["subject"] == "run directory"] == ["ok", "ok"]
 
 

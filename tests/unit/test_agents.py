@@ -303,9 +303,9 @@ def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:
         for index, sample in enumerate(output.samples):
             assert asked[index] == own[index]
             assert [*output.prompt_ids, *sample.token_ids.tolist()] == [*own[index], 100 + index, 101 + index, 0]
-            heard = len(own[index]) - len(common)
+            num_inserted = len(own[index]) - len(common)
             mask = [True] * len(sample.token_ids) if sample.assistant_mask is None else sample.assistant_mask.tolist()
-            assert mask == [False] * heard + [True] * 3
+            assert mask == [False] * num_inserted + [True] * 3
 
 
 def test_rows_rewards_and_metrics_of_a_group(tokenizer: Any, instances: Instances) -> None:
@@ -334,8 +334,8 @@ def test_a_dialog_that_nobody_waits_for_gives_its_instances_back(
         def __getattr__(self, name: str) -> Any:
             return getattr(instances, name)
 
-        def open(self, *given: Any) -> Future[Any]:
-            opened.append(instances.open(*given))
+        def open(self, *args: Any) -> Future[Any]:
+            opened.append(instances.open(*args))
             return opened[-1]
 
         def drop(self, key: int) -> None:
@@ -385,8 +385,8 @@ def _extra() -> dict[str, Any]:
 def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(instances: Instances) -> None:
     """Under a template that takes no other: nine letters and digits, in the call and in what answers it."""
     tokenizer = make_tokenizer(*FORMATS["strict"])
-    said = '[TOOL_CALLS] [{"name": "add", "arguments": {"amount": 3}%s}]</s>'
-    lines = iter([said % ', "id": "aB3dE6gH9"', said % ', "id": "no id"', said % "", "Done.</s>"])
+    turn = '[TOOL_CALLS] [{"name": "add", "arguments": {"amount": 3}%s}]</s>'
+    lines = iter([turn % ', "id": "aB3dE6gH9"', turn % ', "id": "no id"', turn % "", "Done.</s>"])
     env = PromptSource(_Asking(TableTask([Example("?", "!")])), tokenizer, template_kwargs={"tools": instances.schemas})
     engine = ScriptedEngine(
         lambda request, sample, version: tokenizer(next(lines), add_special_tokens=False)["input_ids"],
@@ -397,11 +397,11 @@ def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(ins
     (output,) = dialogs.generate([GroupRequest(7, (1, 2), 1, SEED, Example("?", "!"))], SAMPLING)
     (sample,) = output.samples
     messages = sample.record["messages"]
-    asked = [call["id"] for message in messages for call in message.get("tool_calls", ())]
-    told = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
-    assert asked == told == ["aB3dE6gH9", "call00001", "call00002"]
-    heard = tokenizer.decode(sample.token_ids[~sample.assistant_mask])
-    assert heard == "".join(
+    call_ids = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    result_ids = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert call_ids == result_ids == ["aB3dE6gH9", "call00001", "call00002"]
+    inserted = tokenizer.decode(sample.token_ids[~sample.assistant_mask])
+    assert inserted == "".join(
         f'[TOOL_RESULTS] {{"content": "{total}", "call_id": "{name}"}}[/TOOL_RESULTS]'
-        for total, name in zip([3, 6, 9], told, strict=True)
+        for total, name in zip([3, 6, 9], result_ids, strict=True)
     )

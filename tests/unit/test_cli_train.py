@@ -20,10 +20,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     monkeypatch.setattr(entry, "quiet_console", lambda: None)
 
     def run(*arguments: str) -> list[Config]:
-        found: list[Config] = []
+        actual: list[Config] = []
 
         def train(config: Config, run_dir: Path, passed: object = None) -> int:
-            found.append(config)
+            actual.append(config)
             return num_steps(config)
 
         monkeypatch.setattr(sota_grpo.run.app, "train", train)
@@ -31,7 +31,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 0
-        return found
+        return actual
 
     return run
 

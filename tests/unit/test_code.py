@@ -183,8 +183,8 @@ def test_a_server_is_asked_in_sandbox_fusions_form(fusion: FakeJudge) -> None:
     runner = FusionRunner(f"{fusion.url}/", Limits(wall_s=3.0, memory_mb=100))
     fusion.others["/run_code"] = lambda body: Say(finished("8\n"))
     assert run_tests(runner, "print(8)", [{"stdin": "4", "stdout": "8 \n"}]) == [True]
-    asked = {"code": "print(8)", "language": "python", "stdin": "4", "compile_timeout": 3.0, "run_timeout": 3.0}
-    assert fusion.bodies == [("/run_code", asked | {"memory_limit_MB": 100})]
+    request = {"code": "print(8)", "language": "python", "stdin": "4", "compile_timeout": 3.0, "run_timeout": 3.0}
+    assert fusion.bodies == [("/run_code", request | {"memory_limit_MB": 100})]
     for answer in (finished("8\n", 1), finished("8\n", 0, "TimeLimitExceeded"), finished(None), finished("9")):
         fusion.others["/run_code"] = lambda body, answer=answer: Say(answer | {"status": "Failed"})
         assert run_tests(runner, "", [{"stdin": "4", "stdout": "8"}]) == [False]

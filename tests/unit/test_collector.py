@@ -24,7 +24,7 @@ from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.source.rollouts import Prompt, Rollouts
-from tests.l3_parts import make_env, make_scripted
+from tests.training_rigs import make_env, make_scripted
 
 
 def make_collector(grader: Grader | None = None, **options) -> PromptGroupCollector:
@@ -64,8 +64,8 @@ class LateGrader:
         return self.open[-1][0]
 
     def _answer(self) -> None:
-        for future, asked in reversed(self.open):
-            future.set_result(self._here.scores(asked).result())
+        for future, pairs in reversed(self.open):
+            future.set_result(self._here.scores(pairs).result())
 
     def close(self) -> None:
         """Nothing to end."""

@@ -38,8 +38,8 @@ class Words:
 
     def ids(self, replies: Sequence[dict[str, str]], last_id: int) -> tuple[int, ...]:
         (reply,) = replies
-        said = tuple(map(int, reply["content"].split()))
-        return said if last_id == EOS else (EOS, *said)
+        words = tuple(map(int, reply["content"].split()))
+        return words if last_id == EOS else (EOS, *words)
 
 
 def judge(text: str, example: Example) -> Score:
@@ -151,24 +151,24 @@ def some_requests(count: int, seed: int = SEED, *, num_samples: int = 3) -> list
 def plain_dialog(request: GroupRequest, index: int, log_prob: float) -> tuple[list, list, list, list, bool]:
     """One dialog in a plain loop: ids, log-probs, versions, mask, truncated."""
     ids, log_probs, versions, mask = [], [], [], []
-    asked, number = replace(request, example=None), index
+    turn_request, number = replace(request, example=None), index
     for turn in itertools.count(1):
         room = min(SAMPLING.max_tokens, CONTEXT - len(request.prompt_ids) - len(ids))
-        said = [*script(asked, number, 0), EOS]
-        truncated, said = len(said) > room, said[:room]
-        ids, mask = ids + said, mask + [True] * len(said)
-        log_probs, versions = log_probs + [log_prob] * len(said), versions + [0] * len(said)
+        response = [*script(turn_request, number, 0), EOS]
+        truncated, response = len(response) > room, response[:room]
+        ids, mask = ids + response, mask + [True] * len(response)
+        log_probs, versions = log_probs + [log_prob] * len(response), versions + [0] * len(response)
         if truncated or turn == MAX_STEPS:
             return ids, log_probs, versions, mask, truncated
-        score = judge(" ".join(map(str, said)), Example("?", "!"))
+        score = judge(" ".join(map(str, response)), Example("?", "!"))
         if score.reply is None or score.error is not None:
             return ids, log_probs, versions, mask, False
-        heard = [int(word) for word in score.reply["content"].split()]
-        if len(request.prompt_ids) + len(ids) + len(heard) >= CONTEXT:
+        reply = [int(word) for word in score.reply["content"].split()]
+        if len(request.prompt_ids) + len(ids) + len(reply) >= CONTEXT:
             return ids, log_probs, versions, mask, True
-        ids, mask = ids + heard, mask + [False] * len(heard)
-        log_probs, versions = log_probs + [0.0] * len(heard), versions + [-1] * len(heard)
-        asked = GroupRequest(0, (*request.prompt_ids, *ids), 1, sample_seed(request.seed, index, turn + 1))
+        ids, mask = ids + reply, mask + [False] * len(reply)
+        log_probs, versions = log_probs + [0.0] * len(reply), versions + [-1] * len(reply)
+        turn_request = GroupRequest(0, (*request.prompt_ids, *ids), 1, sample_seed(request.seed, index, turn + 1))
         number = 0
     raise AssertionError
 
@@ -373,10 +373,10 @@ def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version() -> N
     for output in engine.generate(requests, SAMPLING):
         for sample in output.samples:
             _, _, versions, mask, _ = as_lists(sample)
-            said = [version for version, own in zip(versions, mask) if own]
-            assert said == sorted(said)
+            sampled_versions = [version for version, own in zip(versions, mask) if own]
+            assert sampled_versions == sorted(sampled_versions)
             assert [version == -1 for version in versions] == [not own for own in mask]
-            seen |= set(said)
+            seen |= set(sampled_versions)
     assert seen == {0, 1}
     engine.close()
 
@@ -462,32 +462,32 @@ def test_a_stream_that_is_left_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 def test_a_group_that_nobody_waits_for_asks_for_no_further_turn(how: str) -> None:
     """Workers' futures cannot be cancelled: the turns in flight are sampled to their end, and that is all."""
-    asked: list[Future] = []
+    futures: list[Future] = []
 
     class Workers(Submitting):
         def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-            asked.append(pending_future())
-            return asked[-1]
+            futures.append(pending_future())
+            return futures[-1]
 
     def score(text: str, example: Example) -> Score:
-        if how == "failed" and len(asked) > 4 and text == "5":
+        if how == "failed" and len(futures) > 4 and text == "5":
             raise KeyError("the grader is gone")
         return always(text, example)
 
-    said = Sample(torch.tensor([5]), torch.zeros(1), torch.zeros(1, dtype=torch.int64), truncated=False)
+    sample = Sample(torch.tensor([5]), torch.zeros(1), torch.zeros(1, dtype=torch.int64), truncated=False)
     inner = Workers()
     inner.worker.close()
     inner.submit = Workers.submit.__get__(inner)
     done = dialogs(inner, Grader(score)).submit(some_requests(1)[0], SAMPLING)
-    assert len(asked) == 3
-    for future in asked[:2]:
-        future.set_result(GroupOutput(10, (said,)))
-    assert len(asked) == 5  # each sample goes on by itself, before its sibling has begun
+    assert len(futures) == 3
+    for future in futures[:2]:
+        future.set_result(GroupOutput(10, (sample,)))
+    assert len(futures) == 5  # each sample goes on by itself, before its sibling has begun
     if how == "cancelled":
         assert done.cancel()
-    for future in asked[2:]:
-        future.set_result(GroupOutput(10, (said,)))
-    assert len(asked) == 5
+    for future in futures[2:]:
+        future.set_result(GroupOutput(10, (sample,)))
+    assert len(futures) == 5
     assert done.cancelled() == (how == "cancelled")
     if how == "failed":
         with pytest.raises(KeyError, match="the grader is gone"):

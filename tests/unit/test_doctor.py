@@ -14,9 +14,9 @@ from sota_grpo.cli import doctor, main
 from sota_grpo.cli.doctor import FAILED, OK, WARNING, Node
 
 
-def found(subject: str, folder: Path = Path("outputs")) -> tuple[str, str]:
+def found(components: str, folder: Path = Path("outputs")) -> tuple[str, str]:
     """State and sentence of one look, as ``examine`` has it."""
-    (one,) = (each for each in doctor.examine(str(folder.absolute())).findings if each.subject == subject)
+    (one,) = (each for each in doctor.examine(str(folder.absolute())).findings if each.components == components)
     return one.state, one.sentence
 
 
@@ -29,9 +29,9 @@ def test_a_node_that_has_everything_exits_with_0(tmp_path: Path, capsys, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--run-dir", str(tmp_path / "runs"), "--json"])
-    said = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     assert end.value.code == 0
-    assert [one["subject"] for one in said["nodes"][0]["findings"]][:3] == ["packages", "GPU", "memory"]
+    assert [one["subject"] for one in report["nodes"][0]["findings"]][:3] == ["packages", "GPU", "memory"]
     assert list(tmp_path.iterdir()) == []  # nothing is left
 
 

@@ -58,13 +58,13 @@ def raising(error: BaseException) -> Callable[..., int]:
 
 
 def test_overrides_may_stand_on_both_sides_of_an_option(command, tmp_path: Path) -> None:
-    found: list[Config] = []
-    train = noting(found)
+    actual: list[Config] = []
+    train = noting(actual)
     assert command(train, "seed=3", "--multirun", "env.repeats=4,8", mode="async") == 0
-    assert [(config.mode, config.seed, config.env.repeats) for config in found] == [("async", 3, 4), ("async", 3, 8)]
+    assert [(config.mode, config.seed, config.env.repeats) for config in actual] == [("async", 3, 4), ("async", 3, 8)]
     assert read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
     assert command(train, "mode=sync", mode="async") == 0
-    assert found[-1].mode == "sync"
+    assert actual[-1].mode == "sync"
 
 
 def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_a_run_that_is_named_goes_on_with_its_own_config(command, tmp_path: Path
     (tmp_path / "before" / "run.json").write_text("{}")
     own = "{mode: async, model: {name: tiny}, env: {dataset: arithmetic, repeats: 16}, eval: {every: 7}}"
     (tmp_path / "before" / "config.yaml").write_text(own)
-    found: list[Config] = []
-    assert command(noting(found), f"train.resume={tmp_path / 'before'}", "train.total_dialog_turns=4096") == 0
-    (config,) = found
+    actual: list[Config] = []
+    assert command(noting(actual), f"train.resume={tmp_path / 'before'}", "train.total_dialog_turns=4096") == 0
+    (config,) = actual
     assert (config.mode, config.env.repeats, config.eval.every, config.optimizer.lr) == ("async", 16, 7, 1e-6)
     assert config.train.total_dialog_turns == 4096
     assert not (tmp_path / "run").exists()  # that Hydra made for this command
@@ -130,9 +130,9 @@ def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.Cap
     assert command(train, "--multirun", "seed=1,2") == 130
     assert len(calls) == 1
     kept = "finished runs stay, train.resume=auto continues the others"
-    told = capsys.readouterr()
-    assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in told.err
-    assert "1 run, 1 stopped" in told.out
+    output = capsys.readouterr()
+    assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in output.err
+    assert "1 run, 1 stopped" in output.out
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -201,9 +201,9 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
     assert command(train, "--multirun", "seed=1,2,3") == code
     assert trained == [2, 3]
     assert read_json(tmp_path / "sweep" / "0" / FAILURE_FILE)["reason"] == reason
-    said = capsys.readouterr()
-    assert f"run 0 failed: {reason}" in said.out.splitlines()
-    assert said.err.count("Traceback") == (1 if isinstance(error, ZeroDivisionError) else 0)
+    output = capsys.readouterr()
+    assert f"run 0 failed: {reason}" in output.out.splitlines()
+    assert output.err.count("Traceback") == (1 if isinstance(error, ZeroDivisionError) else 0)
     summary = json.loads((tmp_path / "sweep" / "summary.json").read_text())
     assert [(run["overrides"]["seed"], run["state"]) for run in summary["runs"]][:1] == [("1", "failed")]
     assert not read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
@@ -226,10 +226,10 @@ def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(sota_grpo.run.app, "train", train)
     jobs = Jobs(["--multirun"], "grpo.py")
-    found = []
+    actual = []
     for seed in (1, 2):
         config = OmegaConf.structured(Config(seed=seed, device="cpu"))
         run_dir = tmp_path / str(seed)
         run_dir.mkdir()
-        found.append(jobs._one_of_a_sweep(config, run_dir, tmp_path))
-    assert found == [0.75, None]
+        actual.append(jobs._one_of_a_sweep(config, run_dir, tmp_path))
+    assert actual == [0.75, None]

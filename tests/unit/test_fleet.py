@@ -309,7 +309,7 @@ def test_what_was_broadcast_is_kept_no_longer_than_needed(stage: Stage) -> None:
         fleet.broadcast("update", payload, deadline_s=60.0, sticky=True)
         stage.now(0).calls.clear()
         del payload
-    wait_for(lambda: [found() is None for found in seen] == [True] * 4 + [False])  # late starters get it
+    wait_for(lambda: [actual() is None for actual in seen] == [True] * 4 + [False])  # late starters get it
 
 
 def test_a_refused_sticky_broadcast_is_raised_and_forgotten() -> None:

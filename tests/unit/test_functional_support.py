@@ -29,14 +29,14 @@ def random_sets() -> tuple[list[list[int]], Tensor, SupportSets]:
 
 def by_hand(hidden: Tensor, weight: Tensor, bias: Tensor, sets: list[list[int]], targets: Tensor, temperature, softcap):
     """Log-prob of each token and entropy, position by position, from whole rows of logits."""
-    found = []
+    actual = []
     for state, kept, target in zip(hidden, sets, targets.tolist()):
         logits = weight @ state + bias
         logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
         outside = torch.tensor([token not in kept for token in range(V)])
         log_q = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
-        found.append(torch.stack([log_q[target], -sum(log_q[token].exp() * log_q[token] for token in kept)]))
-    return torch.stack(found).unbind(1)
+        actual.append(torch.stack([log_q[target], -sum(log_q[token].exp() * log_q[token] for token in kept)]))
+    return torch.stack(actual).unbind(1)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -46,10 +46,10 @@ def test_values_and_gradients_are_those_of_masked_logits(softcap: float | None, 
     sets, targets, index = random_sets()
     pulls = torch.randn(2, M, dtype=torch.float64)
     options = {"bias": arguments[2], "temperature": 0.7, "softcap": softcap, "logits_bytes": logits_bytes}
-    found = support_log_probs(*arguments[:2], index, with_entropy=True, entropy_grad=True, **options)
+    actual = support_log_probs(*arguments[:2], index, with_entropy=True, entropy_grad=True, **options)
     expected = by_hand(*arguments, sets, targets, 0.7, softcap)
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=1e-12)
-    ours, theirs = (torch.autograd.grad((torch.stack(pair) * pulls).sum(), arguments) for pair in (found, expected))
+    torch.testing.assert_close(torch.stack(actual), torch.stack(expected), rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((torch.stack(pair) * pulls).sum(), arguments) for pair in (actual, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
@@ -59,9 +59,9 @@ def test_a_set_of_one_token_has_a_log_prob_an_entropy_and_gradients_of_exactly_0
     index = SupportSets.of(targets.int(), torch.ones(M), targets)
     with torch.no_grad():
         hidden *= 1e4  # logits of any size
-    found = support_log_probs(hidden, weight, index, bias=bias, with_entropy=True, entropy_grad=True)
-    assert all(bool((values == 0).all()) for values in found)
-    for gradient in torch.autograd.grad(sum(found).sum(), (hidden, weight, bias)):
+    actual = support_log_probs(hidden, weight, index, bias=bias, with_entropy=True, entropy_grad=True)
+    assert all(bool((values == 0).all()) for values in actual)
+    for gradient in torch.autograd.grad(sum(actual).sum(), (hidden, weight, bias)):
         assert bool((gradient == 0).all())
 
 
@@ -69,10 +69,10 @@ def test_logits_that_differ_by_thousands_stay_finite():
     hidden = torch.tensor([[3e4], [-3e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
     index = SupportSets.of(torch.tensor([0, 2, 1, 2, 0]), torch.tensor([2, 3]), torch.tensor([2, 2]))
-    found = support_log_probs(hidden, weight, index, with_entropy=True, entropy_grad=True)
-    assert found[0].tolist() == [-6e4, 0.0]
-    assert found[1].tolist() == [0.0, 0.0]
-    gradients = torch.autograd.grad(sum(found).sum(), (hidden, weight))
+    actual = support_log_probs(hidden, weight, index, with_entropy=True, entropy_grad=True)
+    assert actual[0].tolist() == [-6e4, 0.0]
+    assert actual[1].tolist() == [0.0, 0.0]
+    gradients = torch.autograd.grad(sum(actual).sum(), (hidden, weight))
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
@@ -91,10 +91,10 @@ def test_half_precision_rounds_its_inputs_only():
     hidden, weight, _ = (each.detach() for each in problem(torch.float32))
     _, _, index = random_sets()
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = support_log_probs(hidden, weight, index)
+        actual, _ = support_log_probs(hidden, weight, index)
     expected, _ = support_log_probs(hidden.bfloat16().double(), weight.bfloat16().double(), index)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_no_positions_are_no_error():
@@ -145,10 +145,10 @@ class Bigrams:
     def log_q(self, weight: Tensor) -> Tensor:
         """``[texts]``, over the sampling supports of the policy that sampled."""
         before = [context for a, _ in self.texts for context in (len(self.hidden) - 1, a)]
-        said = torch.tensor([token for text in self.texts for token in text])
+        tokens = torch.tensor([token for text in self.texts for token in text])
         sets = [self.support[context] for context in before]
         counts = torch.tensor([len(kept) for kept in sets])
-        index = SupportSets.of(torch.tensor([token for kept in sets for token in kept]), counts, said)
+        index = SupportSets.of(torch.tensor([token for kept in sets for token in kept]), counts, tokens)
         return support_log_probs(self.hidden[before], weight, index)[0].view(-1, 2).sum(1)
 
     def log_p(self, weight: Tensor) -> Tensor:

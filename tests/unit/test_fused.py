@@ -47,9 +47,9 @@ def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """As kernels are: what they are given decides how they round."""
 
     @wraps(kernel)
-    def computed(*given: Any) -> Any:
+    def computed(*args: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
-            return kernel(*given)
+            return kernel(*args)
 
     return computed
 
@@ -119,8 +119,8 @@ def pair_of(model: torch.nn.Module) -> list[CausalPolicy]:
 def assert_equal(
     eager: CausalPolicy, fused: CausalPolicy, rows: TensorDict, close: float, precise: bool = False
 ) -> None:
-    (expected, gradient), (found, other) = (measured(policy, rows, precise) for policy in (eager, fused))
-    assert (found - expected).norm() <= close * expected.norm()
+    (expected, gradient), (actual, other) = (measured(policy, rows, precise) for policy in (eager, fused))
+    assert (actual - expected).norm() <= close * expected.norm()
     assert (other - gradient).norm() <= close * gradient.norm()
 
 
@@ -132,8 +132,8 @@ def test_layers_are_compiled_where_they_can_be(builds: bool, monkeypatch: pytest
     config = Config()
     assert learning.wants_fused_layers(config, "cuda") == builds
     assert not learning.wants_fused_layers(config, "cpu")
-    said = any("C compiler" in note for note in devices.make_plan(config, "cuda", 1).notes)
-    assert said != builds
+    is_noted = any("C compiler" in note for note in devices.make_plan(config, "cuda", 1).notes)
+    assert is_noted != builds
     config.train_model.compile = True
     assert learning.wants_fused_layers(config, "cpu")
 

@@ -160,6 +160,6 @@ def test_a_failure_is_logged_once_for_each_kind(
 ) -> None:
     chosen = pool_of(moody) if grader else LocalGrader(tame, WEIGHTS)
     chosen.scores(asked("quit 3", "quit 4", "nan")).result(WAIT_S)
-    told = [record.getMessage() for record in caplog.records if "grader failed" in record.getMessage()]
-    assert len([text for text in told if "SystemExit" in text]) == 1
-    assert len(told) == 2
+    messages = [record.getMessage() for record in caplog.records if "grader failed" in record.getMessage()]
+    assert len([text for text in messages if "SystemExit" in text]) == 1
+    assert len(messages) == 2

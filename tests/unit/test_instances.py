@@ -55,15 +55,15 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Instances]]:
 
 def marked(marker: str) -> list[int]:
     """The processes that have inherited the variable, however they were started."""
-    found = []
+    actual = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             environment = Path(f"/proc/{name}/environ").read_bytes()
         except OSError:
             continue
         if f"SOTA_GRPO_TEST_MARKER={marker}".encode() in environment:
-            found.append(int(name))
-    return found
+            actual.append(int(name))
+    return actual
 
 
 def act(instances: Instances, key: int, *moods: str) -> list[Answer]:

@@ -383,8 +383,8 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
     text = SampledText("It is 4.", record={"messages": [*turns, {"role": "assistant", "content": "It is 4."}]})
     asked(opened(rules={None: Rules(shows_reference=True)}), [text])
     (_, body) = fake.bodies[0]
-    said = 'assistant:  {"tool_calls": [{"name": "add"}]}\n\ntool: 4\n\nassistant: It is 4.'
-    assert shown(body, "response") == said
+    transcript = 'assistant:  {"tool_calls": [{"name": "add"}]}\n\ntool: 4\n\nassistant: It is 4.'
+    assert shown(body, "response") == transcript
     assert shown(body, "right answer, which the policy did not see") == "4"
 
 
@@ -535,8 +535,8 @@ def test_only_a_verdict_in_the_last_line_is_one(said: str) -> None:
 
 
 def test_verdicts_are_read() -> None:
-    said = {"0": 0, "10": 1, "7.5": 0.75, "8/10": 0.8, "8.": 0.8}
-    assert {n: read_score(f"Why.\nVerdict 3f: {n}", "3f") for n in said} == said
+    verdicts = {"0": 0, "10": 1, "7.5": 0.75, "8/10": 0.8, "8.": 0.8}
+    assert {n: read_score(f"Why.\nVerdict 3f: {n}", "3f") for n in verdicts} == verdicts
     assert read_score("**Verdict 3f: 4**\n\n", "3f") == 0.4
 
 
@@ -589,8 +589,8 @@ def test_an_answer_of_another_form_is_none(kind: str, answer: object) -> None:
 def test_a_verdict_that_may_be_cut_is_none() -> None:
     question = Endpoint("chat", "m", rubric="r", extra_body={"temperature": None}).question(ONE)
     assert set(question.body) == {"model", "messages", "max_tokens"}, "null takes a field out"
-    said = f"Verdict {nonce_of(question.body)}: 1"
-    whole = {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
+    answer = f"Verdict {nonce_of(question.body)}: 1"
+    whole = {"choices": [{"message": {"content": answer}, "finish_reason": "stop"}]}
     assert question.read(whole).value == 0.1
     with pytest.raises(Unreadable):
         question.read({"choices": [{**whole["choices"][0], "finish_reason": "length"}]})

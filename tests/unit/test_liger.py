@@ -18,7 +18,7 @@ pytest.importorskip("liger_kernel", reason="needs the liger extra")
 def test_it_gives_the_log_probs_entropies_and_gradients_of_ours(temperature: float, entropy_grad: bool) -> None:
     hidden, weight = torch.randn(700, 24), torch.randn(301, 24)
     targets, pull, other = torch.randint(301, (700,)), torch.randn(700), torch.randn(700)
-    found = []
+    actual = []
     for compute in (chunked_log_probs, liger_log_probs):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         options = {"temperature": temperature, "with_entropy": True, "entropy_grad": entropy_grad}
@@ -26,8 +26,8 @@ def test_it_gives_the_log_probs_entropies_and_gradients_of_ours(temperature: flo
         assert entropy is not None
         assert entropy.requires_grad == entropy_grad
         ((log_probs * pull).sum() + ((entropy * other).sum() if entropy_grad else 0)).backward()
-        found.append((log_probs.detach(), entropy.detach(), h.grad, w.grad))
-    for ours, its in zip(*found):
+        actual.append((log_probs.detach(), entropy.detach(), h.grad, w.grad))
+    for ours, its in zip(*actual):
         torch.testing.assert_close(its, ours, rtol=2e-4, atol=2e-4)
 
 

@@ -47,9 +47,9 @@ def test_it_is_trained_by_its_own_formula() -> None:
     gradients = {}
     for name in ("halved", "reinforce"):
         loss.surrogate = SURROGATES[name]
-        found = loss(pad_rows(rows, pad_token_id=0))
-        (gradients[name],) = torch.autograd.grad(total(found), [loss.actor_network.log_probs])
-        assert found.clip_fraction == 0
+        actual = loss(pad_rows(rows, pad_token_id=0))
+        (gradients[name],) = torch.autograd.grad(total(actual), [loss.actor_network.log_probs])
+        assert actual.clip_fraction == 0
     torch.testing.assert_close(gradients["halved"], gradients["reinforce"])
     assert gradients["halved"].abs().sum() > 0
 
@@ -106,12 +106,12 @@ def mine(tmp_path: Path) -> Path:
 def test_a_surrogate_in_a_file_is_trained_and_its_clip_is_measured(mine: Path) -> None:
     """Loss, gradient and clip fraction are those of the declared one, whose formula stands in the file."""
     rows, loss, _ = scene(objective="clipped", entropy_bonus=False)
-    found = {}
+    actual = {}
     for objective in ("clipped", f"{mine}:clipped"):
         loss.surrogate = surrogate(objective)
         out = loss(pad_rows(rows, pad_token_id=0))
-        found[objective] = out, *torch.autograd.grad(total(out), [loss.actor_network.log_probs])
-    (ours, slope), (theirs, other) = found.values()
+        actual[objective] = out, *torch.autograd.grad(total(out), [loss.actor_network.log_probs])
+    (ours, slope), (theirs, other) = actual.values()
     torch.testing.assert_close(ours.loss_objective, theirs.loss_objective)
     torch.testing.assert_close(slope, other)
     assert ours.clip_fraction == theirs.clip_fraction > 0

@@ -159,14 +159,14 @@ def test_a_run_is_known_by_the_objects() -> None:
 
     assert signature() == {}
     assert signature(dataset=ROWS) == signature(dataset=as_dataset())
-    found = [
+    actual = [
         signature(dataset=ROWS),
         signature(dataset=ROWS[1:]),
         signature(dataset=ROWS, eval_dataset=ROWS[:1]),
         signature(dataset=ROWS, reward=right),
         signature(dataset=ROWS, reward={"other": right}),
     ]
-    assert all(one != other for index, one in enumerate(found) for other in found[index + 1 :])
+    assert all(one != other for index, one in enumerate(actual) for other in actual[index + 1 :])
 
 
 def test_the_files_make_the_task_that_the_objects_make(tmp_path: Path) -> None:
@@ -259,11 +259,11 @@ def test_a_function_has_the_same_fingerprint_in_every_process() -> None:
     """Hashing is random by process; a set among the constants must not show it."""
     text = "def f(solution_str):\n    return solution_str in {'yes', 'no', 'perhaps', 'never'}\n"
     program = f"exec({text!r})\nfrom sota_grpo.rewards.functions import fingerprint\nprint(fingerprint({{'f': f}}))"
-    found = {
+    actual = {
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
         for _ in range(2)
     }
-    assert found == {fingerprint({"f": compiled(text)}) + "\n"}
+    assert actual == {fingerprint({"f": compiled(text)}) + "\n"}
 
 
 def test_a_function_of_the_main_program_grades_in_another_process(tmp_path: Path) -> None:

@@ -270,10 +270,10 @@ def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_we
 def test_a_gold_response_earns_the_full_reward_whatever_is_asked(min_think_words: int) -> None:
     golds = ("9*2=<<9*2=18>>18\n#### 18", "#### 1,080", "-3/4", " new   York. ", "(1, 2)", "\\frac{1}{2}", "x < 3")
     golds += ("<think>9*2</think>\n<answer>18</answer>", "[think]", "1 2 3", "Ω(n)", "...", "5 apples", "C#")
-    asked = ("", "Is </think><answer>7</answer> <think> right?", "<th<think>ink>", "?", "东京在哪里？", "\ud800")
+    texts = ("", "Is </think><answer>7</answer> <think> right?", "<th<think>ink>", "?", "东京在哪里？", "\ud800")
     task = ReasoningTask(min_think_words=min_think_words)
     for gold in (*golds, "#### A heading\nand a text"):
-        for question in asked:
+        for question in texts:
             example = Example(question, gold)
             score = task.score(task.gold_response(example), example)
             assert score.terms == {"answer": 1.0, "format": 1.0, "thinking": 0.0}, example

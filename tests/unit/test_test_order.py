@@ -44,9 +44,9 @@ def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Pytest on the files of ``folder``, with the options of these tests."""
     line = [sys.executable, "-m", "pytest", "-vv", "-p", "tests.conftest", *arguments]
-    given = {name: value for name, value in os.environ.items() if name not in ("TEST_SEED", "PYTHONHASHSEED")}
-    given |= {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(line, cwd=folder, env=given, capture_output=True, text=True)
+    variables = {name: value for name, value in os.environ.items() if name not in ("TEST_SEED", "PYTHONHASHSEED")}
+    variables |= {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True)
 
 
 def test_what_has_not_begun_when_the_time_is_over_is_named(tmp_path: Path) -> None:

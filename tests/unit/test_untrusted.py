@@ -111,9 +111,9 @@ def test_commands_and_the_functions_behind_them_refuse_before_anything_of_the_ru
         with pytest.raises(SystemExit) as ended:
             main(command.replace("RUN", str(run_dir)).split())
         assert ended.value.code == 2
-        told = capsys.readouterr().err
-        assert "(model.trust_remote_code)" in told
-        assert "; if you trust its author, add --trust-run" in told
+        output = capsys.readouterr().err
+        assert "(model.trust_remote_code)" in output
+        assert "; if you trust its author, add --trust-run" in output
     (run_dir / "hf").mkdir()
     for act in (
         lambda: find_target(str(run_dir)),
@@ -339,7 +339,7 @@ def test_no_control_sequence_of_a_run_reaches_the_terminal(
     saved(tmp_path / "sweep" / "0", json.dumps({"seed": ESCAPE}))
     with pytest.raises(SystemExit):
         main(["replay", str(tmp_path / "sweep" / "0")])
-    told = capsys.readouterr().err
-    assert "config.yaml" in told
-    assert "\x1b" not in told
+    output = capsys.readouterr().err
+    assert "config.yaml" in output
+    assert "\x1b" not in output
     assert "\x1b" not in ReadableFormatter().format(logging.makeLogRecord({"msg": ESCAPE}))

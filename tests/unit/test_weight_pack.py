@@ -36,9 +36,9 @@ def test_every_tensor_comes_back_bit_for_bit_in_order() -> None:
     assert sum(buffer.raw().nbytes for buffer in buffers) == filled.buffers[0][0].nbytes == size
     assert len(body) < 10_000
     for pack in (counted, filled, pickle.loads(body, buffers=buffers)):
-        found = list(pack.tensors())
-        assert [name for name, _ in found] == list(weights)
-        for name, tensor in found:
+        actual = list(pack.tensors())
+        assert [name for name, _ in actual] == list(weights)
+        for name, tensor in actual:
             assert tensor.dtype == weights[name].dtype
             assert torch.equal(tensor, weights[name])
 
