@@ -114,7 +114,7 @@ def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
     if preset is not None and (CONFIG_DIR / preset[1]).is_dir():
         return _no_preset(preset[1], preset[2])
     if unknown is not None:
-        values = {name.lstrip("+"): value for name, _, value in (each.partition("=") for each in overrides)}
+        values = {name.lstrip("+"): value for name, _, value in (override.partition("=") for override in overrides)}
         return no_option(unknown[1], values.get(unknown[1]))
     bare = _BARE.search(text)
     if bare is not None and (CONFIG_DIR / f"{bare[1]}.yaml").is_file():
@@ -184,8 +184,8 @@ def load_config(
     config, hf_folder = _saved(path, without_tokens(overrides))
     for folder in (EXPORTED, INPUTS):
         require_plain(run_dir / folder, run_dir)
-    for one in (config, hf_folder):
-        _find_inputs(one, run_dir)
+    for source in (config, hf_folder):
+        _find_inputs(source, run_dir)
     if not trust:
         missing = sorted(needs_consent(config).items() - needs_consent(hf_folder).items())
         acts = [f"{act} ({one_line(option)})" for option, act in missing if _run_option(option) not in unused]
@@ -318,7 +318,7 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         in_a_file = (file_reference(value) or value.endswith(PICKLED)) and server_of(value) is None
         if _run_option(name) not in _IN_FILES or in_a_file:
             yield name, value
-    yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)
+    yield from (pair for pair in _values(config, "reward.judge.rubric") if rubric_file(pair[1]) is not None)
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
@@ -331,7 +331,7 @@ def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
                 named[f"env.mixture.{task}.{name}"] = value
     for name, value in named.items():
         if isinstance(value, list):
-            yield from ((f"{name}[{number}]", str(one)) for number, one in enumerate(value))
+            yield from ((f"{name}[{number}]", str(item)) for number, item in enumerate(value))
         elif value is not None:
             yield name, str(value)
 
@@ -354,12 +354,12 @@ def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
     from omegaconf import OmegaConf
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    odd = [one.input_line for one in parsed if one.is_delete() or one.is_add() or one.is_sweep_override()]
+    odd = [item.input_line for item in parsed if item.is_delete() or item.is_add() or item.is_sweep_override()]
     if odd:
         raise UserError(f"{odd[0]} does not go with a run that there is; give option=value.")
-    for one in sorted(parsed, key=lambda one: not (CONFIG_DIR / one.key_or_group).is_dir()):  # groups first
-        if not one.key_or_group.startswith("hydra."):
-            node = _overridden(node, one.key_or_group, one.value())
+    for item in sorted(parsed, key=lambda item: not (CONFIG_DIR / item.key_or_group).is_dir()):  # groups first
+        if not item.key_or_group.startswith("hydra."):
+            node = _overridden(node, item.key_or_group, item.value())
     config = OmegaConf.to_object(node)
     assert isinstance(config, Config)
     return config

@@ -422,11 +422,11 @@ class RunMemory:
         budget = max(longest, self.micro_batch_tokens if budget is None else budget)
         together = min(rows, largest, max(1, (budget - prompt) // response)) if shared else 1
         piece = prompt + together * response
-        each, left = budget // piece * piece, -(-rows // together) * piece
+        size, left = budget // piece * piece, -(-rows // together) * piece
         batches: list[MicroBatch] = []
         while left > 0:
             tokens = min(budget, left)
-            left -= each
+            left -= size
             of_piece = (together * response, together * longest)
             batches.append(MicroBatch(tokens, *(tokens * number // piece for number in of_piece)))
         return batches
@@ -445,7 +445,7 @@ class RunMemory:
             return all(learner <= FILLED * left for learner, left in (device.learning for device in devices))
 
         least = sum(self.largest_sample)
-        most = max(least, min(MOST_TOKENS, sum(one.tokens for one in self.micro_batches(self.row_shares, 2**62))))
+        most = max(least, min(MOST_TOKENS, sum(batch.tokens for batch in self.micro_batches(self.row_shares, 2**62))))
         if leaves_room(most) or not leaves_room(least):
             return most if leaves_room(most) else least
         sizes = range(least, most, max(1, min(least, (most - least) // 256)))

@@ -53,8 +53,8 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     wants_gpu = config.device == "cuda" or (config.device == "auto" and is_on_the_hub(model_name(config)))
     if wants_gpu and config.ray.address is None and has_no_gpu():
         raise UserError(needs_a_gpu(config))
-    for each in task_configs(config).values():
-        _require_files(each)
+    for task in task_configs(config).values():
+        _require_files(task)
 
 
 def _require_one_process() -> None:

@@ -77,19 +77,19 @@ class PythonInputs:
     @property
     def signature(self) -> dict[str, dict[str, str]]:
         """The digests of the objects, for the run's signature."""
-        digests = {name: one.digest for name, one in self.inputs.items()}
+        digests = {name: item.digest for name, item in self.inputs.items()}
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
         """Write the objects to ``run_dir`` and their paths to ``config``."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
-        for one in self.inputs.values():
-            _write(folder, one, config)
+        for item in self.inputs.values():
+            _write(folder, item, config)
 
-    def add(self, config: Config, name: str, one: PythonInput) -> None:
+    def add(self, config: Config, name: str, item: PythonInput) -> None:
         """Add an input, which ``config`` names by :data:`PASSED`."""
-        self.inputs[name] = one
-        _set(config, one.option, PASSED)
+        self.inputs[name] = item
+        _set(config, item.option, PASSED)
 
     def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
         """Add objects with a Python file of ``text``, which reads the pickle next to it."""
@@ -235,7 +235,7 @@ def _take_tools(config: Config, inputs: PythonInputs, tools: Any, environment: A
     if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
         kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
         raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
-    functions = {_name_of(one): one for one in value}
+    functions = {_name_of(tool): tool for tool in value}
     if len(functions) < len(value):
         raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
     file, content = f"{option}{PICKLED}", pickled(functions, "tool", "make what it needs inside the function")
@@ -256,9 +256,9 @@ def _set(config: Config, option: str, value: str | list[str]) -> None:
     setattr(getattr(config, section), name, value)
 
 
-def _write(folder: Path, one: PythonInput, config: Config) -> None:
+def _write(folder: Path, item: PythonInput, config: Config) -> None:
     """Write the files of an input, or remove those that no other process could read; set its option in ``config``."""
-    for name, content in one.files.items():
+    for name, content in item.files.items():
         path = folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,5 +271,6 @@ def _write(folder: Path, one: PythonInput, config: Config) -> None:
             raise RunFailed(
                 f"{path} cannot be written ({error.strerror}); free space there, or choose another run_dir."
             ) from error
-    value = one.value
-    _set(config, one.option, [f"{folder / each}" for each in value] if isinstance(value, list) else f"{folder / value}")
+    value = item.value
+    paths = [f"{folder / path}" for path in value] if isinstance(value, list) else f"{folder / value}"
+    _set(config, item.option, paths)

@@ -130,7 +130,7 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_SAMPLES)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
     stored = {step_of(path): path for path in stored_steps(run_dir)}
-    replayable = [one for one in stored if one == 0 or one in checkpoints]
+    replayable = [step for step in stored if step == 0 or step in checkpoints]
     if number is None:
         number = max(replayable or stored, default=0)
     if number in replayable:
@@ -223,17 +223,17 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
 def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
     """Return the cosines between the gradients, by name and name, summed in float64; None at a gradient of 0."""
 
-    def product(one: Tensor, two: Tensor) -> float:
-        return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
+    def product(first: Tensor, second: Tensor) -> float:
+        return sum(float(a.double() @ b.double()) for a, b in zip(first.split(_CHUNK), second.split(_CHUNK)))
 
     squares = {name: product(vector, vector) for name, vector in gradients.items()}
     # not from the norms: the root of a square is exact, so that the cosine of two equal gradients is 1
     return {
         name: {
-            other: product(one, two) / size if (size := math.sqrt(squares[name] * squares[other])) > 0 else None
+            other: product(gradient, two) / size if (size := math.sqrt(squares[name] * squares[other])) > 0 else None
             for other, two in gradients.items()
         }
-        for name, one in gradients.items()
+        for name, gradient in gradients.items()
     }
 
 
@@ -319,7 +319,7 @@ def _notes(step: Step, others: Sequence[Replay]) -> list[str]:
     origin, options = step.stored.origin, step.config.train_model
     weights = options.torch_dtype if options.torch_dtype in ("bfloat16", "float16") else "float32"
     notes = []
-    if any(one.optimizer_steps == 1 and 1 - (one.figures.get("ess") or 0.0) <= _ROUNDING for one in others):
+    if any(other.optimizer_steps == 1 and 1 - (other.figures.get("ess") or 0.0) <= _ROUNDING for other in others):
         notes.append(
             "The step is a single optimizer step on the policy's own responses: every ratio is 1, and surrogates of a "
             "ratio have the same gradient there; train.epochs=2, or a smaller train.optim_batch_size, compares them "
@@ -342,11 +342,11 @@ def compared(stored: Mapping[str, float | None], figures: Mapping[str, float | N
     """
     distances = {}
     for name in (*_LOSSES, "grad_norm"):
-        one, two = stored.get(name), figures.get(name)
-        if one is not None and two is not None:
+        before, after = stored.get(name), figures.get(name)
+        if before is not None and after is not None:
             floor = (stored.get("advantage") or 0.0) if name in _LOSSES else 0.0
-            distances[name] = abs(two - one) / max(abs(one), floor, 1e-30)
-        elif one is not two:
+            distances[name] = abs(after - before) / max(abs(before), floor, 1e-30)
+        elif before is not after:
             return False, f"The replay does not agree with the run: only one of them has {name}."
     distance, name = max((distance, name) for name, distance in distances.items())
     if distance == 0:

@@ -84,7 +84,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     env, reward = config.env, config.reward
     if env.mixture is not None:
         path = reward.path  # an entry may have other functions
-        return _mixed(config, lambda each: task_of(each, functions if each.reward.path == path else None, bare=bare))
+        return _mixed(config, lambda entry: task_of(entry, functions if entry.reward.path == path else None, bare=bare))
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
@@ -113,13 +113,13 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
 def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
     """Return the tasks of ``env.mixture``, each made from the config of its entry."""
     tasks, limits = {}, {}
-    for name, each in task_configs(config).items():
+    for name, entry in task_configs(config).items():
         try:
-            tasks[name] = make(each)
+            tasks[name] = make(entry)
         except UserError as error:
             raise type(error)(f"env.mixture.{name}: {error}") from error
-        if each.inference_model.max_tokens < config.inference_model.max_tokens:
-            limits[name] = each.inference_model.max_tokens
+        if entry.inference_model.max_tokens < config.inference_model.max_tokens:
+            limits[name] = entry.inference_model.max_tokens
     return MixtureTask(tasks, weights(config), limits, group_sizes(config))
 
 
@@ -138,21 +138,21 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
         UserError: they cannot be loaded, or offer no tools.
     """
     offered = {}
-    for name, each in task_configs(config).items():
-        env = each.env
+    for name, entry in task_configs(config).items():
+        env = entry.env
         kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
         if value is not None:
             offered[name] = kind, value, env.timeout_s, env.environments_per_worker
     if offered:
         starting("Starting the tools")
     started = {}
-    for one in dict.fromkeys(offered.values()):
-        kind, value, timeout_s, per_worker = one
+    for spec in dict.fromkeys(offered.values()):
+        kind, value, timeout_s, per_worker = spec
         instances = Instances(instance_spec(value, kind), timeout_s=timeout_s, per_worker=per_worker)
-        started[one] = opened.enter_context(closing(instances))
+        started[spec] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()
-    return {name: started[one] for name, one in offered.items()}
+    return {name: started[spec] for name, spec in offered.items()}
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
@@ -182,10 +182,10 @@ def dialog_rules(
         UserError: the chat template has no tools.
     """
     rules: dict[str | None, Rules] = {}
-    for name, each in task_configs(config).items():
-        if each.env.max_steps > 1:
-            task_instances, options = instances.get(name), each.env
-            turns = TurnTokens(env.tokenizer, template_kwargs(each, task_instances))
+    for name, entry in task_configs(config).items():
+        if entry.env.max_steps > 1:
+            task_instances, options = instances.get(name), entry.env
+            turns = TurnTokens(env.tokenizer, template_kwargs(entry, task_instances))
             responder: Responder = GradedTurns(task_grader(env.grader), turns)
             if task_instances is not None:
                 responder = ToolResponder(env, task_instances, options.chat_template_kwargs)
@@ -400,7 +400,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     else:
         configs = task_configs(config).items()
         rules = {
-            name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None
+            name: _rules_of(entry, f"{name}/{TERM}") for name, entry in configs if entry.reward.judge.kind is not None
         }
     starting("Asking for the judge")
     endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})

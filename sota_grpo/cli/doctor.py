@@ -61,12 +61,12 @@ def run(options: argparse.Namespace) -> int:
     folder, address = str(options.run_dir.absolute()), options.address
     nodes = [examine(folder)] if address is None else examine_cluster(address, folder)
     if options.json:
-        listed = [node._asdict() | {"findings": [one._asdict() for one in node.findings]} for node in nodes]
-        print(json.dumps({"nodes": listed, "cluster": [one._asdict() for one in compare(nodes)]}, indent=1))
-    every = [(node.name, one) for node in nodes for one in node.findings] + [("cluster", one) for one in compare(nodes)]
-    for name, one in every if not options.json else ():
-        print(f"{name}: {one.state:8}{one.components}: {one_line(one.sentence, limit=None)}")
-    return CRASHED if any(one.state == FAILED for _, one in every) else 0
+        listed = [node._asdict() | {"findings": [row._asdict() for row in node.findings]} for node in nodes]
+        print(json.dumps({"nodes": listed, "cluster": [row._asdict() for row in compare(nodes)]}, indent=1))
+    every = [(node.name, row) for node in nodes for row in node.findings] + [("cluster", row) for row in compare(nodes)]
+    for name, row in every if not options.json else ():
+        print(f"{name}: {row.state:8}{row.components}: {one_line(row.sentence, limit=None)}")
+    return CRASHED if any(row.state == FAILED for _, row in every) else 0
 
 
 def examine(folder: str, mark: str | None = None) -> Node:

@@ -101,7 +101,7 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
     sampling, name = config.inference_model, config.engine.name
     support = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
     if max_support(config) and name in ENGINES and not ENGINES[name].reports_support:
-        others = ", ".join(one for one, kind in ENGINES.items() if kind.reports_support)
+        others = ", ".join(engine for engine, spec in ENGINES.items() if spec.reports_support)
         yield (
             f"{support} truncate the distribution, and engine={name} does not return the sampling support, so every "
             f"importance ratio would be biased; use one of {others}, or top_p=1.0, top_k=0 and min_p=0.0."
@@ -143,7 +143,7 @@ def trained_weights_are_fine_enough_for_the_learning_rate(config: Config) -> Ite
 
 
 def _unused(name: str, value: Any, default: Any, where: str) -> str:
-    now, usual = (one.partition("=")[2] for one in overrides_of({name: value}) + overrides_of({name: default}))
+    now, usual = (text.partition("=")[2] for text in overrides_of({name: value}) + overrides_of({name: default}))
     return f"{name}={now} has no effect {where}; leave it at {usual}"
 
 
@@ -171,7 +171,7 @@ def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str
 
 
 def an_evaluation_has_problems(config: Config) -> Iterator[str]:
-    for env in (each.env for each in task_configs(config).values()):
+    for env in (task.env for task in task_configs(config).values()):
         has_test_split = env.dataset_path is None and "num_train" not in parameters(env.dataset)  # one on the hub
         if config.eval.mode == "on" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
             yield "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off, or give env.eval_path."
@@ -331,7 +331,7 @@ def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
     options["inference_model.engine_kwargs"] = config.inference_model.engine_kwargs
     options["reward.judge.extra_body"] = config.reward.judge.extra_body
     for option, value in options.items():
-        if value is not None and not (isinstance(value, Mapping) and all(isinstance(one, str) for one in value)):
+        if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
             yield f"{option}={value} is no mapping of names; write {option}={{NAME: VALUE}}."
     for name in template or ():
         if name in _OF_TEMPLATES or name.endswith("_token"):
@@ -348,8 +348,8 @@ def every_stop_string_is_text(config: Config) -> Iterator[str]:
 
 
 def tasks_of_a_mixture_keep_the_rules(config: Config) -> Iterator[str]:
-    for name, each in task_configs(config).items() if config.env.mixture is not None else ():
-        yield from (f"env.mixture.{name}: {sentence}" for rule in RULES for sentence in rule(each))
+    for name, task in task_configs(config).items() if config.env.mixture is not None else ():
+        yield from (f"env.mixture.{name}: {sentence}" for rule in RULES for sentence in rule(task))
 
 
 def options_of_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterator[str]:
@@ -359,15 +359,15 @@ def options_of_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterato
 
 def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[str]:
     most, buffer = config.inference_model.max_tokens, config.algorithm.overlong_buffer
-    for name, each in task_configs(config).items() if config.env.mixture is not None else ():
-        limit, longest = each.inference_model.max_tokens, longest_response(config)
+    for name, task in task_configs(config).items() if config.env.mixture is not None else ():
+        limit, longest = task.inference_model.max_tokens, longest_response(config)
         if limit > most:
             option = f"env.mixture.{name}.max_tokens={limit}"
             yield f"{option} exceeds inference_model.max_tokens={most}; use inference_model.max_tokens={limit}."
-        if (total := limit * each.env.max_steps) < longest and buffer:
+        if (total := limit * task.env.max_steps) < longest and buffer:
             yield (
                 f"algorithm.overlong_buffer={buffer} counts back from {longest} tokens, the most of any task, and "
-                f"env.mixture.{name} (max_tokens={limit}, max_steps={each.env.max_steps}) ends at {total}; leave the "
+                f"env.mixture.{name} (max_tokens={limit}, max_steps={task.env.max_steps}) ends at {total}; leave the "
                 "buffer out, or give the tasks one limit."
             )
 

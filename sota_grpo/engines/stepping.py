@@ -208,13 +208,13 @@ class Flight(NamedTuple):
     future: Future[GroupOutput]
 
 
-def are_drawn_alike(one: Sampling, other: Sampling) -> bool:
+def are_drawn_alike(first: Sampling, other: Sampling) -> bool:
     """Whether responses can be drawn together; only their lengths may differ (each flight's ``room``).
 
     >>> are_drawn_alike(Sampling(max_tokens=8), Sampling(max_tokens=9))
     True
     """
-    return replace(one, max_tokens=other.max_tokens) == other
+    return replace(first, max_tokens=other.max_tokens) == other
 
 
 class SteppingEngine(Streams, ABC):

@@ -165,7 +165,7 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
 
-    known = [one.name for one in fields(EngineArgs) if not one.name.startswith("_")]
+    known = [field.name for field in fields(EngineArgs) if not field.name.startswith("_")]
     for name in options.engine_kwargs:
         if name not in known:
             near = get_close_matches(name, known, n=1)

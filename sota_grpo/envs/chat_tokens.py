@@ -72,7 +72,7 @@ class ChatTokens:
         ids = self._tokenizer(text, add_special_tokens=self._add_special_tokens)["input_ids"]
         framing = self._framing(messages)
         # a template may leave its own token out because a content has it, so equal specials prove nothing then
-        if self._specials_of(ids) != framing or any(self._replaced(each, " ") != dict(each) for each in messages):
+        if self._specials_of(ids) != framing or any(self._replaced(turn, " ") != dict(turn) for turn in messages):
             dumped = json.dumps([*messages], ensure_ascii=False, default=str)
             first = self._names.search(dumped)
             name = first[0] if first else dumped[:60]
@@ -254,4 +254,4 @@ def num_shared(sequences: Sequence[Sequence[Any]]) -> int:
     >>> num_shared([(1, 2, 3), (1, 2, 4, 5)]), num_shared(["<call>", "<call>"])
     (2, 6)
     """
-    return next((at for at, each in enumerate(zip(*sequences)) if len({*each}) > 1), min(map(len, sequences)))
+    return next((at for at, tokens in enumerate(zip(*sequences)) if len({*tokens}) > 1), min(map(len, sequences)))

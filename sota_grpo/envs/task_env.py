@@ -415,7 +415,7 @@ class DialogRows:
             if step[keys.DONE].any():
                 opened.last = step
                 ended.add((group_id, sample_id))
-                if sum(one.last is not None for one in group.values()) == self._group_size:
+                if sum(dialog.last is not None for dialog in group.values()) == self._group_size:
                     complete.append(group_id)
         return [row for group_id in complete for row in self._finished(self._groups.pop(group_id))]
 
@@ -458,24 +458,24 @@ class DialogRows:
         )
 
     def _finished(self, group: dict[int, _OpenDialog]) -> list[TensorDictBase]:
-        siblings = [one for _, one in sorted(group.items())]
-        common = num_shared([one.dialog.prompt_ids for one in siblings])
-        samples = [one.dialog.sample(common) for one in siblings]
+        siblings = [dialog for _, dialog in sorted(group.items())]
+        common = num_shared([dialog.dialog.prompt_ids for dialog in siblings])
+        samples = [dialog.dialog.sample(common) for dialog in siblings]
         rows = []
-        for one, sample in zip(siblings, samples, strict=True):
-            assert one.last is not None
-            prompt = TensorDict({key: one.last.get(key) for key in _DRAWN}, [])
-            prompt[keys.PROMPT_TOKENS] = torch.tensor(one.dialog.prompt_ids[:common], dtype=torch.int64)
+        for dialog, sample in zip(siblings, samples, strict=True):
+            assert dialog.last is not None
+            prompt = TensorDict({key: dialog.last.get(key) for key in _DRAWN}, [])
+            prompt[keys.PROMPT_TOKENS] = torch.tensor(dialog.dialog.prompt_ids[:common], dtype=torch.int64)
             (row,) = finish_rows(prompt, [sample], self._tokenizer)
             for key in (keys.SAMPLE_ID, *_GRADED):
-                if (value := one.last.get(key, None)) is not None:
+                if (value := dialog.last.get(key, None)) is not None:
                     row.set(key, value)
             terms = row.get(keys.REWARD_TERMS, None)
             for name in [] if terms is None else [name for name, value in terms.items() if value.isnan().any()]:
                 del row[(*keys.REWARD_TERMS, name)]  # it does not apply
-            if not one.has_log_probs:
+            if not dialog.has_log_probs:
                 row.pop("log_probs")
-            if not one.has_versions:
+            if not dialog.has_versions:
                 del row[keys.TOKEN_VERSION], row[keys.POLICY_VERSION]
             rows.append(row)
         return rows

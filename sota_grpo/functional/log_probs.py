@@ -297,7 +297,7 @@ class _TiledLogProbs(torch.autograd.Function):
         tiles = options.tiles(hidden, weight, bias)
         targets = targets if options.vocab_shard is None else targets - options.vocab_shard.first
         scan, to_save = _score(tiles, hidden, targets.unsqueeze(1), options)
-        scan = _Scan(*(each.squeeze(1) for each in scan))
+        scan = _Scan(*(column.squeeze(1) for column in scan))
         if options.vocab_shard is not None:
             scan = options.vocab_shard.joined(scan, (targets >= 0) & (targets < len(weight)))
         log_probs, entropy = scan.log_probs, scan.entropy
@@ -360,7 +360,7 @@ def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options
         weight = tiles.weight[columns].to(hidden.dtype)
         whole = hidden.new_empty(len(hidden), len(weight)) if options.keeps_tiles else None
         for rows in tiles.rows:
-            so_far = _Scan(*(each[rows] for each in scan))
+            so_far = _Scan(*(column[rows] for column in scan))
             raw, last = tiles.raw(hidden[rows], weight, columns), so_far.top.clone()
             p = whole[rows] if whole is not None else tiles.narrow(raw) if others is not None else None
             _scan(tiles, raw, targets[rows], columns, so_far, options.with_entropy, p)

@@ -54,7 +54,7 @@ class SupportSets(NamedTuple):
         return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)
 
     def to(self, device: torch.device) -> SupportSets:
-        ids, rows, columns, drawn = (each.to(device) for each in self[:4])
+        ids, rows, columns, drawn = (tensor.to(device) for tensor in self[:4])
         return SupportSets(ids, rows, columns, drawn, self.largest)
 
 

@@ -297,13 +297,13 @@ SURROGATES = {
 
 def readers(term: str) -> str:
     """The surrogates that read ``term``, for messages."""
-    return " or ".join(name for name, one in SURROGATES.items() if one.reads(term))
+    return " or ".join(name for name, declared in SURROGATES.items() if declared.reads(term))
 
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
     """Call ``function`` with those of ``terms`` that its parameters name, with all where it takes any."""
     accepted = signature(function).parameters
-    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in accepted.values())
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in accepted.values())
     return function(**{name: value for name, value in terms.items() if takes_any or name in accepted})
 
 

@@ -310,7 +310,7 @@ def published(config: Config) -> Config:
         elif name in _PATHS and isinstance(value, str) and Path(value).is_absolute():
             OmegaConf.update(node, name, Path(value).name)
         elif name in _PATHS and isinstance(value, list):
-            OmegaConf.update(node, name, [Path(one).name for one in value])
+            OmegaConf.update(node, name, [Path(path).name for path in value])
     for task, entry in (config.env.mixture or {}).items():
         for option in ENTRY_PATHS:
             if Path(str(entry.get(option) or "")).is_absolute():

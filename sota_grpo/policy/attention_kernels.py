@@ -400,7 +400,7 @@ def backward(
     launch, rows = _launch(query), (query.stride(0), key.stride(0), value.stride(0))
     delta = torch.empty_like(lse)
     by_query, by_key, by_value = (
-        torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)
     )
     key_sums, value_sums = query.new_empty(2, tables.sizes[3], *key.shape[1:], dtype=torch.float32)
     padded = _padded(width)

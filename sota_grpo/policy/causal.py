@@ -175,7 +175,7 @@ def _support_sets(rows: TensorDictBase) -> SupportSets | None:
     if (support := support_of(rows)) is None:
         return None
     tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu()
-    ids, counts = (each.cpu() for each in support)
+    ids, counts = (tensor.cpu() for tensor in support)
     real = torch.arange(ids.shape[1]) < counts.sum(1, keepdim=True)
     return SupportSets.of(ids[real], counts[mask], tokens[mask])
 
@@ -419,7 +419,7 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     rng = torch.Generator().manual_seed(0)  # rank 0 alone is here: its other random numbers stay those of the others
     query, key, value = (torch.randn(1, count, length, width, generator=rng) for count in (heads, key_heads, key_heads))
     expected, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
-    query, key, value = (each.to(device, torch.bfloat16) for each in (query, key, value))
+    query, key, value = (tensor.to(device, torch.bfloat16) for tensor in (query, key, value))
     try:
         layout = layout.to(device)
         there, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)

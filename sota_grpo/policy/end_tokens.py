@@ -24,7 +24,7 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
     if known is None or generation_config is not None:
         named = getattr(generation_config, "eos_token_id", None)
         known = {*(named if isinstance(named, (list, tuple)) else [named]), end_of_turn(tokenizer)}
-        if odd := [each for each in known - {None} if not isinstance(each, int)]:
+        if odd := [token for token in known - {None} if not isinstance(token, int)]:
             raise UserError(f"generation_config.json has eos_token_id={odd[0]!r}, which is no token's number.")
         with suppress(AttributeError):  # of a class with slots: asked again each time
             tokenizer.known_ends = known

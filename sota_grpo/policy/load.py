@@ -194,8 +194,8 @@ def _fill(model: nn.Module) -> None:
             for name, value in table.items():
                 if value is not None and value.is_meta:
                     if id(value) not in made:
-                        one = torch.tensor(0.01).to(value.dtype).expand(value.shape)
-                        made[id(value)] = nn.Parameter(one) if isinstance(value, nn.Parameter) else one
+                        number = torch.tensor(0.01).to(value.dtype).expand(value.shape)
+                        made[id(value)] = nn.Parameter(number) if isinstance(value, nn.Parameter) else number
                     table[name] = made[id(value)]  # type: ignore[assignment]
 
 
@@ -340,7 +340,7 @@ def save_hf(
                 ending = copy.deepcopy(saved) or GenerationConfig()  # with every end token of training after its own
                 named = ending.eos_token_id if isinstance(ending.eos_token_id, list) else [ending.eos_token_id]
                 ends = list(dict.fromkeys([*named, *end_token_ids(tokenizer, ending)]))
-                ends = [each for each in ends if each is not None]
+                ends = [end for end in ends if end is not None]
                 ending.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
                 ending.to_json_file(partial / "generation_config.json")
         finally:
@@ -366,7 +366,7 @@ def _write_weights(
         model.save_pretrained(folder, state_dict={})  # its configuration
         layout = {name: replace(piece, dtype=as_written(piece.dtype)) for name, piece in engine_layout(model).items()}
         write_model(folder, layout, (weight.cpu() for name, weight in weights if name in layout))
-    before, now = (f'"dtype": "{one}"'.replace("torch.", "") for one in (model.dtype, dtype))
+    before, now = (f'"dtype": "{kind}"'.replace("torch.", "") for kind in (model.dtype, dtype))
     config = folder / "config.json"
     config.write_text(config.read_text().replace(before, now))
 

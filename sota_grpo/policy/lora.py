@@ -58,8 +58,8 @@ def add_lora(
 
     if target_modules is not None:
         head = model.get_output_embeddings()
-        layers = ((name, one) for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)))
-        linear = dict.fromkeys(name.rpartition(".")[2] for name, one in layers if one is not head)
+        layers = ((name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)))
+        linear = dict.fromkeys(name.rpartition(".")[2] for name, module in layers if module is not head)
         if missing := [name for name in target_modules if name not in linear]:
             raise UserError(
                 f"train_model.lora.target_modules names {', '.join(missing)}; an adapter can be on {', '.join(linear)}."
@@ -72,7 +72,7 @@ def add_lora(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    in_4_bits: Any = any(getattr(each, "quant_state", None) is not None for each in model.parameters())
+    in_4_bits: Any = any(getattr(parameter, "quant_state", None) is not None for parameter in model.parameters())
     model.is_loaded_in_4bit = in_4_bits  # asked by peft, which has layers for it
     return get_peft_model(model, config)
 
@@ -238,7 +238,7 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for adapter in layer.active_adapters:
         if isinstance(weight, DTensor) and weight.device_mesh.ndim > 1:  # every rank has both factors for a moment
-            first, second = (replicated(each[adapter].weight) for each in (layer.lora_A, layer.lora_B))
+            first, second = (replicated(factors[adapter].weight) for factors in (layer.lora_A, layer.lora_B))
             delta = divided((second @ first) * layer.scaling[adapter], weight)
         else:
             delta = layer.get_delta_weight(adapter)

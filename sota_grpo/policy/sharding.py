@@ -131,7 +131,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
     def local(value: Any, parameter: torch.Tensor) -> Any:
         if isinstance(value, Mapping):  # what bitsandbytes quantised is a level deeper, and whole: one process has it
-            return {name: in_memory(one) if isinstance(one, StoredTensor) else one for name, one in value.items()}
+            return {name: in_memory(part) if isinstance(part, StoredTensor) else part for name, part in value.items()}
         if not isinstance(value, (torch.Tensor, StoredTensor)):
             return value
         # moments have the shape of their parameter; the count of steps is a scalar that every rank keeps

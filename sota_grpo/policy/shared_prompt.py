@@ -323,7 +323,7 @@ def shared_attention(
         return out.transpose(1, 2), None
     if not torch.compiler.is_compiling():
         layout.windows.append(sliding_window)
-    rows = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
+    rows = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
     out, _ = packed_attention(*rows, tables.flat, [*tables.sizes], scale, softcap or 0.0, sliding_window or 0)
     return out.unsqueeze(0), None
 
@@ -382,15 +382,15 @@ class _FlashShared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, lse = ctx.saved_tensors
         wide = lse.dtype  # torch's kernel takes two to seven times as long in half precision
-        query, key, value, out, grad = (each.to(wide) for each in (*saved, grad))
-        totals = [_like_rows(each).zero_() for each in (query, key, value)]
+        query, key, value, out, grad = (tensor.to(wide) for tensor in (*saved, grad))
+        totals = [_like_rows(tensor).zero_() for tensor in (query, key, value)]
 
         def add(queries: View, keys: View, causal: bool) -> None:
-            of_queries = [queries(each) for each in (grad, query, out, lse)]
-            of_keys = [keys(each) for each in (key, value)]
+            of_queries = [queries(tensor) for tensor in (grad, query, out, lse)]
+            of_keys = [keys(tensor) for tensor in (key, value)]
             grads = _flash_backward(*of_queries[:2], *of_keys, *of_queries[2:], 0.0, causal, scale=ctx.scale)
-            for view, total, each in zip((queries, keys, keys), totals, grads):
-                view(total).add_(each)
+            for view, total, tensor in zip((queries, keys, keys), totals, grads):
+                view(total).add_(tensor)
 
         for block in ctx.layout.blocks:
             prompt = _cut(block.start, block.end)
@@ -400,7 +400,7 @@ class _FlashShared(torch.autograd.Function):
             for run in block.runs:
                 of_run = _cut(run.start, run.end, run.count)
                 add(of_run, of_run, True)
-        return *(total.to(each.dtype) for total, each in zip(totals, saved)), None, None
+        return *(total.to(tensor.dtype) for total, tensor in zip(totals, saved)), None, None
 
 
 def _cut(start: int, end: int, count: int = 1) -> View:
@@ -523,7 +523,7 @@ def _attend(
         position = torch.arange(keys, device=query.device)
         distance = position[keys - queries :].unsqueeze(1) - position
         seen = (distance >= 0) & (distance < (window or keys))
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     if softcap is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))

@@ -58,8 +58,8 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     means |= _means(numbers)
     columns = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
     tasks = [metric_tasks(extra) for extra in extras]
-    for task in sorted({task for each in tasks for task in each}):
-        mask = torch.tensor([task in each for each in tasks])
+    for task in sorted({task for names in tasks for task in names}):
+        mask = torch.tensor([task in names for names in tasks])
         means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in columns.items()}
         means[f"task/{task}/responses"] = float(mask.sum())
     return means
@@ -153,8 +153,8 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
         return None
     turns, start = [], 0
     calls_and_replies, replied = iter(_calls(record or {})), ["user"]  # a turn before the policy's first is a user's
-    for trained, each in groupby(sampled.tolist()):
-        count = len(list(each))
+    for trained, run in groupby(sampled.tolist()):
+        count = len(list(run))
         text = tokenizer.decode(ids[start : start + count])
         turn = {"role": "assistant", "trained": trained, "tokens": count, "text": text}
         if trained:

@@ -60,7 +60,7 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
         figures["kl"] = KL_ESTIMATORS.get(estimator, kl_k3)(*pair).tolist()
     columns: dict[str, Any] = {"pieces": _ends(pieces)}
     if not all(sampled):
-        columns["said"] = _ends([int(one) for one in sampled])
+        columns["said"] = _ends([int(flag) for flag in sampled])
     for name, values in figures.items():
         if values is not None:
             columns[name] = _ends([number(value, _DIGITS) if wrote else None for value, wrote in zip(values, sampled)])
@@ -284,7 +284,7 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
     turns = []
     for turn in _dicts(dialog.get("turns"))[:_MOST_TURNS]:
-        calls = [call(each) for each in _dicts(turn.get("calls"))[:_MOST_CALLS]]
+        calls = [call(record) for record in _dicts(turn.get("calls"))[:_MOST_CALLS]]
         turns.append(
             {
                 "role": clipped_name(turn.get("role")),
@@ -317,4 +317,4 @@ def clipped_name(name: Any, most: int = _MOST_NAME) -> str:
 
 
 def _dicts(values: Any) -> Sequence[Mapping[str, Any]]:
-    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []

@@ -206,18 +206,18 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
     if function.form == VERL:
         calls = [
             {
-                "data_source": one.data_source,
-                "solution_str": one.response,
-                "ground_truth": one.ground_truth,
-                "extra_info": one.columns.get("extra_info", dict(one.columns)),
+                "data_source": inputs.data_source,
+                "solution_str": inputs.response,
+                "ground_truth": inputs.ground_truth,
+                "extra_info": inputs.columns.get("extra_info", dict(inputs.columns)),
             }
-            for one in group
+            for inputs in group
         ]
         return [_read(function, path, result) for result in _results(function, calls)]
     reason = None
-    if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
+    if "completion_ids" in function.required and any(inputs.completion_ids is None for inputs in group):
         reason = "requires completion_ids, which only a response of an engine has"
-    elif "environments" in function.required and any(one.environment is None for one in group):
+    elif "environments" in function.required and any(inputs.environment is None for inputs in group):
         reason = NEEDS_ENVIRONMENTS
     if reason is not None:
         return [RewardOutput(error=f"TypeError: {function.name} {reason}")] * len(group)
@@ -255,10 +255,10 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
     def log_metric(name: str, value: Any) -> None:
         log_extra(name, [value] * len(info))
 
-    def completion(one: RewardInputs) -> str | list[Mapping[str, Any]]:
-        if one.turns is not None:
-            return copy.deepcopy([*one.turns])
-        return one.response if isinstance(one.prompt, str) else [{"role": "assistant", "content": one.response}]
+    def completion(row: RewardInputs) -> str | list[Mapping[str, Any]]:
+        if row.turns is not None:
+            return copy.deepcopy([*row.turns])
+        return row.response if isinstance(row.prompt, str) else [{"role": "assistant", "content": row.response}]
 
     ids = [list(one.completion_ids) for one in group if one.completion_ids is not None]
     states = [EnvironmentState(one.environment) for one in group if one.environment is not None]
@@ -435,7 +435,7 @@ class _Describer:
         if isinstance(value, Mapping):
             return ["map", *([self.of(key), self.of(item)] for key, item in value.items())]
         description = self._parts(value)
-        return description if isinstance(description, str) else [self.of(each) for each in description]
+        return description if isinstance(description, str) else [self.of(part) for part in description]
 
     def _parts(self, value: Any) -> str | list[Any]:
         """Return the content of an object; the name of one that does not belong to the home module."""
@@ -468,5 +468,5 @@ class _Describer:
 
 def _globals_read(code: CodeType) -> set[str]:
     """Return the globals that ``code`` and the functions inside it read."""
-    names = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
     return names.union(*(_globals_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

@@ -74,7 +74,7 @@ def guarded_scores(
         try:
             answers = score_group(pairs)
             if len(answers) == len(pairs):
-                scores = [_checked(one, term_names, example) for one, (_, example) in zip(answers, pairs)]
+                scores = [_checked(answer, term_names, example) for answer, (_, example) in zip(answers, pairs)]
             else:
                 reason = f"ValueError: the grader returned {len(answers)} scores for {len(pairs)} responses"
                 scores = [failed_score(term_names, reason, example) for _, example in pairs]

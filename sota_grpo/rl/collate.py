@@ -146,7 +146,7 @@ def last_turn(sample: Sample) -> Tensor:
 def done_entries(truncated: Tensor) -> dict[str, Tensor]:
     """Return ``done``, ``terminated`` and ``truncated``, each bool ``[G, 1]``, from ``truncated`` ``[G]``."""
     flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
-    return {name: each.unsqueeze(1) for name, each in flags.items()}
+    return {name: flag.unsqueeze(1) for name, flag in flags.items()}
 
 
 def response_ids(row: TensorDictBase) -> Tensor:

@@ -254,7 +254,7 @@ def _own_console() -> Iterator[None]:
     try:
         yield
     finally:
-        for handler in [one for one in logger.handlers if one not in before]:
+        for handler in [old for old in logger.handlers if old not in before]:
             logger.removeHandler(handler)
             handler.close()
         logger.setLevel(level)

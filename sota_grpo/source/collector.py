@@ -328,7 +328,7 @@ class PromptGroupCollector(BaseCollector):
             )
         if worker_ids is not None or model_id not in (None, "policy"):
             raise ValueError("Every engine serves the same policy; leave worker_ids and model_id out.")
-        source = next((one for one in (policy_or_weights, weights, policy) if one is not None), None)
+        source = next((value for value in (policy_or_weights, weights, policy) if value is not None), None)
         version = self.policy.version + 1 if version is None else version
         if self.weight_sync is not None:
             self.weight_sync.send(source, version=version)

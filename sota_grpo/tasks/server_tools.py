@@ -337,7 +337,7 @@ def _error(data: Mapping[str, Any]) -> Exception:
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
         return InstanceLost(f"the OpenEnv server has no session ({message})")
     if isinstance(details := data.get("errors"), list):
-        message += "".join(f"; {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in details)
+        message += "".join(f"; {'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
     return ActionFailed(joined(message))
 
 

@@ -153,7 +153,7 @@ def _as_text(value: Any) -> Any:
     """What was returned, or will be; a list of content blocks as the text that a policy reads."""
     if inspect.isawaitable(value):
         return _later(value)
-    is_content = isinstance(value, list) and value and all(isinstance(one, dict) and "type" in one for one in value)
+    is_content = isinstance(value, list) and value and all(isinstance(item, dict) and "type" in item for item in value)
     return content_text(value) if is_content else value
 
 

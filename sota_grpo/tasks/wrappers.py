@@ -155,7 +155,7 @@ class FunctionScorer:
         builtin: Sequence[Score | None] = [None] * len(group)
         if self._adds_task_terms:
             builtin = [guarded_score(self._task.score, self._task.term_weights, *pair) for pair in pairs]
-        outputs = {name: call_function(one, self._file_of(one), group) for name, one in self._functions.items()}
+        outputs = {name: call_function(f, self._file_of(f), group) for name, f in self._functions.items()}
         rows = zip(*outputs.values(), builtin, strict=True)
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
@@ -173,15 +173,13 @@ class FunctionScorer:
     @property
     def reads_environments(self) -> bool:
         """Return whether a function takes ``environments``."""
-        return any(
-            one.form == TRL and (one.taken is None or "environments" in one.taken) for one in self._functions.values()
-        )
+        return any(f.form == TRL and (f.taken is None or "environments" in f.taken) for f in self._functions.values())
 
     @cached_property
     def _functions(self) -> dict[str, RewardFunction]:
         names = [name for name in self.term_weights if name != BUILTIN]
         if self._passed is None and not self._is_pickled:
-            return {one.name: one for one in load_functions(self._path, names)}
+            return {function.name: function for function in load_functions(self._path, names)}
         functions = unpickled(Path(self._path)) if self._passed is None else self._passed
         for name in names:
             if name not in functions:
@@ -195,18 +193,18 @@ class FunctionScorer:
 
     def _total(self, outputs: Mapping[str, RewardOutput], builtin: Score | None) -> Score:
         """Return the score of one response from the outputs of its functions."""
-        terms = {name: one.value for name, one in outputs.items()}
-        errors = [one.error for one in outputs.values() if one.error is not None]
+        terms = {name: output.value for name, output in outputs.items()}
+        errors = [output.error for output in outputs.values() if output.error is not None]
         verdicts = [
-            bool(one.info[name] >= 1)
-            for one in outputs.values()
+            bool(output.info[name] >= 1)
+            for output in outputs.values()
             for name in VERDICTS
-            if isinstance(one.info.get(name), (bool, int, float))
+            if isinstance(output.info.get(name), (bool, int, float))
         ]
         info = {  # of several functions, each entry under its function's name
             name if len(outputs) == 1 else f"{function}/{name}": value
-            for function, one in outputs.items()
-            for name, value in one.info.items()
+            for function, output in outputs.items()
+            for name, value in output.info.items()
         }
         reply = None if builtin is None else builtin.reply
         if builtin is not None and BUILTIN in self.term_weights:

@@ -170,7 +170,7 @@ class Evaluator:
             responses += [one for group in problems for one in group]
             right = [sum(one.score.success for one in group) for group in problems]
             ks = sorted({count, *(1 << power for power in range(count.bit_length()))})
-            passes = {str(k): accuracy([(pass_at_k(each, count, k), 1.0) for each in right]) for k in ks}
+            passes = {str(k): accuracy([(pass_at_k(share, count, k), 1.0) for share in right]) for k in ks}
             result |= {"k": count, "temperature": temperature, "sampled": _shares(problems, weights)}
             result |= {"pass_at_k": passes}
         return result | {"grader_errors": sum(one.score.error is not None for one in responses)}

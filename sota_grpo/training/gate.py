@@ -632,8 +632,8 @@ def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
     return wrong, len(first) - len(unsteady)
 
 
-def _equal(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-5)  # rewards are kept in float32
+def _equal(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-5)  # rewards are kept in float32
 
 
 def _positions(names: Iterable[Hashable]) -> dict[Any, list[int]]:

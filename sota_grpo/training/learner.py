@@ -185,7 +185,7 @@ class Learner:
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
         if not all(math.isfinite(value) for value in judged.values()):
-            counted = [index for one in passes for index, weight in zip(one.rows, one.weights) if weight]
+            counted = [index for micro in passes for index, weight in zip(micro.rows, micro.weights) if weight]
             self._stop_at_non_finite([rows[index] for index in counted or passes[0].rows], judged)
         if not skipped:
             if not self.skips_by_itself:
@@ -277,9 +277,9 @@ class Learner:
 
         The entropies are the policy's before the step, without dropout. Returns the least that is kept, a metric.
         """
-        micros = [(one.rows, any(one.weights)) for one in passes]
+        micros = [(micro.rows, any(micro.weights)) for micro in passes]
         entropy = self._local(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
-        weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights) if weight}
+        weights = {index: weight for micro in passes for index, weight in zip(micro.rows, micro.weights) if weight}
         trained = {index: rows[index][keys.ASSISTANT_MASK] for index in weights}
         entropies = torch.cat([torch.zeros(0), *(entropy[index][mask] for index, mask in trained.items())])
         every, mine = self.ranks.joined(entropies)
@@ -406,7 +406,7 @@ class Learner:
         plain = RowTable.of(rows).rows()
         passes = self._passes(plain, token_budget, keep_truncated=True)
         with without_dropout(self.policy):
-            totals = self._run(plain, passes if learn else [one._replace(learns=False) for one in passes])
+            totals = self._run(plain, passes if learn else [micro._replace(learns=False) for micro in passes])
         return self._measured(totals, torch.zeros(()))[1]
 
     def _unclipped(self, rows: Sequence[Row]) -> list[dict[Key, Any]]:

@@ -69,12 +69,12 @@ def packed(group: GroupOutput) -> tuple[Any, ...]:
     samples = group.samples
     if not samples:
         return GroupOutput, (group.group_id, ())
-    columns = ([getattr(each, name) for each in samples] for name in ("token_ids", "log_probs", "versions"))
+    columns = ([getattr(one, name) for one in samples] for name in ("token_ids", "log_probs", "versions"))
     joined = [torch.cat(column).detach().cpu().numpy() for column in columns]
-    masks = [None if each.assistant_mask is None else each.assistant_mask.numpy() for each in samples]
-    lengths = [len(each.token_ids) for each in samples]
-    supports = [None if each.support is None else tuple(array.numpy() for array in each.support) for each in samples]
-    plain = [each.truncated for each in samples], masks, supports, [each.text for each in samples]
+    masks = [None if one.assistant_mask is None else one.assistant_mask.numpy() for one in samples]
+    lengths = [len(one.token_ids) for one in samples]
+    supports = [None if one.support is None else tuple(array.numpy() for array in one.support) for one in samples]
+    plain = [one.truncated for one in samples], masks, supports, [one.text for one in samples]
     return unpacked, (group.group_id, *joined, lengths, *plain)
 
 

@@ -93,7 +93,7 @@ class Instruction:
 
 def _instruction(follows: Callable[..., bool], func_name: str) -> Instruction:
     _, *parameters = signature(follows).parameters.values()
-    kwargs = {one.name: one.default is one.empty for one in parameters if one.name != "nltk_data"}
+    kwargs = {p.name: p.default is p.empty for p in parameters if p.name != "nltk_data"}
     return Instruction(follows, func_name, kwargs, splits_sentences=len(kwargs) < len(parameters))
 
 
@@ -295,13 +295,13 @@ def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str,
             raise ValueError(f"column 'instruction_id_list' holds {ids!r}, not a list of instructions")
         if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(ids):
             raise ValueError(f"column 'kwargs' does not hold one mapping for each of the {len(ids)} instructions")
-        instructions = [(name, _mapping(one or {}, "kwargs")) for name, one in zip(ids, kwargs, strict=True)]
+        instructions = [(name, _mapping(entry or {}, "kwargs")) for name, entry in zip(ids, kwargs, strict=True)]
     elif "ground_truth" in row:
         ground_truth = _plain(row["ground_truth"])
         constraints = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
         if not constraints:
             raise ValueError("column 'ground_truth' holds no constraint")
-        instructions = [instruction_of(_mapping(one, "ground_truth")) for one in constraints]
+        instructions = [instruction_of(_mapping(entry, "ground_truth")) for entry in constraints]
     else:
         columns = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"there is no column 'instruction_id_list' or 'ground_truth'; the columns found are {columns}")

@@ -506,7 +506,7 @@ class JudgedGrader:
 
     def __init__(self, grader: Grader, judge: JudgeClient, task: Task, rules: Mapping[str | None, Rules]) -> None:
         self.grader, self.judge, self._task, self._rules = grader, judge, task, rules
-        self.term_weights = {**task.term_weights, **{each.term: each.weight for each in rules.values()}}
+        self.term_weights = {**task.term_weights, **{rule.term: rule.weight for rule in rules.values()}}
         self._failures = FailureLog()
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:

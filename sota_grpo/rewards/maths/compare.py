@@ -148,11 +148,11 @@ class Comparison:
             conditions = list(map(self._half_line, nodes, data, nodes[1:]))
         elif kind == "list" and all(node.kind == "rel" for node in nodes):
             conditions = [self._members(*node) for node in nodes]
-            if data == "or" or not any(all(one(x) for one in conditions) for x in self._probes()):
+            if data == "or" or not any(all(condition(x) for condition in conditions) for x in self._probes()):
                 every = any  # after "or", and where the conditions exclude each other
         else:
             raise Incomparable(f"{kind} is no set of real numbers")
-        return lambda x: every(one(x) for one in conditions)
+        return lambda x: every(condition(x) for condition in conditions)
 
     def _half_line(self, left: Node, sign: str, right: Node) -> Reals:
         """The solutions of ``left sign right`` where that is solved already: a name, or minus it, and a bound."""
