@@ -171,7 +171,7 @@ def drained(engine: Engine, tickets: list[int]) -> dict[int, GroupOutput]:
     return actual
 
 
-def test_samples_that_are_asked_for_one_by_one_are_those_of_the_group(engine: Engine):
+def test_samples_that_are_requested_one_by_one_are_those_of_the_group(engine: Engine):
     requests = ragged_requests(seed=4)  # fixed, as below
     expected = token_lists(generate(engine, requests, SAMPLING))
     parts = [replace(one, num_samples=1, first_sample=index) for one in requests for index in range(one.num_samples)]

@@ -122,7 +122,7 @@ def test_each_rank_keeps_a_quarter(four: Pair) -> None:
     assert max(kept) < 0.27 * whole  # norms are halved only, and the uneven parts are a row longer
 
 
-def test_tokens_of_kept_sets_are_scored_alike(four: Pair) -> None:
+def test_tokens_of_sampling_supports_are_scored_alike(four: Pair) -> None:
     many, one, rows = four.learner(**DIVIDED), four.one(**of_one(DIVIDED)), row_list(ragged_rows(6))
     for row in rows:  # each token was drawn from itself and two others
         sampled = row[keys.ASSISTANT_MASK]

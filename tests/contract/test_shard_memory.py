@@ -12,7 +12,7 @@ from sota_grpo.workers.processes import ProcessLauncher
 
 
 @pytest.mark.slow
-def test_a_rank_copies_its_own_part_and_nobody_has_more_than_that(tmp_path: Path) -> None:
+def test_a_rank_copies_its_shard_and_no_rank_has_more_than_that(tmp_path: Path) -> None:
     """25 million parameters, so that a share (75 MB of weights and moments) is far above what a process does anyway."""
     store = CheckpointStore(tmp_path)
     with started(ProcessLauncher(), 4, 512, 5) as (learner, memory):

@@ -181,7 +181,7 @@ PLACES: dict[str, Callable[..., TensorDictBase]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_kl_stands_wherever_torchrl_puts_it(place: str, model: Qwen2ForCausalLM) -> None:
+def test_the_kl_is_wherever_torchrl_puts_it(place: str, model: Qwen2ForCausalLM) -> None:
     """The reference has other weights; reward and log-probs are those of a loop over single rows."""
     torch.manual_seed(0)
     policy, env, reference = make_policy(model), make_env(), copy.deepcopy(model)

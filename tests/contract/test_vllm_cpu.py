@@ -249,7 +249,7 @@ def test_eos_as_the_last_allowed_token_is_not_a_truncation(rig: Rig):
 @pytest.mark.parametrize(
     "how", [{"top_k": 2}, {"top_k": 9, "top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1, "temperature": 1.5}]
 )
-def test_kept_sets_are_told_and_log_probs_are_over_them(rig: Rig, how: dict[str, Any]):
+def test_sampling_supports_are_reported_and_log_probs_are_over_them(rig: Rig, how: dict[str, Any]):
     """What :func:`sampled_probs` keeps of transformers' logits, but for a token at the edge of one set in a hundred."""
     requests, sampling = ragged_requests(3, 4), Sampling(max_tokens=10, **how)
     outputs = generate(rig.engine, requests, sampling)
@@ -270,7 +270,7 @@ def test_kept_sets_are_told_and_log_probs_are_over_them(rig: Rig, how: dict[str,
     assert others <= num_sets // 100
 
 
-def test_tokens_that_tie_with_the_last_of_top_k_are_told_too(rig: Rig):
+def test_tokens_that_tie_with_the_last_of_top_k_are_reported_too(rig: Rig):
     weights = {name: torch.zeros_like(tensor) for name, tensor in rig.model.state_dict().items()}
     rig.engine.update_weights(weights.items(), rig.engine.version + 1)
     (output,) = generate(rig.engine, ragged_requests(1, 2), Sampling(max_tokens=4, top_k=2)).values()

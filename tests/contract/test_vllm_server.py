@@ -175,7 +175,7 @@ def _running(metrics: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def test_nobody_else_on_the_machine_can_push_weights(rig: Rig):
+def test_no_other_user_of_the_machine_can_push_weights(rig: Rig):
     url = rig.engine._client.url
     assert url.startswith("http://127.0.0.1:")
     for path in ("/collective_rpc", "/pause", "/update_weight_version", "/inference/v1/generate", "/v1/models"):

@@ -245,7 +245,7 @@ def test_kill_from_outside_is_noticed(own: Worker) -> None:
     assert is_gone(pid)
 
 
-def test_a_worker_of_a_process_is_on_its_main_thread_and_its_exit_code_is_told(places: dict[str, Place]) -> None:
+def test_a_worker_of_a_process_is_on_its_main_thread_and_its_exit_code_is_reported(places: dict[str, Place]) -> None:
     worker = places["process"].start()
     assert worker.call("thread_is_main").result(WAIT_S)
     with pytest.raises(WorkerDied, match="exit code 5"):
@@ -289,7 +289,7 @@ def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
 
 @needs_ray
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
-def test_a_local_ray_listens_on_loopback_only_and_asks_for_a_token(places: dict[str, Place]) -> None:
+def test_a_local_ray_listens_on_loopback_only_and_requires_a_token(places: dict[str, Place]) -> None:
     import ray
 
     session = Path(ray._private.worker._global_node.get_session_dir_path()).name

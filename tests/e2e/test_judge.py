@@ -71,7 +71,7 @@ def test_a_killed_run_asks_its_judge_nothing_again_and_equals_the_uninterrupted_
 
 
 @pytest.mark.slow
-def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_goes_on(
+def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"timeout_s": 20.0, "gone_s": 2.0, "first_pause_s": 0.05}.items():

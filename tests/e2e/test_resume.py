@@ -162,7 +162,7 @@ def test_ctrl_c_saves_the_step_and_exits(tmp_path: Path, signalled) -> None:
     assert newest.stem == f"checkpoint_{len(metrics(run_dir)):06d}"
 
 
-def test_a_run_does_not_go_on_over_another_base_model(tmp_path: Path, grpo) -> None:
+def test_a_run_does_not_continue_over_another_base_model(tmp_path: Path, grpo) -> None:
     """Of an adapter a checkpoint has no weight of the base."""
     folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
     options = (*SCRIPTED, f"model.name={folder}", "train_model.lora.enabled=true", "train.total_dialog_turns=32")
@@ -176,7 +176,7 @@ def test_a_run_does_not_go_on_over_another_base_model(tmp_path: Path, grpo) -> N
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_whose_console_goes_away_goes_on_and_saves_at_a_hangup(
+def test_a_run_whose_console_goes_away_continues_and_saves_at_a_hangup(
     terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reader is gone from the first line on; SIGHUP comes twice in its second step."""

@@ -56,7 +56,7 @@ def job_of(sweep: subprocess.Popen, run_dir: Path, steps: int) -> psutil.Process
 
 
 @pytest.mark.slow
-def test_a_job_that_is_killed_goes_on_by_the_same_command(
+def test_a_job_that_is_killed_continues_by_the_same_command(
     tmp_path: Path, sweep: Callable[..., subprocess.Popen]
 ) -> None:
     runs = [tmp_path / "sweep" / name for name in ("0", "1")]
@@ -112,7 +112,7 @@ def test_without_slurm_it_says_so(sweep: Callable[..., subprocess.Popen]) -> Non
     )
 
 
-def test_slurm_is_asked_for_what_the_preset_and_the_command_say(
+def test_slurm_gets_the_resources_of_the_preset_and_the_command(
     tmp_path: Path, sweep: Callable[..., subprocess.Popen]
 ) -> None:
     """By a stand-in of sbatch that keeps what it is given, and refuses."""

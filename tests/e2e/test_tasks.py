@@ -180,7 +180,7 @@ def test_a_mixture_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mixture_goes_on_where_it_stood(tmp_path: Path) -> None:
+def test_a_mixture_continues_at_its_position(tmp_path: Path) -> None:
     """Cut in two it is the same run: when tools and graders answer does not decide which turns are sampled together."""
     _, settings = mixed(tmp_path)
     run(tmp_path, "grpo_cpu", *settings)

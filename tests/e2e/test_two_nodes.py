@@ -133,7 +133,7 @@ def test_a_link_that_is_cut_costs_no_prompt_and_weights_cross_it_once(tmp_path: 
     assert metrics(run_dir)[-1]["workers/restarts"] == 0
 
 
-def test_a_node_that_is_taken_for_dead_ends_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_node_that_is_taken_for_dead_ends_and_the_run_continues(tmp_path: Path) -> None:
     """The learner and all engines are lost; the far node ends with its workers, joins again, and the run goes on."""
     run_dir = tmp_path / "run"
     with two_nodes(tmp_path, cpus=(0, 3), settings=HASTY) as nodes:

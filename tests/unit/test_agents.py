@@ -245,7 +245,7 @@ def test_an_environment_that_cannot_begin_costs_one_turn(tokenizer: Any, instanc
     assert sample.assistant_mask is None
 
 
-def test_what_reset_says_stands_in_the_prompt_and_siblings_begin_alike(tokenizer: Any, instances: Instances) -> None:
+def test_what_reset_returns_is_in_the_prompt_and_siblings_begin_alike(tokenizer: Any, instances: Instances) -> None:
     lines = lambda index: [call("draw"), "Done."]  # noqa: E731
     outputs = [World(tokenizer, instances, lines, row={"luck": True}).group(2, seed) for seed in range(6)]
     prompts = [tokenizer.decode(output.prompt_ids) for output in outputs]
@@ -322,9 +322,7 @@ def test_rows_rewards_and_metrics_of_a_group(tokenizer: Any, instances: Instance
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_dialog_that_nobody_waits_for_gives_its_instances_back(
-    tokenizer: Any, instances: Instances, is_open: bool
-) -> None:
+def test_an_abandoned_dialog_gives_its_instances_back(tokenizer: Any, instances: Instances, is_open: bool) -> None:
     dropped: list[int] = []
     opened: list[Future[Any]] = []
 

@@ -90,7 +90,7 @@ def test_async_runs_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
         (["train_model.num_devices=1", "inference_model.num_devices=1", "ref_model.num_devices=1"], False),
     ],
 )
-def test_other_processes_are_there_only_where_something_asks_for_them(overrides, workers) -> None:
+def test_other_processes_are_there_only_where_an_option_requires_them(overrides, workers) -> None:
     assert make_plan(config_of("policy.kl_coef=0.1", *overrides), "cpu").workers == workers
 
 
@@ -319,7 +319,7 @@ def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None
     assert (alone.workers, alone.shared, alone.placement.colocated) == (False, False, True)
 
 
-def test_on_a_cluster_shared_engines_stand_in_the_bundles_of_their_ranks(monkeypatch, tmp_path, with_vllm) -> None:
+def test_on_a_cluster_shared_engines_are_in_the_bundles_of_their_ranks(monkeypatch, tmp_path, with_vllm) -> None:
     """One GPU more, for a reference; which GPUs a bundle has is asked of a worker that gets all of them."""
     bundles, launcher = [], Mock()
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: bundles.extend(places) or launcher)
@@ -424,7 +424,7 @@ def test_the_presets_of_a_cpu_use_half_precision_where_it_has_instructions_for_i
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_cluster_that_asks_for_another_token_is_named_at_once(
+def test_a_cluster_that_requires_another_token_is_named_at_once(
     held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ~/.ray/auth_token that is left of another cluster is sent, as the head that has one sends its own."""
@@ -517,7 +517,7 @@ def test_on_the_cpu_a_device_is_a_worker(counts: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])
-def test_shared_engines_stand_on_all_devices_of_the_learner(available: int, reference: tuple[int, ...]) -> None:
+def test_shared_engines_are_on_all_devices_of_the_learner(available: int, reference: tuple[int, ...]) -> None:
     engines = Role("inference_model", default=2, shared=True)
     actual = place(Role("train_model", 4), engines, Role("ref_model"), available=available, concurrent=True)
     assert (actual.train, actual.inference, actual.ref) == ((0, 1, 2, 3), (0, 1, 2, 3), reference)
@@ -532,6 +532,6 @@ def test_shared_engines_ask_for_no_further_device() -> None:
         place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)
 
 
-def test_a_copy_over_several_devices_asks_for_all_of_them() -> None:
+def test_a_copy_over_several_devices_reserves_all_of_them() -> None:
     actual = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
     assert (actual.train, actual.inference) == ((2,), (0, 1))

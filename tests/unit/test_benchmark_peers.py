@@ -158,7 +158,7 @@ def result(case: Case, learn: dict[str, float], whole: dict[str, float], **memor
     return CaseResult(case, systems, [actual])
 
 
-def test_promises_are_told_from_what_was_measured() -> None:
+def test_promises_are_distinguished_from_measurements() -> None:
     base = result(
         BASE, {OURS: 1.0, TRL: 3.6, TORCHRL: 9.9, TORCHRL_AS_IT_COMES: 11.0}, {OURS_VLLM: 2.0, OURS: 4.0, TRL: 5.0}
     )

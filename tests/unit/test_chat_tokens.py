@@ -214,7 +214,7 @@ def test_two_halves_of_a_name_do_not_make_it() -> None:
         env.check_prompts()
 
 
-def test_a_long_table_is_told_about_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_table_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     chat, _, _ = chat_of(characters(CHATML))
     with caplog.at_level(logging.WARNING):
         for number in range(3):

@@ -192,7 +192,7 @@ class _SlowStore(CheckpointStore):
         return super().save(step, state)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(tmp_path):
+def test_training_continues_while_a_checkpoint_is_written_and_the_end_waits_for_it(tmp_path):
     store, weight = _SlowStore(tmp_path), torch.ones(3)
     with BackgroundSaves(store) as saves:
         saves.save(1, host_copy({"weight": weight}))

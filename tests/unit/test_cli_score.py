@@ -186,7 +186,7 @@ def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == ""
 
 
-def test_sentences_that_are_split_by_rules_are_told(
+def test_sentences_that_are_split_by_rules_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "prompt": "Speak."}'

@@ -78,7 +78,7 @@ def test_commands_and_options_are_completed(line: str, expected: list[str], type
     assert done.stdout.split() == expected
 
 
-def test_the_shell_is_told_whom_to_ask(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shell_gets_the_command_to_call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", "train", "-sc", "install=bash"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -202,7 +202,7 @@ def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusio
     assert "OSError" in guarded_score(CodeTask(sandbox=NOWHERE).score, ["tests"], "```\n\n```", example).error
 
 
-def test_what_has_no_sandbox_is_refused_and_a_server_in_somebody_elses_run_needs_consent(
+def test_what_has_no_sandbox_is_refused_and_a_server_in_an_untrusted_run_needs_consent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = Config()

@@ -82,7 +82,7 @@ def test_rows_are_the_same_wherever_and_whenever_they_are_graded() -> None:
     assert list(map(plain, late.next_batch().unbind(0))) == list(map(plain, here.next_batch().unbind(0)))
 
 
-def test_a_request_has_its_example_where_the_dialog_goes_on() -> None:
+def test_a_request_has_its_example_where_the_dialog_continues() -> None:
     for multi_turn in (False, True):
         env = make_env(multi_turn=multi_turn)
         example = env.task.train[3]
@@ -234,7 +234,7 @@ def test_a_collector_that_is_closed_ends_the_wait_for_a_batch() -> None:
             waiting.result(30)
 
 
-def test_a_batch_at_which_a_transform_fails_is_asked_for_again() -> None:
+def test_a_batch_at_which_a_transform_fails_is_requested_again() -> None:
     fails = iter([True, False])
 
     def postproc(rows):

@@ -111,7 +111,7 @@ def test_a_column_that_is_missing_or_of_another_type_is_named() -> None:
         text_of({"answer": 3}, "answer", "demo, row 1")
 
 
-def test_the_hub_is_asked_for_config_and_split_and_its_failure_points_to_a_file(
+def test_the_hub_gets_config_and_split_and_its_failure_points_to_a_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import datasets

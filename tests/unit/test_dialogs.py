@@ -205,7 +205,7 @@ def test_every_sample_is_that_of_a_plain_loop(kind: str, late: bool) -> None:
     ("context", "said", "truncated"),
     [(7, "xx", True), (8, "xx..x", True), (9, "xx..xx", True), (12, "xx..xx..x", True)],
 )
-def test_a_dialog_goes_on_where_the_reply_and_one_more_token_have_room(
+def test_a_dialog_continues_where_the_reply_and_one_more_token_have_room(
     context: int, said: str, truncated: bool
 ) -> None:
     """A prompt of three, turns of two (with their ends), replies of two (``.``)."""
@@ -344,7 +344,7 @@ def test_no_sample_waits_for_a_sibling() -> None:
     assert grader.asked == 2 * (MAX_STEPS - 1)
 
 
-def test_a_refusal_takes_back_what_was_asked_for_before_it() -> None:
+def test_a_refusal_cancels_the_requests_before_it() -> None:
     """As when the engine is closed while a group's samples are submitted."""
     inner = scripted(duration_s=3600.0)
     submit, count = inner.submit, itertools.count()
@@ -360,7 +360,7 @@ def test_a_refusal_takes_back_what_was_asked_for_before_it() -> None:
     assert inner.num_in_flight == 0
 
 
-def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version() -> None:
+def test_a_push_is_applied_between_the_turns_and_every_token_keeps_its_version() -> None:
     requests, pushed = some_requests(5), []
 
     def score(text: str, example: Example) -> Score:
@@ -421,7 +421,7 @@ def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
     engine.close()
 
 
-def test_nothing_is_sampled_before_the_first_group_is_asked_for(kind: str) -> None:
+def test_nothing_is_sampled_before_the_first_group_is_requested(kind: str) -> None:
     grader = Grader()
     engine = of_kind(kind, grader)
     stream = engine.generate(some_requests(20), SAMPLING)
@@ -460,7 +460,7 @@ def test_a_stream_that_is_left_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
-def test_a_group_that_nobody_waits_for_asks_for_no_further_turn(how: str) -> None:
+def test_an_abandoned_group_requests_no_further_turn(how: str) -> None:
     """Workers' futures cannot be cancelled: the turns in flight are sampled to their end, and that is all."""
     futures: list[Future] = []
 

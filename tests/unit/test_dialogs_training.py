@@ -129,7 +129,7 @@ def test_the_loss_of_dialogs_is_that_of_a_plain_loop_over_the_policys_tokens(agg
         torch.testing.assert_close(mine.double(), plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
 
 
-def test_what_stands_beside_inserted_tokens_changes_nothing() -> None:
+def test_what_is_next_to_inserted_tokens_changes_nothing() -> None:
     torch.manual_seed(SEED)
     model = make_model()
     clean, garbage = (set_loss_weights(dialog_rows(SEED, garbage=g), "sequence") for g in (False, True))

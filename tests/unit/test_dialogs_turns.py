@@ -87,7 +87,7 @@ def decoded(made: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
     ],
     ids=["chatml", "chatml-tool", "thinking", "llama", "llama-tool", "mistral", "none", "none-tool"],
 )
-def test_what_stands_between_two_turns(template: str | None, end: str, reply: dict[str, str], between: str) -> None:
+def test_the_text_between_two_turns(template: str | None, end: str, reply: dict[str, str], between: str) -> None:
     made = tokenizer(template, end=end)
     turns = TurnTokens(made)
     ended = made.convert_tokens_to_ids(end)

@@ -35,7 +35,7 @@ def test_a_node_that_has_everything_exits_with_0(tmp_path: Path, capsys, monkeyp
     assert list(tmp_path.iterdir()) == []  # nothing is left
 
 
-def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch) -> None:
+def test_what_is_missing_is_reported_with_its_fix(tmp_path: Path, monkeypatch) -> None:
     """A package out of its range and one that is missing, little shared memory, a full disk, few files."""
     real = doctor.version
 

@@ -101,7 +101,7 @@ def test_a_model_without_end_token_is_refused(tmp_path: Path) -> None:
         engine_options(config, "transformers", "cpu", SimpleNamespace(eos_token_id=None, pad_token_id=0), tmp_path)
 
 
-def test_special_tokens_stand_in_the_text_that_is_graded_and_ends_do_not() -> None:
+def test_special_tokens_are_in_the_text_that_is_graded_and_ends_are_not() -> None:
     """``<answer>`` is often added as a special token; only what ends a response is left out of its text."""
     env = make_env()
     env.tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})

@@ -115,7 +115,7 @@ def test_greedy_takes_the_argmax_and_reports_the_raw_distribution():
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
-def test_samples_that_are_asked_for_one_by_one_are_the_groups_bit_for_bit(
+def test_samples_that_are_requested_one_by_one_are_the_groups_bit_for_bit(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Together with an equal prompt of another group as neighbour, and each prompt computed once."""
@@ -332,7 +332,7 @@ def test_an_engine_that_is_closed_while_weights_arrive_says_so():
     assert engine.version == 0
 
 
-def test_what_waits_for_an_engine_is_told_though_its_shutdown_fails(monkeypatch: pytest.MonkeyPatch):
+def test_what_waits_for_an_engine_fails_though_its_shutdown_fails(monkeypatch: pytest.MonkeyPatch):
     engine = hf_engine(tiny_model())
     waiting = engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
     monkeypatch.setattr(engine, "_release", broken := Mock(side_effect=OSError("the device is gone")))

@@ -57,7 +57,7 @@ def raising(error: BaseException) -> Callable[..., int]:
     return train
 
 
-def test_overrides_may_stand_on_both_sides_of_an_option(command, tmp_path: Path) -> None:
+def test_overrides_may_be_on_both_sides_of_an_option(command, tmp_path: Path) -> None:
     actual: list[Config] = []
     train = noting(actual)
     assert command(train, "seed=3", "--multirun", "env.repeats=4,8", mode="async") == 0
@@ -82,7 +82,7 @@ def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, 
     assert {path.name: path.read_text() for path in noted.iterdir()} == before
 
 
-def test_a_run_that_is_named_goes_on_with_its_own_config(command, tmp_path: Path) -> None:
+def test_a_run_that_is_named_continues_with_its_own_config(command, tmp_path: Path) -> None:
     """Only what the command gives is another; the preset and the script that the run was started with need not be."""
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "run.json").write_text("{}")
@@ -136,7 +136,7 @@ def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_an_interrupted_run_says_whether_it_can_go_on(
+def test_an_interrupted_run_says_whether_it_can_continue(
     saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*_: object, **__: object) -> None:
@@ -187,7 +187,7 @@ def test_vllm_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: p
     ],
     ids=["mistake", "failure", "bug"],
 )
-def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
+def test_a_run_that_fails_leaves_its_reason_and_the_others_continue(
     error: Exception, code: int, reason: str, command, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     trained = []

@@ -106,7 +106,7 @@ def test_environments_name_no_group_alike() -> None:
     assert set(make_env().reset()["group_id"].tolist()) == drawn[0]
 
 
-def test_a_stream_goes_on_with_the_groups_that_it_named() -> None:
+def test_a_stream_continues_with_the_groups_that_it_named() -> None:
     env, resumed = make_env(), make_env()
     env.reset()
     resumed.stream.load_state_dict(env.stream.state_dict())
@@ -296,7 +296,7 @@ def test_a_value_that_cannot_be_honoured_is_refused(
         ArithmeticEnv(tokenizer=char_tokenizer(chat_template=None), apply_template=True)
 
 
-def test_of_a_file_nothing_is_held_out_unless_asked_for(files: dict[str, str]) -> None:
+def test_of_a_file_nothing_is_held_out_by_default(files: dict[str, str]) -> None:
     assert not envs.GSM8KEnv(dataset=files["GSM8KEnv"], tokenizer=char_tokenizer()).task.heldout
 
 

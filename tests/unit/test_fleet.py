@@ -212,7 +212,7 @@ def test_a_worker_that_answers_no_ping_is_replaced(stage: Stage) -> None:
     assert fleet.restarts == 1  # its successor answers
 
 
-def test_time_stands_still_while_the_driver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_stops_while_the_driver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait of 10 s ends after 10.5: late, but not as if the process had been stopped; one of 49.5 s after 1049.5."""
     now_s, lasts_s = [100.0], iter([10.5, 1049.5])
 
@@ -278,7 +278,7 @@ def test_a_late_worker_is_replaced_and_left_out(stage: Stage) -> None:
     assert fleet.broadcast("update", 7, deadline_s=WAIT_S) == [("puppet-0.1", 7), ("puppet-1.0", 7)]
 
 
-def test_a_broadcast_that_nobody_answers_names_who_was_late(stage: Stage) -> None:
+def test_a_broadcast_without_an_answer_names_the_late_workers(stage: Stage) -> None:
     stage.prepare = lambda puppet: puppet.mute.add("update")
     fleet = stage.fleet(2)
     with pytest.raises(TimeoutError, match=r"update within 0\.2 s; late: puppet-[01]\.0, puppet-[01]\.0, puppet-"):
@@ -406,7 +406,7 @@ def test_a_start_that_does_nothing_counts_as_failed_and_one_that_works_is_waited
     launcher.close()
 
 
-def test_others_go_on_when_a_slot_is_given_up(stage: Stage) -> None:
+def test_others_continue_when_a_slot_is_given_up(stage: Stage) -> None:
     fleet = stage.fleet(2, capacity=1, max_start_failures=2)
 
     def fails(puppet: Puppet) -> None:

@@ -212,7 +212,7 @@ def test_autocast_multiplies_in_its_dtype_as_a_linear_layer_does(frozen: bool) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_ratio_is_one_whoever_computes_twice(dtype: torch.dtype) -> None:
+def test_the_ratio_is_one_whichever_policy_computes_twice(dtype: torch.dtype) -> None:
     hidden, weight, _, targets = problem(dtype)
     with torch.no_grad():
         first, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)

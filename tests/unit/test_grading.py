@@ -134,7 +134,7 @@ def test_killing_workers_from_outside_changes_no_result(pool_of: PoolOf) -> None
     assert pool.fleet.restarts > 0
 
 
-def test_a_mistake_of_the_task_is_told_and_is_no_ones_score(pool_of: PoolOf) -> None:
+def test_a_mistake_of_the_task_is_reported_and_is_no_score(pool_of: PoolOf) -> None:
     for grader in (pool_of(misnamed), LocalGrader(misnamed, WEIGHTS)):
         with pytest.raises(KeyError, match=r"\['wrong'\] but term_weights names \['length', 'right'\]"):
             grader.scores(asked("say 4", "say 5")).result(WAIT_S)

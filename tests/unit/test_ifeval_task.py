@@ -136,7 +136,7 @@ def test_a_few_broken_rows_of_the_hub_are_left_out_and_many_are_refused(
         make_task("ifeval")
 
 
-def test_missing_punkt_data_are_told_only_where_they_matter(
+def test_missing_punkt_data_are_reported_only_where_they_matter(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nltk.data

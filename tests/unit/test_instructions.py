@@ -148,7 +148,7 @@ def test_all_25_occur_and_every_prompt_can_be_followed_to_the_letter() -> None:
     assert set(WORDS["languages"]) == set(FOREIGN)
 
 
-def test_kwargs_are_complete_and_what_is_asked_for_stands_in_the_prompt() -> None:
+def test_kwargs_are_complete_and_every_requirement_is_in_the_prompt() -> None:
     for example in drawn(600):
         for name, kwargs in given(example).items():
             assert read_kwargs(name, kwargs) == kwargs
@@ -174,7 +174,7 @@ def strings(kwargs: dict[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def test_words_that_are_asked_for_or_forbidden_come_from_nowhere_else() -> None:
+def test_words_that_are_required_or_forbidden_come_from_nowhere_else() -> None:
     fixed = [*WORDS["requests"], *WORDS["questions"], *WORDS["end_phrases"], *WORDS["first_words"], *WORDS["sections"]]
     for topic, words in WORDS["topics"].items():
         for word in (words := words.split()):

@@ -208,7 +208,7 @@ def test_what_fails_is_asked_again_and_no_answer_is_lost(fake: FakeJudge, opened
     assert grader.metrics()["judge/retries"] == (4 if resent_at_once else 8)
 
 
-def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opened: Open) -> None:
+def test_no_request_is_sent_before_the_time_that_the_judge_names(fake: FakeJudge, opened: Open) -> None:
     times: list[float] = []
 
     def answer(body: Any) -> Say:
@@ -221,7 +221,7 @@ def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opene
     assert client_module._seconds("Wed, 21 Oct 2199 07:28:00 GMT") >= 3600
 
 
-def test_words_without_a_verdict_are_asked_for_twice_and_are_an_error_that_is_kept(
+def test_words_without_a_verdict_are_requested_twice_and_are_an_error_that_is_kept(
     fake: FakeJudge, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A judge that repeats what the response says gives no verdict with it."""
@@ -513,7 +513,7 @@ def test_a_response_cannot_end_its_block() -> None:
         assert read_score(obedient(body), nonce) == 0.3, response
 
 
-def test_a_nonce_stands_in_no_text_even_where_earlier_ones_are_known() -> None:
+def test_a_nonce_is_in_no_text_even_where_earlier_ones_are_known() -> None:
     texts: list[str] = []
     for _ in range(20):
         drawn = nonce_for(["prompt"], texts)
@@ -624,7 +624,7 @@ def judged(config: Config, run_dir: Path | None = None):
     return judged_task(config, task_of(config), lambda task: make_grader(config, task), run_dir)
 
 
-def test_a_judge_stands_beside_the_task_or_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_adds_to_the_task_or_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOTA_GRPO_JUDGE_KEY", "sk-1")
     (tmp_path / "rubric.md").write_text("Is it kind?\n")
     with FakeJudge("sk-1") as fake:

@@ -354,7 +354,7 @@ def test_recomputed_log_probs_make_the_first_ratio_one(tmp_path: Path) -> None:
     assert metrics["clip_fraction"] == 0
 
 
-def test_a_step_of_truncated_rows_alone_measures_nothing_and_goes_on(tmp_path: Path) -> None:
+def test_a_step_of_truncated_rows_alone_measures_nothing_and_continues(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, drop_truncated=True)
     metrics = learner.update(lazy_stack(make_rows(4, truncated=True)))
     assert (metrics["loss/objective"], metrics["grad_norm"]) == (0, 0)
@@ -438,7 +438,7 @@ def test_fp16_hides_no_nan(where: str, tmp_path: Path) -> None:
     assert learner.scaler.get_scale() == scale
 
 
-def test_a_longer_run_goes_on_under_its_own_schedule(tmp_path: Path) -> None:
+def test_a_longer_run_continues_under_its_own_schedule(tmp_path: Path) -> None:
     schedule = {"schedule": "linear", "lr": 1e-3, "optim_batch_size": 12}
     short = make_learner(tmp_path, total_steps=2, **schedule)
     assert [short.update(lazy_stack(make_rows()))["lr"] for _ in range(2)] == [1e-3, 5e-4]

@@ -106,7 +106,7 @@ def test_every_sample_has_a_session_of_its_own(instances: Instances) -> None:
     assert [instances.finish(one.key).result(WAIT_S) for one in (first, second)] == [None, None]
 
 
-def test_what_fails_is_told_and_the_session_goes_on(instances: Instances) -> None:
+def test_what_fails_is_reported_and_the_session_continues(instances: Instances) -> None:
     key = instances.open({}).result(WAIT_S).key
     calls = [
         ("fail", {"text": "no such page"}),
@@ -151,7 +151,7 @@ def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
             made.open({}).result(WAIT_S)
 
 
-def test_a_key_is_sent_to_the_server_and_stands_nowhere(
+def test_a_key_is_sent_to_the_server_and_written_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     running = Running(KEY_OF_NOBODY)

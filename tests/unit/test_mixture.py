@@ -251,7 +251,7 @@ def test_an_evaluation_measures_each_task() -> None:
     assert all(declared(name) for name in actual)
 
 
-def test_what_a_benchmark_counts_stands_below_its_task() -> None:
+def test_what_a_benchmark_counts_is_below_its_task() -> None:
     chat = make_task("instructions", seed=SEED, num_train=2, num_heldout=2)
     task = MixtureTask({"chat": chat})
     example, own = task.heldout[0], chat.heldout[0]
@@ -334,7 +334,7 @@ def test_a_task_has_the_runs_options_but_for_its_own() -> None:
         ("{a: {difficulty: hard}}", "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
     ],
 )
-def test_an_entry_that_cannot_be_is_told_in_one_sentence(mixture: str, sentence: str) -> None:
+def test_an_entry_that_cannot_be_is_reported_in_one_sentence(mixture: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         validate(configured(f"env.mixture={mixture}"))
     assert sentence in str(refused.value)
@@ -395,7 +395,7 @@ def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pyte
     load_config(run_dir, trust=True)
 
 
-def test_data_that_cannot_be_read_are_told_with_the_name_of_the_task(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_are_reported_with_the_name_of_the_task(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?"}\n')
     config = configured(f"env.mixture={{m: {{dataset: gsm8k, dataset_path: {tmp_path / 'bad.jsonl'}}}}}")

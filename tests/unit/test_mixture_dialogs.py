@@ -270,7 +270,7 @@ def call(name: str, number: int) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{"number": {number}}}}}\n</tool_call>'
 
 
-def test_each_task_has_its_own_prompts_partner_and_reward(tmp_path: Path) -> None:
+def test_each_task_has_its_own_prompts_responder_and_reward(tmp_path: Path) -> None:
     config = mixed_config(tmp_path)
     tokenizer, requests = load_tokenizer("tiny"), list[GroupRequest]()
     with ExitStack() as opened:

@@ -49,7 +49,7 @@ def weights(one: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_resumed_learner_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_resumed_learner_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Through the file of a checkpoint, in the middle of a warm-up."""
     one, other = learner(tmp_path, name), learner(tmp_path, name)
     batches = [ragged_rows(8) for _ in range(4)]

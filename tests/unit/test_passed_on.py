@@ -145,14 +145,14 @@ def test_vllm_is_given_nothing_that_would_make_samples_wrong(name: str, reason: 
         refuse_arguments(EngineOptions("m", eos_token_ids=[1], engine_kwargs={name: 1}), on_cpu=False)
 
 
-def test_an_argument_that_vllm_has_not_is_told_with_one_that_it_has() -> None:
+def test_an_argument_that_vllm_has_not_is_reported_with_one_that_it_has() -> None:
     pytest.importorskip("vllm")
     options = EngineOptions("m", eos_token_ids=[1], engine_kwargs={"max_num_batched_token": 1})
     with pytest.raises(UserError, match=r"no argument max_num_batched_token .*did you mean max_num_batched_tokens\?"):
         refuse_arguments(options, on_cpu=True)
 
 
-def test_an_engine_that_auto_stands_for_refuses_them_too(tmp_path: Path) -> None:
+def test_an_engine_that_auto_selects_refuses_them_too(tmp_path: Path) -> None:
     config = composed("grpo_cpu", "inference_model.engine_kwargs={max_logprobs: 8}")
     with pytest.raises(UserError, match="no effect on engine=transformers"):
         engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)

@@ -109,7 +109,7 @@ def test_rows_without_assistant_tokens_give_zeros_and_finite_gradients(family):
     assert all((gradient == 0).all() for gradient in actual.values())
 
 
-def test_the_entropy_is_detached_unless_asked_for_and_the_input_rows_are_untouched():
+def test_the_entropy_is_detached_by_default_and_the_input_rows_are_untouched():
     model, rows = make_model(), make_rows([6, 4])
     rows[keys.LOG_PROBS] = torch.full((2, 6), -9.0)
     out = CausalPolicy(model)(rows)

@@ -92,7 +92,7 @@ def test_every_problem_of_countdown_is_solved_by_its_gold_response_for_the_full_
         ("<think><answer>3 * (7 - 3) + 5</answer>", 0, "There is no answer."),
     ],
 )
-def test_a_wrong_expression_is_told_what_is_wrong(response: str, well_formed: int, said: str) -> None:
+def test_the_mistake_of_a_wrong_expression_is_named(response: str, well_formed: int, said: str) -> None:
     score = COUNTDOWN.score(response, NUMBERS)
     assert score.terms == {"correct": 0.0, "format": float(well_formed)}
     assert not score.success

@@ -80,7 +80,7 @@ def test_logits_are_those_of_a_plain_forward_over_every_row(case: str):
             assert decoded_gap(cache, model, plain, [list(prompts[group]) for group in groups], 10) < ROUNDING
 
 
-def test_groups_of_one_token_go_on_when_the_others_have_ended():
+def test_groups_of_one_token_continue_when_the_others_have_ended():
     model, plain = both("qwen2")
     assert use_decode_attention(model)
     prompts = some_prompts(6, 1)

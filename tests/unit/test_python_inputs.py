@@ -183,7 +183,7 @@ def test_the_files_make_the_task_that_the_objects_make(tmp_path: Path) -> None:
     assert first.score(example.answer, example).terms["right"] == 1.0
 
 
-def test_what_cannot_travel_is_graded_in_this_process_if_told_so(tmp_path: Path) -> None:
+def test_what_cannot_be_sent_is_graded_in_this_process_if_configured(tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def locked(solution_str: str) -> float:
@@ -323,7 +323,7 @@ def slopes(result: sota_grpo.Result) -> list[float]:
     return result.metrics["grad_norm"].tolist()
 
 
-def test_it_trains_is_kept_and_goes_on_under_the_same_function_only(tmp_path: Path) -> None:
+def test_it_trains_is_kept_and_continues_under_the_same_function_only(tmp_path: Path) -> None:
     one, two = trained(tmp_path / "one", 1.0), trained(tmp_path / "two", 3.0)
     assert slopes(two)[0] == pytest.approx(3 * slopes(one)[0], rel=1e-3)
     assert one.config["algorithm"]["objective"] == f"{tmp_path}/one/inputs/objective.py:scaled"

@@ -238,7 +238,7 @@ def test_tasks_and_options_that_make_no_sense_are_refused(tasks: dict | None, se
         make_task("reasoning_gym", tasks=tasks)
 
 
-def test_a_task_with_too_few_problems_is_told() -> None:
+def test_a_task_with_too_few_problems_is_reported() -> None:
     few = {"leg_counting": {"min_animals": 1, "max_animals": 1, "min_instances": 1, "max_instances": 1}}
     task = ReasoningGymTask.load(tasks=few, num_train=5, num_heldout=5)
     prompts = {example.query for example in task.train} | {example.query for example in task.heldout}

@@ -211,7 +211,7 @@ def row(**changes: Any) -> dict[str, Any]:
 WEIGHTS = {"answer": 1.0, "format": 0.2, "thinking": 0.2}
 
 
-def test_everything_asked_for_stands_in_the_text() -> None:
+def test_every_requirement_is_in_the_text() -> None:
     text = described(12, row(), "best of 8", WEIGHTS)
     for line in (
         "step 12, group 4, sample 1: best of 8",
@@ -232,7 +232,7 @@ def test_everything_asked_for_stands_in_the_text() -> None:
     assert "error" not in text
 
 
-def test_failures_cuts_missing_terms_and_penalties_are_told() -> None:
+def test_failures_cuts_missing_terms_and_penalties_are_reported() -> None:
     failed = row(
         reward_terms=dict.fromkeys(WEIGHTS, 0.0), reward=0.0, success=False, reward_info={"error": "TimeoutError: 5 s"}
     )

@@ -52,7 +52,7 @@ def replied(content: str) -> dict[str, Any]:
     return {"role": "tool", "name": "f", "content": content}
 
 
-def test_calls_stand_with_their_replies_and_masked_turns_with_their_role() -> None:
+def test_calls_are_shown_with_their_replies_and_masked_turns_with_their_role() -> None:
     messages = [spoken("a", ("f", {"x": 1}), ("g", {})), replied("one"), replied("error: no"), spoken("b", ("f", {}))]
     record = {"messages": messages, "failed": [2], "ended": "turns", "error": None, "reward": math.nan}
     row = row_of([("Begin", False), ("call call", True), ("one, error: no", False), ("again", True)], record)

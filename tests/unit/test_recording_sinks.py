@@ -176,7 +176,7 @@ def test_a_wandb_failure_warns_once_and_never_ends_training(broken, tmp_path, no
     assert wandb.calls.count(broken) <= 1
 
 
-def test_an_online_run_whose_server_does_not_answer_goes_on_offline(tmp_path, no_key, monkeypatch, caplog):
+def test_an_online_run_whose_server_does_not_answer_continues_offline(tmp_path, no_key, monkeypatch, caplog):
     wandb = FailingWandb("nothing")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)

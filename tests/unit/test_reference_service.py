@@ -138,7 +138,7 @@ class NanWorker:
         return 0.0
 
 
-def test_what_is_wrong_with_rows_or_weights_reaches_whoever_waits(saved, in_threads) -> None:
+def test_what_is_wrong_with_rows_or_weights_reaches_the_waiting_thread(saved, in_threads) -> None:
     service = service_of(in_threads, saved[0], 1)
     bad, good = groups_of_rows(2)
     bad[1][keys.ASSISTANT_MASK][0] = True

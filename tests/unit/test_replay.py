@@ -110,7 +110,7 @@ def test_step_0_under_another_preset_is_that_of_a_run_under_it(plain: Path, tmp_
     assert actual["agrees"]
 
 
-def test_a_run_in_half_precision_is_replayed_in_float32_and_told_apart(tmp_path: Path) -> None:
+def test_a_run_in_half_precision_is_replayed_in_float32_and_distinguished(tmp_path: Path) -> None:
     actual = replayed(run(tmp_path / "run", "train.precision=bf16", "train.total_dialog_turns=16"), 0)
     assert not actual["agrees"]
     norm = actual["figures"]["grad_norm"]
@@ -157,7 +157,7 @@ def tripled(log_ratio, advantage, clip_low, clip_high):
 """
 
 
-def test_several_algorithms_stand_side_by_side(plain: Path, tmp_path: Path) -> None:
+def test_several_algorithms_are_side_by_side(plain: Path, tmp_path: Path) -> None:
     """In one optimizer step, a factor scales the gradient and nothing else; the run's own twin is exact."""
     (tmp_path / "mine.py").write_text(SCALED)
     tripled = f"{tmp_path}/mine.py:tripled"
@@ -262,7 +262,7 @@ def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
     (plain / "replays").unlink()
 
 
-def test_overrides_stand_anywhere_and_nothing_else_does(monkeypatch, capsys) -> None:
+def test_overrides_may_be_anywhere_and_nothing_else_may(monkeypatch, capsys) -> None:
     seen = []
     monkeypatch.setattr("sota_grpo.cli.runs.replay", lambda options: seen.append(options) or 0)
     with pytest.raises(SystemExit, match="0"):

@@ -174,7 +174,7 @@ def test_a_group_of_dialogs_has_their_turns_and_its_prompts(tmp_path: Path) -> N
     assert all("text" not in turn for turn in stored["samples"][0]["turns"])
 
 
-def test_whatever_stands_in_a_dialog_the_page_is_made_and_small() -> None:
+def test_whatever_is_in_a_dialog_the_page_is_made_and_small() -> None:
     rng = random.Random(random.getrandbits(32))
     odd: list[Any] = [None, True, -1, 1e300, "x" * 100_000, [], [None, 5], {}, {"turns": 7}, {"a": [1]}]
 
@@ -290,6 +290,6 @@ def test_thinning_keeps_evaluations_the_last_step_and_the_clock(monkeypatch: pyt
     assert actual["seconds"] == [1, 5, 6, 9, 12]
 
 
-def test_whatever_stands_in_a_metric_no_infinity_reaches_the_page() -> None:
+def test_whatever_is_in_a_metric_no_infinity_reaches_the_page() -> None:
     row = {"step": 0, "reward": math.inf, "odd": "text", "list": [1], "kl": 0.5, "reward/std": math.nan}
     assert curves(run_of(row | {"dialog_turns": 8}))["columns"] == {"kl": {"v": [0.5]}}

@@ -112,7 +112,7 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
     return int(ended.value.code or 0), out + err
 
 
-def test_the_command_writes_beside_the_run_or_where_it_is_told(
+def test_the_command_writes_next_to_the_run_or_to_the_named_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

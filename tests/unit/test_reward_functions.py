@@ -322,7 +322,7 @@ def test_a_success_is_what_the_function_says_or_a_reward_above_the_bound(
     assert score(task_of(tmp_path, text, success_above=0.25), "4").success is success
 
 
-def test_the_tasks_own_reward_may_stand_beside_functions(tmp_path: Path) -> None:
+def test_the_tasks_reward_may_be_combined_with_functions(tmp_path: Path) -> None:
     text = "def brevity(solution_str): return -len(solution_str) / 10"
     own = GSM8KTask([Example("9*2?", "9*2=18\n#### 18")], format_weight=0.5)
     task = task_of(tmp_path, text, "builtin", "brevity", task=own, weights=[2.0, 1.0])
@@ -409,7 +409,7 @@ def test_what_a_file_imports_does_not_count_against_a_response(tmp_path: Path) -
         assert pool.fleet.restarts == 0
 
 
-def test_a_task_answers_turns_whoever_rewards_them(tmp_path: Path) -> None:
+def test_a_task_answers_turns_whichever_reward_grades_them(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(completions, **columns):\n    return [0.5 for _ in completions]\n")
     task = with_reward_functions(CalculatorTask(num_train=1, num_heldout=1), str(tmp_path / "r.py"), ["f"])
     score = task.score("<calc>2 * 3</calc>", task.train[0])
@@ -488,13 +488,13 @@ def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
         ("compute_score = 3\n", "has no function 'compute_score'"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_file_that_cannot_be_used_is_reported(tmp_path: Path, text: str, sentence: str) -> None:
     actual = refusal(tmp_path / "rewards.py", text, ["compute_score"])
     assert sentence in actual
     assert str(tmp_path / "rewards.py") in actual
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
     assert f"there is no reward file {tmp_path}/a.py; correct reward.path" in refusal(tmp_path / "a.py", None, ["f"])
     assert "there is no reward file" in refusal(tmp_path, None, ["f"]), "a folder"
 
@@ -514,7 +514,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         ("completions, solution", "f requires solution, but the columns of the data are ground_truth, level"),
     ],
 )
-def test_a_function_of_neither_form_is_told(tmp_path: Path, signature: str, sentence: str) -> None:
+def test_a_function_of_neither_form_is_reported(tmp_path: Path, signature: str, sentence: str) -> None:
     assert re.search(sentence, refusal(tmp_path / "rewards.py", f"def f({signature}): return 0\n", ["f"]))
 
 
@@ -529,7 +529,7 @@ def test_a_function_of_neither_form_is_told(tmp_path: Path, signature: str, sent
         (["f"], [float("nan")], "holds a number that is not finite"),
     ],
 )
-def test_names_and_weights_that_do_not_match_are_told(
+def test_names_and_weights_that_do_not_match_are_reported(
     tmp_path: Path, names: list[str], weights: list[float] | None, sentence: str
 ) -> None:
     text = "def f(solution_str): return 0\ndef g(solution_str): return 0\ndef kl(solution_str): return 0\n"

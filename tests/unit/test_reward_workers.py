@@ -56,7 +56,7 @@ def moods(num_groups: int, **at: tuple[int, int]):
     return lambda request, index: says.get((request.group_id % num_groups, index), f"say {request.group_id + index}")
 
 
-def test_training_in_sync_goes_on_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
+def test_training_in_sync_continues_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
     engine = make_saying(env, moods(4, spin=(1, 2), crash=(3, 0)))
     sync = EngineWeightSync(lambda: [], engine)
     collector = collector_of(

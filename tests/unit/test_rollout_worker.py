@@ -118,7 +118,7 @@ def test_requests_that_wait_are_added_together(start):
     assert batches == [1, 5]
 
 
-def test_weights_land_while_a_group_runs_and_serve_its_next_tokens(start):
+def test_weights_are_loaded_while_a_group_runs_and_serve_its_next_tokens(start):
     model, target = tiny_model(), tiny_model()
     target.load_state_dict(weights := changed_weights(model))
     worker = start(lambda: hf_engine(model))

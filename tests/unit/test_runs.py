@@ -225,7 +225,7 @@ def test_a_killed_process_frees_its_run_whatever_it_left_behind(tmp_path: Path) 
 # --- finished runs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_finished_until_more_turns_are_asked_for(tmp_path: Path) -> None:
+def test_a_finished_run_is_finished_until_more_turns_are_requested(tmp_path: Path) -> None:
     run_dir = started(tmp_path / "run", finished=True)
     fresh = tmp_path / "fresh"
     for own, resume in ((run_dir, "auto"), (fresh, str(run_dir))):
@@ -299,7 +299,7 @@ def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
         opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
 
 
-def test_a_run_goes_on_with_the_models_that_it_was_started_with(tmp_path: Path) -> None:
+def test_a_run_continues_with_the_models_that_it_was_started_with(tmp_path: Path) -> None:
     run_dir, models = tmp_path / "run", {"model.name": "aa", "ref_model.name": None}
     with opened(run_dir, None) as place:
         place.require_models(models)

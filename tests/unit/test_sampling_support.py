@@ -64,7 +64,7 @@ def rows_of(samples: list[tuple[tuple[int, ...], Sample]]) -> list[TensorDict]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engine_tells_the_sets_that_it_drew_from_and_log_probs_over_them(way: str) -> None:
+def test_an_engine_reports_its_sampling_support_and_log_probs_over_it(way: str) -> None:
     """Against the logits of a forward pass without padding: at most a token at the edge of a set is another."""
     model = tiny_model()
     sampling = Sampling(max_tokens=24, **WAYS[way])
@@ -155,7 +155,7 @@ def same(one: TensorDict, other: TensorDict) -> bool:
     return all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in names)
 
 
-def test_sets_of_vllm_that_may_have_more_tokens_than_were_asked_for_are_refused() -> None:
+def test_supports_of_vllm_that_may_have_more_tokens_than_were_requested_are_refused() -> None:
     """Of two tokens three are asked for each; the second has all three, which is all only where there are no more."""
     ids, nothing = [5, 5, 6, 7, 8, 8, 9, 4], -torch.inf
     actual = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -1.0, -0.5, nothing, -1.1, -1.1, -1.1, -1.1])

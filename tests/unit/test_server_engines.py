@@ -189,7 +189,7 @@ def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
     assert sampled(engine, SAMPLING).samples[0].versions.tolist() == [7] * 6
 
 
-def test_a_server_that_ended_with_its_folder_is_told_by_the_push(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_ended_with_its_folder_is_reported_by_the_push(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
     """Its launcher deletes the folder for weights, which a push may find before anything else shows the death."""
     engine = rigs.engine(FakeVLLM())
     died = ServerDied("The inference server ended before it took new weights (was ended by SIGKILL); ...")
@@ -394,7 +394,7 @@ def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running
         engine.submit(request(9), SAMPLING)
 
 
-def test_weights_of_somebody_else_in_the_server_are_found(rigs: Rigs):
+def test_weights_of_another_trainer_in_the_server_are_found(rigs: Rigs):
     fake = FakeVLLM()
     mine, other = rigs.engine(fake), rigs.engine(fake)
     other.update_weights(weights().items(), 1)
@@ -441,7 +441,7 @@ def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
 
 
 @pytest.mark.parametrize("name", ["vllm_server", "sglang_server"])
-def test_a_url_where_nobody_answers_is_a_sentence(name: str):
+def test_a_url_without_an_answer_is_a_sentence(name: str):
     options = EngineOptions("model", engine=name, eos_token_ids=[1], url="http://127.0.0.1:1")
     with pytest.raises(UserError, match=r"^No server answers at engine\.url=http://127\.0\.0\.1:1; start it first"):
         server_module.server_engine(options)

@@ -237,7 +237,7 @@ class Clocked:
         self.remote.poll()
 
 
-def test_a_rank_that_does_not_answer_keeps_nobody_from_noticing_that_another_is_dead(
+def test_a_rank_that_does_not_answer_does_not_hide_that_another_is_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Noticed by the second look, ten seconds after the first, and not when the first rank's 600 s are over."""
@@ -253,7 +253,7 @@ def test_a_rank_that_does_not_answer_keeps_nobody_from_noticing_that_another_is_
         ranks.poll(10.1)
 
 
-def test_ranks_that_live_are_left_alone_however_seldom_anybody_looks_and_however_late_they_answer(
+def test_ranks_that_live_are_left_alone_however_rarely_they_are_polled_and_however_late_they_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Clocked(monkeypatch)
@@ -275,7 +275,7 @@ def test_ranks_that_live_are_left_alone_however_seldom_anybody_looks_and_however
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "samples", "none"])
-def test_whoever_waits_for_a_dead_learner_is_told_of_the_rank_that_failed_first(first: str, tmp_path: Path) -> None:
+def test_a_call_to_a_dead_learner_names_the_rank_that_failed_first(first: str, tmp_path: Path) -> None:
     """A checkpoint's thread and the one that waits for samples: who notices kills all, and the other sees this."""
     answers = {"begin_save": lambda: {}, "written": lambda: ("rank", "digest")}
     ranks = [Rank(number, **answers) for number in range(3)]

@@ -308,7 +308,9 @@ def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
     writer.close()
 
 
-def test_a_copy_that_fails_lets_training_go_on_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_lets_training_continue_and_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise MemoryError("no memory")
 

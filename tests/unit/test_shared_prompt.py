@@ -118,7 +118,7 @@ def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gemma2")])
-def test_the_operation_for_gpus_is_asked_for_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operation_for_gpus_gets_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arguments, with plain torch in its place: its kernels have tests of their own."""
     from sota_grpo.policy import shared_prompt as module
 

@@ -70,7 +70,7 @@ def test_tokens_have_the_version_that_was_served_at_their_own_time() -> None:
     assert output.samples[0].token_ids.tolist() == [5, 6, 5, 6, 5, 6, 5, 6, 5, 2]
 
 
-def test_lengths_have_the_mean_asked_for_and_a_tail() -> None:
+def test_lengths_have_the_requested_mean_and_a_tail() -> None:
     scenario, draw = Scenario(response_tokens=200, sigma=1.0), random.Random(random.getrandbits(32))
     lengths = [scenario.length(draw) for _ in range(20_000)]
     assert sum(lengths) / len(lengths) == pytest.approx(196, rel=0.06)  # the cut at 8 means takes 2 % off

@@ -95,7 +95,7 @@ def _start(*arguments: object) -> multiprocessing.process.BaseProcess:
     return process
 
 
-def test_it_is_whole_or_not_there_whoever_is_killed_and_whoever_comes_at_once(
+def test_it_is_whole_or_not_there_whichever_process_is_killed_or_comes_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SOTA_GRPO_CACHE", str(tmp_path))

@@ -235,7 +235,7 @@ def test_sync_and_workers_continue_each_other() -> None:
     assert [ids(batch) for batch in actual] == [ids(batch) for batch in whole[:5]]
 
 
-def test_in_sync_nothing_is_asked_for_beside_the_learner_and_a_batch_together() -> None:
+def test_in_sync_nothing_is_requested_during_learning_and_a_batch_together() -> None:
     calls: list[int] = []
     source = synchronous_source(
         right=0.3,
@@ -259,7 +259,7 @@ def test_in_sync_nothing_is_asked_for_beside_the_learner_and_a_batch_together() 
 
 
 @pytest.mark.parametrize("stage", ["sample", "grade"])
-def test_in_sync_replacements_are_asked_for_together_once_the_last_group_is_graded(stage: str) -> None:
+def test_in_sync_replacements_are_requested_together_once_the_last_group_is_graded(stage: str) -> None:
     """All four groups are zero-advantage ones; one is late, and what replaces the others waits for it."""
     calls: list[int] = []
     late: list[tuple[Future, Future]] = []
@@ -440,7 +440,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
 
 
 @pytest.mark.parametrize("refill", [False, True])
-def test_a_batch_that_cannot_be_trained_on_is_asked_for_again_after_a_resume(tmp_path, refill: bool) -> None:
+def test_a_batch_that_cannot_be_trained_on_is_requested_again_after_a_resume(tmp_path, refill: bool) -> None:
     """Where the reward that it fell over is mended meanwhile, the run is the one that had no such reward."""
     options = {"num_groups": 3, "refill": refill, "right": 0.3}
     whole, rig = Rig(**options), Rig(**options)
@@ -457,7 +457,7 @@ def test_a_batch_that_cannot_be_trained_on_is_asked_for_again_after_a_resume(tmp
             assert all(same(one, two) for one, two in zip(batch, other, strict=True))
 
 
-def test_pending_groups_are_asked_for_first_and_in_order(tmp_path) -> None:
+def test_pending_groups_are_requested_first_and_in_order(tmp_path) -> None:
     rig = Rig(num_groups=2, max_policy_age=2)
     rig.step(0, ahead=2)
     pending = sorted(rig.desk.open)

@@ -230,7 +230,7 @@ def in_bytes(ids) -> str:
         ("\ufffd!", ["", "", "", "\ufffd!"]),  # the mark itself cannot be told from half a character before the next
     ],
 )
-def test_a_character_of_several_tokens_stands_with_its_last(text: str | bytes, expected: list[str]) -> None:
+def test_a_character_of_several_tokens_is_shown_at_its_last(text: str | bytes, expected: list[str]) -> None:
     assert text_pieces(list(text if isinstance(text, bytes) else text.encode()), in_bytes) == expected
 
 
@@ -317,7 +317,7 @@ def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[floa
     return [record.getMessage() for record in caplog.records]
 
 
-def test_three_steps_in_a_row_of_zero_advantage_groups_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_three_steps_in_a_row_of_zero_advantage_groups_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     warned = warnings(caplog, 20, [0.5, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
     assert len(warned) == 1
     assert warned[0].startswith("In 3 steps in a row every group's rewards were equal (mean 0.25)")
@@ -329,7 +329,7 @@ def test_two_are_not_but_where_the_run_has_no_more(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize(("failed", "count"), [(8.0, 1), (7.0, 0)])
-def test_a_grader_that_fails_at_every_response_is_told(
+def test_a_grader_that_fails_at_every_response_is_reported(
     caplog: pytest.LogCaptureFixture, failed: float, count: int
 ) -> None:
     texts = warnings(caplog, 20, [0.5, 0.5], failed)

@@ -95,7 +95,7 @@ def test_no_test_sees_at_which_level_the_one_before_it_has_logged(tmp_path: Path
     assert done.returncode == 0, done.stdout
 
 
-def test_a_failed_test_of_processes_has_a_second_try_that_is_told(tmp_path: Path) -> None:
+def test_a_failed_test_of_processes_has_a_second_try_that_is_reported(tmp_path: Path) -> None:
     begin = "import subprocess, pytest\nfrom pathlib import Path\n"
     (tmp_path / "test_a.py").write_text(
         f"{begin}def test_flaky():\n    tried = Path('tried').exists()\n    Path('tried').touch()\n    assert tried\n"

@@ -195,7 +195,7 @@ def test_a_response_to_which_no_reward_function_applies_is_in_no_statistic() -> 
 
 
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
-def test_reference_log_probs_land_on_their_own_tokens(budget) -> None:
+def test_reference_log_probs_are_on_their_own_tokens(budget) -> None:
     rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 9)]
     for index, row in enumerate(rows):
         row[keys.FULL_TOKENS][0] = VOCAB + index  # prompts must differ: equal ones are packed once, and then more fits

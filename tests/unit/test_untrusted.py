@@ -75,7 +75,7 @@ def saved(run_dir: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("option", ASKS)
-def test_what_a_config_asks_for_needs_trust_or_to_be_given_again(option: str, run_dir: Path) -> None:
+def test_code_and_files_of_a_config_need_trust_or_to_be_passed_again(option: str, run_dir: Path) -> None:
     text, deed = ASKS[option]
     saved(run_dir, text)
     deed = deed.replace("RUN", str(run_dir))
@@ -272,7 +272,7 @@ def test_what_libraries_keep_in_a_run_directory_is_their_own(run_dir: Path) -> N
         (run_dir / name).unlink()
 
 
-def test_a_temporary_name_that_somebody_prepared_is_not_written_through(tmp_path: Path) -> None:
+def test_a_prepared_temporary_name_is_not_written_through(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     for temporary in (".a.txt.tmp", f".a.txt.{os.getpid()}.tmp"):

@@ -167,7 +167,7 @@ def test_the_head_keeps_its_logits_in_float32() -> None:
 
 
 @pytest.mark.parametrize("whose", ["learner", "reference"])
-def test_a_micro_batch_seldom_makes_the_host_wait(whose: str, tmp_path: Path) -> None:
+def test_a_micro_batch_rarely_makes_the_host_wait(whose: str, tmp_path: Path) -> None:
     """Of passes over the same rows in one micro-batch and in many, by their difference."""
     learner = build(tmp_path, "cuda", **{**FULL, "precision": "bf16", "optim_batch_size": 16})
     reference = FrozenReference(make_model(head_dim=8).to("cuda"))
