@@ -7,11 +7,11 @@ what bounds it, how long a publish takes each way, what driver and nodes hold. `
 
 A step of ``K`` groups is estimated as the largest of (:func:`bounds`), with ``P`` places in the engines, ``g`` the mean
 time of a group, ``M`` that of the longest of a batch, ``A`` the bound on the age, and ``D`` what passes from a batch
-that is given out to the publish that frees its slots::
+that is taken to the publish that frees its slots::
 
     all engines busy    K g / P
     the learner         D = control + rows to ranks + learning + publish + copy for a checkpoint
-    the tail            (D + M) / (A + 1)      a group is asked for at a publish and is due A + 1 batches later
+    the tail            (D + M) / (A + 1)      a group is requested at a publish and is due A + 1 batches later
     the driver          CPU seconds of its threads, which share one interpreter lock, over the share that pings leave
 
 The first three are those of the event simulation (:mod:`benchmarks.simulation`), and the largest is its step exactly
@@ -48,7 +48,7 @@ MODELS = {"7B": ("qwen2.5-7b", 1), "70B": ("qwen2.5-72b", 8)}  # shape, and GPUs
 ENGINES = (100, 1000, 10_000)
 _ADAPTER_RANK = 16
 _PING_S = 30.0  # of engines: of a silence of 120 s, a quarter
-_RANK_PING_S = 10.0  # of ranks, by whoever waits for them or attends to them (sota_grpo.training.remote_learner)
+_RANK_PING_S = 10.0  # of ranks, by the thread that waits for them or polls them (sota_grpo.training.remote_learner)
 _SMALL = 16  # engines of the event simulation beside the arithmetic
 _SMALL_TOKENS = 32
 

@@ -10,7 +10,7 @@ made as they are (those that need samples), and again with one mistake at a time
 - ``top_p``: the engine keeps 0.9 of the mass, and the trainer does not know;
 - ``stale``: that layer is left out of the gate's own push.
 
-The first three stand on the trainer's side, where a seed costs a few forward passes and no new engine: which of the two
+The first three are on the trainer's side, where a seed costs a few forward passes and no new engine: which of the two
 is wrong changes the sign of a gap and little else. Every case ends at the first check that refuses it, as a run does.
 ``--layers 4 8`` asks the same of random weights, in the shape of the preset's model with so many decoder layers: a
 bound that comes from the rounding of the policy at hand must hold for any.
@@ -243,7 +243,7 @@ def _layer(components: TrainingComponents, seed: int) -> int:
 
 
 def _without_system_turn(row: TensorDictBase, tokenizer: Any) -> TensorDictBase:
-    """The row without what stands before the second turn of its prompt."""
+    """The row without what precedes the second turn of its prompt."""
     begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
     turns = (row.get(keys.FULL_TOKENS) == begin).nonzero().flatten()
     cut = row.copy()

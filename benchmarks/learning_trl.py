@@ -201,7 +201,7 @@ def trl_trainer(config: Config, parts: RunComponents, folder: Path, *, max_steps
 class Examiner(TrainerCallback):
     """Evaluates TRL's policy with our evaluator, at the steps at which a run of ours would; times the steps alone.
 
-    What it has so far stands in ``curve.json`` in ``folder``.
+    What it has so far is in ``curve.json`` in ``folder``.
     """
 
     def __init__(self, config: Config, parts: RunComponents, model: Any, folder: Path):

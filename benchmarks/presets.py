@@ -3,7 +3,7 @@
 ``python -m benchmarks.presets --out FOLDER`` trains each with ``grpo.py --config-name grpo_cpu engine=transformers
 algorithm=PRESET``, seeds 0 to 2, until an evaluation (greedy, 256 held-out problems, every 512 responses) says
 ``--target`` or the ``--samples`` are over; ``OPTIONS`` has what a preset is given beside. After every run a line goes
-to ``FOLDER/presets.jsonl``; the same command goes on after the last of them. ``--figure FILE`` draws all curves, and
+to ``FOLDER/presets.jsonl``; the same command continues after the last of them. ``--figure FILE`` draws all curves, and
 the table of docs/algorithm.md is printed.
 """
 
@@ -81,7 +81,7 @@ def train(preset: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     try:
         sota_grpo.train("grpo_cpu", overrides=changes, run_dir=run_dir)
     except KeyboardInterrupt:
-        if watch.is_alive():  # somebody else asked for it
+        if watch.is_alive():  # another process requested it
             raise
     finally:
         over.set()

@@ -102,7 +102,7 @@ GROUPS: dict[str, Callable[[random.Random, Task, int, int], list[Pairs]]] = {"gs
 def measure(
     scores: Callable[[Pairs], Future[list[Score]]], groups: Sequence[Pairs], ahead: int, seconds: float
 ) -> Rate:
-    """Ask for one group after the other, ``ahead`` of them at a time."""
+    """Request one group after the other, ``ahead`` of them at a time."""
     waiting: deque[Future[list[Score]]] = deque()
     num_requested = count = right = failed = 0
     began, cpu = time.perf_counter(), time.process_time()

@@ -51,7 +51,7 @@ class Scenario:
         sigma: of the logarithm of the length.
         token_s: seconds per token, whatever the load.
         generation_ratio: time in which all workers, never idle, sample a batch, over the time to learn from it.
-        publish_s: time from the end of learning to the new weights in every worker; rollouts go on meanwhile.
+        publish_s: time from the end of learning to the new weights in every worker; rollouts continue meanwhile.
         num_steps: training steps.
         seed: of lengths and prompts.
     """

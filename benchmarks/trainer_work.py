@@ -124,7 +124,7 @@ def make_rows(case: Case, seed: int = 0) -> list[TensorDict]:
 
 
 def shared_loads(rows: Sequence[TensorDict]) -> Load:
-    """What the rows ask for where the prompt of each group is computed once."""
+    """What the rows require where the prompt of each group is computed once."""
     lengths: dict[int, tuple[int, list[int]]] = {}
     for row in rows:
         num_sampled = int(row[keys.ASSISTANT_MASK].sum())

@@ -31,7 +31,7 @@ Check = Callable[[Options], Iterator[Finding]]
 
 
 def run_stage(name: str, checks: list[Check], options: Options, limit_s: float) -> list[Finding]:
-    """Make the checks of a stage while there is time; an exception is a finding, and the next check goes on."""
+    """Make the checks of a stage while there is time; an exception is a finding, and the next check continues."""
     began, measured = time.perf_counter(), []
     for index, check in enumerate(checks):
         if time.perf_counter() - began > 0.8 * limit_s:

@@ -3,7 +3,7 @@
 ``python scripts/real.py input_data.jsonl`` makes the checks before training, measures SmolLM2-135M-Instruct on IFEval's
 own prompts, trains it with the preset smollm_ifeval, measures it on the same prompts, and writes a report; ``--preset
 smollm_gsm8k train.jsonl`` does the same with GSM8K, 512 questions of which are held out (env.num_heldout). Each step is
-a command of its own, which is printed, and is not done twice: after Ctrl-C or ``kill -9`` the same line goes on,
+a command of its own, which is printed, and is not done twice: after Ctrl-C or ``kill -9`` the same line continues,
 training from its last checkpoint.
 
 OPTION=VALUE are options of the run: ``train.total_dialog_turns=4096``. ``make real`` installs what is needed first.
@@ -47,7 +47,7 @@ BENCHMARKS = {
 class Step:
     """What a step says, its command, and the file that is there once it is done.
 
-    Where ``takes_out``, the command is told by ``--out`` where to write; the file gets its name when it is whole.
+    Where ``takes_out``, ``--out`` names the command's output; the file gets its name when it is whole.
     """
 
     said: str
@@ -80,7 +80,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
 
 
 def refuse_others(options: argparse.Namespace) -> str | None:
-    """Why these options cannot go on in the folder, which keeps those that it was begun with; None if they can."""
+    """Why these options cannot continue in the folder, which keeps those that it was begun with; None if they can."""
     if not options.file.is_file():
         return f"there is no file {options.file}; give IFEval's input_data.jsonl, or GSM8K's train.jsonl."
     options.out.mkdir(parents=True, exist_ok=True)
@@ -142,10 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             do(step)
     except subprocess.CalledProcessError as error:
         if error.returncode == 130:
-            print("Stopped; the same command goes on.", file=sys.stderr)
+            print("Stopped; the same command continues.", file=sys.stderr)
         return error.returncode
     except KeyboardInterrupt:
-        print("Stopped; the same command goes on.", file=sys.stderr)
+        print("Stopped; the same command continues.", file=sys.stderr)
         return 130
     from sota_grpo.cli.eval import show
 

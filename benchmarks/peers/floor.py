@@ -17,7 +17,7 @@ import torch
 from benchmarks.peers.work import SHAPE, Case
 from sota_grpo.functional.flops import Load, ModelShape, backward_flops, forward_flops, shared_load
 
-TILES = (16, 64, 256, 1024, 4096)  # rows of a product; whoever computes many positions may choose among them
+TILES = (16, 64, 256, 1024, 4096)  # rows of a product; a caller with many positions may choose among them
 MOST_COLUMNS = 4096  # of a product; a wider matrix is cut, so that the part stays in the cache
 SECONDS_PER_PRODUCT = 0.01
 

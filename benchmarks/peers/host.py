@@ -1,4 +1,4 @@
-"""A system in a process of its own, fresh for every case: it is asked for one thing at a time and idle in between."""
+"""A system in a process of its own, fresh for every case: it gets one request at a time and idle in between."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def serve_system(connection: Connection, name: str, folder: Folder, log: Path) -
     """The child: build the system, then answer ``learn`` and ``step`` until ``close``.
 
     ``learn`` answers ``{"seconds", "bytes"}`` and ``step`` its phases and ``bytes``; ``bytes`` only where ``memory`` is
-    asked for, None otherwise. ``learn`` with ``gradient=path`` writes what the optimizer was given to that file.
+    requested, None otherwise. ``learn`` with ``gradient=path`` writes what the optimizer was given to that file.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted and ends this process
     with log.open("w") as file:

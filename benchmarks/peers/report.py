@@ -51,7 +51,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "torchrl", "tensordict
 
 
 def plans(options: argparse.Namespace) -> list[Plan]:
-    """What the options ask for, the cases of most promises first.
+    """What the options require, the cases of most promises first.
 
     Raises:
         SystemExit: a case or a system that there is not.

@@ -85,7 +85,7 @@ BETWEEN = (
 
 @dataclass(frozen=True)
 class Folder:
-    """Where the work of a case lies: what each system is told, and all that crosses to its process.
+    """Where the work of a case lies: the input of each system, and all that crosses to its process.
 
     Args:
         case: the case.
@@ -107,7 +107,7 @@ class Folder:
 
     @property
     def heldout(self) -> Path:
-        """As :attr:`prompts`, one of them, for whoever insists on held-out problems."""
+        """As :attr:`prompts`, one of them, for systems that require held-out problems."""
         return self.path / "heldout.jsonl"
 
     @property

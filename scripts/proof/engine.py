@@ -163,7 +163,7 @@ def speed(options: Options, engine: Engine) -> Iterator[Finding]:
 
 
 def push_in_flight(options: Options, engine: Engine, old: torch.nn.Module, new: torch.nn.Module) -> Finding:
-    """Each token is labelled with the weights that gave it: the last old one and the first new one tell."""
+    """Each token is labelled with the weights that gave it: the last old one and the first new one show it."""
     requests = requests_of(options, 4)
     tokens = 24 if options.small else 96
     futures = [engine.submit(request, Sampling(max_tokens=tokens, ignore_eos=True)) for request in requests]

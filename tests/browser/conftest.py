@@ -29,7 +29,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens files; at the end, no page may have asked for anything, nor complained in its console."""
+    """Opens files; at the end, no page may have requested anything, nor complained in its console."""
     contexts, complaints, requests = [], [], []
 
     def open_file(path: Path, *, width: int = 1280, scheme: str = "light") -> Any:

@@ -128,7 +128,7 @@ def test_curves_show_the_metrics_as_they_are_smoothed_and_over_seeds(opened: Cal
     drawn = lines(page, "reward")
     assert [line["y"] for line in drawn] == [rewards(0), rewards(1), rewards(0, STEPS // 2)]
     assert drawn[0]["x"] == list(range(STEPS))
-    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 3  # told apart without colour
+    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 3  # distinguished without colour
     band = lines(page, "reward", "band")[0]
     assert band["y"][0] == pytest.approx(rewards()[0] + 0.4 / math.sqrt(12), abs=1e-5)
     assert band["y"][-1] == pytest.approx(rewards()[0] - 0.4 / math.sqrt(12), abs=1e-5)
@@ -338,7 +338,7 @@ def test_24_tasks_are_one_chart_that_leads_to_the_groups_of_each(opened: Callabl
     chart = page.locator("[data-metric='task/*/reward']")
     drawn = lines(page, "task/*/reward")
     assert len(drawn) == 24
-    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 24  # told apart without colour
+    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 24  # distinguished without colour
     assert drawn[3]["x"] == [1, 3, 5]
     assert chart.locator("figcaption b").inner_text() == "Reward by task"
     names = chart.locator("[role=option] .task")

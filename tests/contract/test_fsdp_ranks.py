@@ -208,7 +208,7 @@ def test_a_checkpoint_changes_the_number_of_ranks(lora: bool, pair: Pair, tmp_pa
     save(store, 1, first)
     sizes = [file.stat().st_size for file in tmp_path.glob("checkpoint_000001.*/rank_*.safetensors")]
     assert len(sizes) == 2
-    assert max(sizes) < 0.6 * sum(sizes)  # the counts of steps and the header stand in rank 0's
+    assert max(sizes) < 0.6 * sum(sizes)  # the counts of steps and the header are in rank 0's
     second.load_state_dict(store.latest()[1]["learner"])
     second.update(batches[1])
     save(store, 2, second)

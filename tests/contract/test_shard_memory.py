@@ -1,4 +1,4 @@
-"""Four real ranks save and go on: what each needs for it beside its own state, and what none needs."""
+"""Four real ranks save and continue: what each needs for it beside its own state, and what none needs."""
 
 from __future__ import annotations
 

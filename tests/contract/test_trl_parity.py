@@ -5,7 +5,7 @@ the conventions of the two differ:
 
 - ``cispo``: TRL's ``epsilon_high`` is the bound of the ratio itself, ours, as everywhere, its distance from 1. So our
   ``clip_high=4`` is TRL's ``epsilon_high=5``, the value that its documentation recommends.
-- ``gspo``: TRL differentiates the sequence ratio as it stands, ours is GSPO's token form. Under the preset's
+- ``gspo``: TRL differentiates the sequence ratio unchanged, ours is GSPO's token form. Under the preset's
   aggregation, where the tokens of a row share one advantage and one weight, the gradients are equal, as shown here.
 - ``beta > 0``: TRL 1.16 multiplies k3 by the importance ratio, with its gradient, unless ``use_bias_correction_kl`` is
   False (GRPO's paper, eq. 3 and 4, and ours). What that buys, the gradient of KL(policy, reference) in place of that of

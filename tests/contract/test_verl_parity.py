@@ -154,7 +154,7 @@ def test_advantage_equals_verls(name: str) -> None:
     )
     algorithm: Any = config.algorithm
     actual = group_advantages(rewards, ids, baseline=algorithm.baseline, scale=algorithm.scale, lengths=lengths)
-    close = {"rtol": 1e-5, "atol": 1e-5} if estimator.startswith("reinforce") else CLOSE  # eps stands elsewhere
+    close = {"rtol": 1e-5, "atol": 1e-5} if estimator.startswith("reinforce") else CLOSE  # eps is elsewhere
     torch.testing.assert_close(actual.unsqueeze(-1) * mask, theirs.double() * mask, **close)
 
 

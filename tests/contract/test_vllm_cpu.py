@@ -341,7 +341,7 @@ def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: p
 
 def test_a_rollout_worker_pushes_under_a_running_group(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """Stepped by another thread than the one that built it."""
-    monkeypatch.setattr(rig.engine, "close", lambda: None)  # the other tests go on with it
+    monkeypatch.setattr(rig.engine, "close", lambda: None)  # the other tests continue with it
     worker, new = HostedRollout(lambda: rig.engine), rig.engine.version + 1
     try:
         (long,) = ragged_requests(1, 2)

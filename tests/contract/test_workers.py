@@ -144,7 +144,7 @@ def test_exceptions_keep_their_type(worker: Worker) -> None:
         worker.call("no_such_method").result(WAIT_S)
     with pytest.raises(AttributeError, match="private"):
         worker.call("_lock").result(WAIT_S)
-    # the worker goes on
+    # the worker continues
     assert worker.call("ping").result(WAIT_S) == 0.0
 
 
@@ -230,7 +230,7 @@ def test_kill_ends_the_process(own: Worker, stop: bool) -> None:
     assert pid is not None
     if stop:
         os.kill(pid, signal.SIGSTOP)
-        own.call("note", np.zeros(2_000_000))  # more than any socket buffers: whoever sends it is held up
+        own.call("note", np.zeros(2_000_000))  # more than any socket buffers: the sender is held up
     own.kill()
     assert is_gone(pid)
     assert isinstance(never.exception(0.1), WorkerDied)

@@ -27,7 +27,7 @@ SIZES = {
 UNCHECKED = "check.mode=off"
 #: The desk of a run of four steps, in which others' work on pushed weights is seen.
 WHOLE = "reference_async"
-#: Folders that stand for a model of the reader's own; the desk has the embedded policy there.
+#: Folders that replace a model of the reader's own; the desk has the embedded policy there.
 OWN_MODELS = ("path/to/your/model", "checkpoints/your_sft_checkpoint")
 #: What a block may need that no test has; its configs are estimated all the same.
 ELSEWHERE = {"cluster", "docker", "server"}
@@ -203,7 +203,7 @@ def _extras() -> set[str]:
 
 
 def _has_options(command: Command) -> None:
-    """The script or module is there, and every ``--option`` and subcommand stands in its source."""
+    """The script or module is there, and every ``--option`` and subcommand is in its source."""
     words = command.words[1:]
     path = ROOT / (words[1].replace(".", "/") if words[0] == "-m" else words[0])
     path = path if path.suffix else (path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))

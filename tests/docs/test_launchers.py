@@ -1,4 +1,4 @@
-"""The files of ``launchers/``: their commands are ours, their versions are the project's, and no secret stands in them.
+"""The files of ``launchers/``: their commands are ours, their versions are the project's, and they contain no secret.
 
 Their own tools (docs/cluster.md names them) say more, but cannot be installed beside the project.
 """

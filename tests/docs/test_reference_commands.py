@@ -1,4 +1,4 @@
-"""The usage lines of TorchRL's GRPO recipe work as they stand, without the folder before the script's name.
+"""The usage lines of TorchRL's GRPO recipe work unchanged, without the folder before the script's name.
 
 Nothing is added to them but sizes and, for a model of the hub, the embedded policy (:data:`tests.docs.rules.SIZES`).
 """
@@ -72,7 +72,7 @@ def test_usage_lines_train(name: str, workshop: Workshop) -> None:
 
 
 def test_options_reach_the_run(workshop: Workshop) -> None:
-    """What a line asks for stands in the config of its run, and a config name chooses the data."""
+    """What a line requires is in the config of its run, and a config name chooses the data."""
     from omegaconf import OmegaConf
 
     (first,), (second,) = ran("ifeval_config", workshop), ran("dataset", workshop)

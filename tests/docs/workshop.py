@@ -55,7 +55,7 @@ class Workshop:
         self._server.close()
 
     def desk(self, name: str) -> Path:
-        """The working directory of that name; made when first asked for."""
+        """The working directory of that name; made when first requested."""
         if name not in self._desks:
             self._desks[name] = self._folder / "desks" / name
             self._desks[name].mkdir(parents=True)
@@ -87,7 +87,7 @@ class Workshop:
         return self._server.run(arguments, cwd=desk, environment=command.environment, timeout_s=_LONG_S)
 
     def run_python(self, block: Block) -> Done:
-        """Run a Python block as a script at the desk of its document; each has to stand alone."""
+        """Run a Python block as a script at the desk of its document; each has to be independent."""
         desk = self.desk(block.document.name)
         script = desk / f"block_{block.line}.py"
         script.write_text(small_block(block.text))
@@ -148,7 +148,7 @@ class Workshop:
 
 
 def _question(command: Command) -> tuple[str, ...]:
-    """As it is written, of a part of its data: thousands of prompts take seconds to tokenize, and tell no more."""
+    """As it is written, of a part of its data: thousands of prompts take seconds to tokenize, and show no more."""
     overrides = estimated(command)
     part = [] if any(word.startswith("env.max_samples=") for word in overrides) else ["env.max_samples=256"]
     gpus = [] if command.block.gpus is None else ["--gpus", command.block.gpus]
@@ -156,7 +156,7 @@ def _question(command: Command) -> tuple[str, ...]:
 
 
 def typed(text: str, name: str = "typed") -> Command:
-    """A command that stands in no document; ``name`` is that of its desk."""
+    """A command that is in no document; ``name`` is that of its desk."""
     return next(commands(Block(Path(name), "bash", text + "\n", 1)))
 
 

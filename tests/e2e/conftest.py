@@ -94,7 +94,7 @@ def signalled(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Done]:
         finally:
             for sent in range(times):
                 time.sleep(0.1 * bool(sent))
-                with suppress(ProcessLookupError):  # it has ended, as its code tells
+                with suppress(ProcessLookupError):  # it has ended, as its exit code shows
                     os.kill(process, number)
             done = fork_server.finish()
         return done

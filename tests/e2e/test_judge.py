@@ -1,4 +1,4 @@
-"""Runs that a judge rewards: killed with -9 while it is asked, and continued; no answer is asked for again."""
+"""Runs that a judge rewards: killed with -9 during a request, and continued; no answer is requested again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = (
 
 
 def judged(metrics_of: list[dict]) -> list[dict]:
-    """Without what depends on what was asked before."""
+    """Without what depends on earlier requests."""
     return [{name: row[name] for name in row if not name.startswith("judge/")} for row in without_clock(metrics_of)]
 
 

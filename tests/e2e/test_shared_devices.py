@@ -1,4 +1,4 @@
-"""Whole runs of several ranks whose engines share their devices: real Ray, real ranks, everybody in turn."""
+"""Whole runs of several ranks whose engines share their devices: real Ray, real ranks, each in turn."""
 
 from __future__ import annotations
 

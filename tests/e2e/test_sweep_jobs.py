@@ -93,7 +93,7 @@ def test_what_a_job_has_to_say_reaches_the_command(sweep: Callable[..., subproce
 
 
 def test_a_search_whose_jobs_fail_fails(sweep: Callable[..., subprocess.Popen]) -> None:
-    """The sweeper goes on after a job that failed, so only the runs' directories say that there was one."""
+    """The sweeper continues after a job that failed, so only the runs' directories say that there was one."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra optuna is not installed")
     chosen = ("hydra/sweeper=search", "hydra.sweeper.n_trials=1", "optimizer.lr=choice(-1,-2)")
     jobs = sweep("hydra/launcher=submitit_local", *chosen)
@@ -115,7 +115,7 @@ def test_without_slurm_it_says_so(sweep: Callable[..., subprocess.Popen]) -> Non
 def test_slurm_gets_the_resources_of_the_preset_and_the_command(
     tmp_path: Path, sweep: Callable[..., subprocess.Popen]
 ) -> None:
-    """By a stand-in of sbatch that keeps what it is given, and refuses."""
+    """By a fake sbatch that keeps its arguments, and refuses."""
     for name, text in (("srun", ""), ("sbatch", 'cp "$1" "$KEPT"; echo "invalid partition" >&2; exit 1')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

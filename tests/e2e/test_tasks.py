@@ -64,7 +64,7 @@ def test_reasoning_in_two_turns_with_a_readable_log(tmp_path: Path) -> None:
     steps, rollouts = run(tmp_path, "grpo_reasoning", f"env.dataset_path={path}", *dialog)
     assert all({"reward/answer", "reward/format", "reward/thinking"} <= row.keys() for row in steps)
     assert all(row["reward/thinking"] <= 0 for row in steps)
-    assert any("Think about it again" in row["response"] for row in rollouts)  # a wrong answer is asked again
+    assert any("Think about it again" in row["response"] for row in rollouts)  # a wrong answer gets another turn
     assert all(row["response_tokens"] <= 2 * 48 for row in rollouts)
     assert all(row["mismatch_kl"] < 1e-8 for row in steps)  # the tokens of the inserted turn are not the policy's
     (log,) = (tmp_path / "run" / "debug_logs").glob("grpo_debug_*.txt")

@@ -1,7 +1,7 @@
 """The device without numbers: floats have a shape only, so that models of any size go through their whole step.
 
 Integers and masks that come from the host keep their values, since they decide shapes (layouts, indices), and so does
-what has few elements. What would be read from a float without a value is an answer that lets a step go on: 0 for a
+what has few elements. What would be read from a float without a value is an answer that lets a step continue: 0 for a
 number, true for a condition, every element for a mask.
 """
 

@@ -159,7 +159,7 @@ def _operation(name: str) -> Any:
 
 
 class Numbers:
-    """How the device computes: on CPU tensors. Another one may stand in :data:`numbers` (see :mod:`shapes`)."""
+    """How the device computes: on CPU tensors. Another one may be in :data:`numbers` (see :mod:`shapes`)."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on what the tensors of the device hold; factories have ``device=`` the CPU."""

@@ -209,7 +209,7 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             status, reply = answer(body) if known else (401, {"error": "Unauthorized"})
             try:
                 self._reply(status, reply)
-            except ConnectionError:  # whoever asked did not wait
+            except ConnectionError:  # the client did not wait
                 self.close_connection = True
 
         def _reply(self, status: int, body: Any) -> None:

@@ -283,7 +283,7 @@ class _Silent:
 
 
 def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:
-    """Invariant: prompt and response of a row, joined, are the tokens that the engine was asked and what it said."""
+    """Invariant: prompt and response of a row, joined, are the tokens that the engine read and sampled."""
     rng = random.Random(SEED)
     for _ in range(20):
         head = [rng.randrange(40, 90) for _ in range(rng.randint(1, 6))]

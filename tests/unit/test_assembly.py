@@ -271,7 +271,7 @@ def test_a_missing_sink_is_found_before_anything_is_loaded(monkeypatch) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"logging.wandb=online needs wandb.*logging.wandb=disabled"):
         preflight.preflight(config_of("logging.wandb=online"))
-    preflight.preflight(config_of("logging.wandb=offline"))  # goes on without a copy
+    preflight.preflight(config_of("logging.wandb=offline"))  # continues without a copy
 
 
 @pytest.mark.parametrize(("seen", "names"), [(None, "0,2"), ("4,5,6", "4,6"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")])
@@ -320,7 +320,7 @@ def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None
 
 
 def test_on_a_cluster_shared_engines_are_in_the_bundles_of_their_ranks(monkeypatch, tmp_path, with_vllm) -> None:
-    """One GPU more, for a reference; which GPUs a bundle has is asked of a worker that gets all of them."""
+    """One GPU more, for a reference; which GPUs a bundle has is reported by a worker that gets all of them."""
     bundles, launcher = [], Mock()
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: bundles.extend(places) or launcher)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8, "GPU": 4}}])
@@ -352,7 +352,7 @@ def test_on_a_cluster_shared_engines_are_in_the_bundles_of_their_ranks(monkeypat
 
 
 def test_weights_reach_servers_as_they_are_though_a_reference_is_in_ray(monkeypatch, tmp_path) -> None:
-    """Servers are threads of this process: nobody would unwrap what Ray shares."""
+    """Servers are threads of this process: no process would unwrap what Ray shares."""
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: Mock())
     plan = Plan("cpu", Placement(train=(0,), inference=(1,), ref=(2,), colocated=False), "vllm_server", True)
     cluster, weights = Cluster(config_of("mode=async", "engine.name=vllm_server"), plan, tmp_path), object()

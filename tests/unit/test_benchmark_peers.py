@@ -68,7 +68,7 @@ def test_the_floor_of_a_step_shares_prompts_and_learns_in_three_passes(monkeypat
 
 
 class FakeHost:
-    """Answers at once with its own seconds; notes who was asked what."""
+    """Answers at once with its own seconds; records each request."""
 
     asked: list[tuple[str, str]]
     ended: list[str]

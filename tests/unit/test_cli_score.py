@@ -1,4 +1,4 @@
-"""``sota-grpo score``: rows in, rows out, in order; what is broken is named by its line and costs nobody else."""
+"""``sota-grpo score``: rows in, rows out, in order; what is broken is named by its line and affects no other row."""
 
 from __future__ import annotations
 

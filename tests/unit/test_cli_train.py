@@ -16,7 +16,7 @@ from sota_grpo.run import entry
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Config]]:
-    """Run ``sota-grpo`` in this process with a stand-in for the training; returns the configs that it was given."""
+    """Run ``sota-grpo`` in this process with a fake training; returns the configs that it was given."""
     monkeypatch.setattr(entry, "quiet_console", lambda: None)
 
     def run(*arguments: str) -> list[Config]:

@@ -1,4 +1,4 @@
-"""Programs of a model: what tests decide, what a sandbox lets them do, and what a server of SandboxFusion is asked."""
+"""Programs of a model: what tests decide, what a sandbox lets them do, and the requests to a SandboxFusion server."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class PlainRunner:
 
 @pytest.mark.parametrize("fault", ["xs[0]", "1 / len(xs)", "undefined if not xs else 1", "exit(0) if not xs else 1"])
 def test_a_test_at_which_a_program_raises_fails_alone(fault: str) -> None:
-    """The share of the tests that pass is the same in whichever order they stand."""
+    """The share of the tests that pass is the same in whichever order they are."""
     program = f"def first(xs):\n    {fault}\n    return xs[0]"
     raises, *right = "assert first([]) is None", "assert first([1]) == 1", "assert first([2, 3]) == 2"
     assert run_tests(PlainRunner(), program, "\n".join([*right, raises])) == [True, True, False]

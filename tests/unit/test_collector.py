@@ -50,7 +50,7 @@ def test_batches_hold_whole_groups_in_the_order_drawn() -> None:
 
 
 class LateGrader:
-    """Answers when it has been asked for ``num_groups`` groups, the last one first, from another thread."""
+    """Answers after requests for ``num_groups`` groups, the last one first, from another thread."""
 
     def __init__(self, num_groups: int, delay_s: float = 0.0) -> None:
         task = make_env().task

@@ -1,4 +1,4 @@
-"""Dialogs over every kind of engine: equal to a plain loop, whole, independent, and gone when nobody wants them."""
+"""Dialogs over every kind of engine: equal to a plain loop, whole, independent, and dropped when no caller waits."""
 
 from __future__ import annotations
 
@@ -482,7 +482,7 @@ def test_an_abandoned_group_requests_no_further_turn(how: str) -> None:
     assert len(futures) == 3
     for future in futures[:2]:
         future.set_result(GroupOutput(10, (sample,)))
-    assert len(futures) == 5  # each sample goes on by itself, before its sibling has begun
+    assert len(futures) == 5  # each sample continues by itself, before its sibling has begun
     if how == "cancelled":
         assert done.cancel()
     for future in futures[2:]:

@@ -208,7 +208,7 @@ def train(engine: DialogEngine, env: TaskEnv, dump_dir: Path, num_steps: int) ->
 
 
 def scripted_thinker(env: TaskEnv) -> ScriptedEngine:
-    """Sample 0 of a group is right at once, sample 1 when it is asked to think again, the others never."""
+    """Sample 0 of a group is right at once, sample 1 after the turn that says to think again, the others never."""
     tokenizer = env.tokenizer
     gold = {env.prompt_ids(example): env.task.gold_response(example) for example in env.task.train}
 

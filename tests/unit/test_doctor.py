@@ -1,4 +1,4 @@
-"""``sota-grpo doctor``: each lack is seen and told with its fix; a machine that has everything passes."""
+"""``sota-grpo doctor``: each lack is reported with its fix; a machine that has everything passes."""
 
 from __future__ import annotations
 

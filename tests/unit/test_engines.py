@@ -222,7 +222,7 @@ def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
 
 def test_an_abandoned_stream_frees_its_memory():
     engine = hf_engine(tiny_model())
-    for seed in range(99):  # until others go on when the first is over
+    for seed in range(99):  # until others continue when the first is over
         stream = engine.generate(ragged_requests(6, 2, seed=seed), Sampling(max_tokens=80))
         next(stream)
         if engine._running:
@@ -264,7 +264,7 @@ def test_a_thread_that_waits_for_the_lock_is_not_overtaken_by_the_one_that_has_h
         thread.start()
         while not lock._first.locked():
             time.sleep(0.001)
-    with lock:  # asked for at once after the release, yet behind the other
+    with lock:  # requested at once after the release, yet behind the other
         order.append("same")
     thread.join()
     assert order == ["other", "same"]
@@ -347,7 +347,7 @@ def test_what_waits_for_an_engine_fails_though_its_shutdown_fails(monkeypatch: p
 
 
 class SleepingClock:
-    """Moves only while somebody sleeps."""
+    """Moves only while a thread sleeps."""
 
     def __init__(self) -> None:
         self.slept: list[float] = []
@@ -415,7 +415,7 @@ def test_auto_passes_over_a_vllm_whose_installation_was_not_finished(monkeypatch
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hook", ["_start", "_step"])
 def test_an_engine_that_fails_once_fails_all_that_is_in_flight_and_nothing_after_it(hook: str):
-    """Whoever drives it is told, and so is everybody who waits: how far a group has come is not known any more."""
+    """The driver thread and all waiting threads get the failure: how far a group has come is not known any more."""
     engine, works = ScriptedEngine(duration_s=0.05), [False]
     hooked = getattr(engine, hook)
 

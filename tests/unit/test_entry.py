@@ -41,7 +41,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 
 
 def noting(found: list[Config]) -> Callable[..., int]:
-    """A stand-in for the training that notes its config and does all steps."""
+    """A fake training that records its config and does all steps."""
 
     def train(config: Config, run_dir: Path, passed: object = None) -> int:
         found.append(config)

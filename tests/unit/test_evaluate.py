@@ -132,7 +132,7 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
 
 
 class Dialogs(Streams):
-    """Answers every request with a dialog of two turns, between which somebody else speaks."""
+    """Answers every request with a dialog of two turns, between which another role speaks."""
 
     def __init__(self, ids: list[list[int]]) -> None:
         self.ids, self.requests = ids, list[GroupRequest]()
@@ -158,7 +158,7 @@ def test_the_last_turn_of_a_dialog_is_graded() -> None:
     assert [request.example for request in dialogs.requests] == list(examples)
 
 
-CLUSTERS = [(2, 2), (0, 1), (1, 3), (0, 2), (1, 1)]  # instructions followed, and asked for, of five prompts
+CLUSTERS = [(2, 2), (0, 1), (1, 3), (0, 2), (1, 1)]  # instructions followed, and requested, of five prompts
 
 
 def test_shares_of_unequal_prompts_have_the_ratio_estimators_error() -> None:

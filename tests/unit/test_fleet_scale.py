@@ -96,7 +96,7 @@ def test_a_driver_of_one_lock_bounds_the_step_from_where_its_seconds_exceed_the_
     job = Job("7B", 1000, Cluster(), costs, publish="tree", tokens=256, learner_gpus=800)
     slow, fast = step_of(job), step_of(replace(job, costs=COSTS))
     assert slow.bottleneck == "driver"
-    # every 10 steps 3 * 8,000 groups are saved at 1 ms: 2.4 s; engines and ranks are told once, at 1 ms: 1.8 s;
+    # every 10 steps 3 * 8,000 groups are saved at 1 ms: 2.4 s; engines and ranks are notified once, at 1 ms: 1.8 s;
     # 1,000 engines are pinged every 30 s and 800 ranks every 10, at 1 ms
     assert slow.step_s == pytest.approx((80 + 2.4 + 1.8) / (1 - 1 / 30 - 0.08))
     assert slow.drivers == math.ceil(84.2 / slow.floors["sampling"] + 1 / 30 + 0.08)

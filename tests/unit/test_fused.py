@@ -1,6 +1,6 @@
 """Compiled decoder layers: the log-probs and gradients of eager ones, one compilation for rows of any length.
 
-With the kernel for half precision on CUDA, in whose place plain torch stands here, a layer is one graph.
+With the kernel for half precision on CUDA, which plain torch replaces here, a layer is one graph.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def assert_equal(
 
 @pytest.mark.parametrize("builds", [False, True])
 def test_layers_are_compiled_where_they_can_be(builds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left open: on CUDA, with a compiler, and a run without one says so; asked for, everywhere."""
+    """Left open: on CUDA, with a compiler, and a run without one says so; requested, everywhere."""
     monkeypatch.setattr(learning, "builds_kernels", lambda: builds)
     monkeypatch.setattr(devices, "builds_kernels", lambda: builds)
     config = Config()

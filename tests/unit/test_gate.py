@@ -121,7 +121,7 @@ def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
     components.rows = components.sample()
     assert gate.first_ratio_is_one(components).passed
     components = make_components(tmp_path, temperature=4.0, top_p=0.9, max_tokens=96, **HALF["bf16 both"])
-    components.rows = components.sample().without(keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)  # and does not tell which
+    components.rows = components.sample().without(keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)  # and does not report which
     check = gate.first_ratio_is_one(components)
     assert not check.passed
     assert float(check.sentence.split()[1]) == pytest.approx(0.9, abs=0.03)
@@ -503,7 +503,7 @@ def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(stale: st
 
 
 def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path) -> None:
-    """Of a tensor that the engine holds in another order, as of an engine that tells nothing."""
+    """Of a tensor that the engine holds in another order, as of an engine without checksums."""
     components = make_components(tmp_path, **HALF["bf16 both"])
     components.rows = graded_rows(components)
     engine, own = components.rollouts.engine, components.rollouts.engine.weight_sums

@@ -72,7 +72,7 @@ def test_scores_are_equal_to_those_of_this_process() -> None:
 
 @pytest.mark.parametrize("mood", ["hang", "spin", "crash", "exit"])
 def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pool_of: PoolOf, mood: str) -> None:
-    """A group of 8, one failed: its siblings keep their scores, and nobody else waits for a deadline."""
+    """A group of 8, one failed: its siblings keep their scores, and no other group waits for a deadline."""
     place = random.randrange(8)
     texts = [f"say {number}" for number in range(8)]
     texts[place] = mood

@@ -162,7 +162,7 @@ def test_all_541_prompts_of_the_benchmark_can_be_read(caplog: pytest.LogCaptureF
 
 
 def test_a_grader_imports_its_libraries_before_its_first_response() -> None:
-    """On a busy machine NLTK took longer to import than the deadline of the response that asked for it."""
+    """On a busy machine NLTK took longer to import than the deadline of the response that requested it."""
     code = (
         "import sys; from sota_grpo.rewards.grading import RewardWorker; from sota_grpo.tasks import make_scorer;"
         "from sota_grpo.tasks.wrappers import think_again;"  # through what is wrapped around it, too

@@ -77,7 +77,7 @@ def few(kwargs: dict[str, Any]) -> bool:
 
 
 def body(asked: dict[str, dict[str, Any]]) -> list[str]:
-    """Sentences with the words, letters and lengths that are asked for, in English or the language."""
+    """Sentences with the words, letters and lengths that are required, in English or the language."""
     language = asked.get("language:response_language")
     letter = asked.get("keywords:letter_frequency", {})
     rare = letter.get("letter", "#") if few(letter) else "#"
@@ -211,7 +211,7 @@ def official_descriptions(examples: Iterable[Example]) -> Iterator[str]:
 
 
 def sentences(text: str) -> set[str]:
-    """Of four words or more, numbers, marks and letter case aside, but for the three that the checks ask for."""
+    """Of four words or more, numbers, marks and letter case aside, but for the three that the checks require."""
     parts = re.split(r"[.!?;:\n]", re.sub(r"\d+", "9", text.casefold()))
     plain = {" ".join(re.findall(r"\w+", part)) for part in parts}
     return {sentence for sentence in plain if len(sentence.split()) >= 4} - CHOSEN

@@ -249,7 +249,7 @@ def test_what_the_judge_refuses_is_an_error_at_once_and_is_asked_anew_another_ti
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "among others"])
 def test_a_question_that_breaks_the_judge_costs_itself(fake: FakeJudge, opened: Open, alone: bool) -> None:
-    """Alone, a small question tells whether the judge works."""
+    """Alone, a small question shows whether the judge works."""
     fake.answer = lambda body: Say({}, 500) if "poison" in str(body) else fair(body)
     texts = ["poison"] if alone else ["poison", *texts_of(6)]
     scores = asked(opened(), texts)
@@ -475,7 +475,7 @@ def ask(response: str, rubric: str = "Is it right?") -> tuple[dict, str]:
 
 
 def obedient(body: dict) -> str:
-    """A judge that does whatever stands outside the material, and gives 10 where it is told to."""
+    """A judge that does whatever is outside the material, and gives 10 on request."""
     text, nonce = body["messages"][-1]["content"], nonce_of(body)
     outside, inside = [], None
     for line in text.splitlines():

@@ -414,7 +414,7 @@ def test_what_half_precision_does_to_log_probs_is_half_minus_float32(trained: st
 
 @pytest.mark.filterwarnings("error")
 def test_a_skipped_step_moves_no_schedule_and_no_count(tmp_path: Path) -> None:
-    """The first of three steps overflows: warm-up goes on as if it had not been, with torch's order of calls kept."""
+    """The first of three steps overflows: warm-up continues as if it had not been, with torch's order of calls kept."""
     learner = make_learner(tmp_path, precision="fp16", schedule="linear", warmup_steps=4)
     learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50)
     metrics = learner.update(lazy_stack(make_rows(12)))
@@ -499,7 +499,7 @@ def test_learning_rate_schedules() -> None:
 
 
 def _gradient(learner: Learner, rows: list[TensorDict], budget: int) -> tuple[dict[str, torch.Tensor], dict]:
-    """The gradient of one optimizer step, its losses and metrics; the rows are told which of their tokens were kept."""
+    """The gradient of one optimizer step, its losses and metrics; the rows mark which of their tokens were kept."""
     plain = RowTable.of(rows).rows()
     losses, metrics, _ = learner._measured(learner._run(plain, learner._passes(plain, budget)), torch.zeros(()))
     for row, shown in zip(rows, plain, strict=True):
@@ -598,7 +598,7 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
 
 
 def test_weights_are_gathered_before_room_is_made_and_an_engine_wakes() -> None:
-    """On one device for both, the reserve of the gathering would stand beside all that is sampled next."""
+    """On one device for both, the reserve of the gathering would take memory of all that is sampled next."""
     events: list[str] = []
     engine = SimpleNamespace(name="engine", version=0, wake=lambda: events.append("wake"))
     engine.update_weights = lambda weights, version: (events.append(weights), setattr(engine, "version", version))

@@ -1,4 +1,4 @@
-"""Tasks of a mixture with group sizes, turns, tools and environments of their own: who is asked, told and answered."""
+"""Tasks of a mixture with group sizes, turns, tools and environments of their own: which requests each gets."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def test_a_surrogate_in_a_file_is_trained_and_its_clip_is_measured(mine: Path) -> None:
-    """Loss, gradient and clip fraction are those of the declared one, whose formula stands in the file."""
+    """Loss, gradient and clip fraction are those of the declared one, whose formula is in the file."""
     rows, loss, _ = scene(objective="clipped", entropy_bonus=False)
     actual = {}
     for objective in ("clipped", f"{mine}:clipped"):

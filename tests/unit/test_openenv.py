@@ -296,7 +296,7 @@ def test_a_server_that_leaves_costs_the_sample_and_none_is_one_sentence(recorded
     with closing(server), started(server.url) as instances:
         key = begun(instances, None).key
         with pytest.raises(InstanceLost, match="the OpenEnv server is gone"):
-            call(instances, key, "guess_number", number=99)  # nobody has recorded that
+            call(instances, key, "guess_number", number=99)  # that was not recorded
     with started(f"http://127.0.0.1:{free_port()}") as instances:
         with pytest.raises(UserError, match=r"openenv\+http.* cannot be used: no OpenEnv server answers at ") as raised:
             instances.wait_ready()

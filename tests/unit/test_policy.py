@@ -152,7 +152,7 @@ def test_what_cannot_be_answered_is_refused_with_a_sentence():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model folder whose configuration asks for dropout."""
+    """A model folder whose configuration requires dropout."""
     model = make_model("llama", attention_dropout=0.5)
     return str(save_hf(model, make_tokenizer(), tmp_path_factory.mktemp("model") / "llama")), model
 

@@ -1,4 +1,4 @@
-"""QLoRA: a policy whose frozen weights are in 4 bits is that of the dequantised weights, for everybody who asks it."""
+"""QLoRA: a policy whose frozen weights are in 4 bits is that of the dequantised weights, for every caller."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def adapted(model: Any) -> Any:
 
 @pytest.fixture(params=["nf4", "fp4"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A quantised model, and a plain one of the weights that it stands for; both under one adapter."""
+    """A quantised model, and a plain one of the weights that it represents; both under one adapter."""
     plain = make_model(**WIDE).train()
     packed = quantize(copy.deepcopy(plain), request.param)
     names = [name for name, module in packed.named_modules() if type(module).__name__ == "Linear4bit"]

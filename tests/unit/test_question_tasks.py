@@ -58,7 +58,7 @@ def assert_gold_is_the_most_and_empty_the_least(task: Task, examples: list[Examp
     most = sum(task.term_weights.values())
     for example in examples:
         gold = task.gold_response(example)
-        if gold is None:  # words cannot stand there
+        if gold is None:  # words cannot be there
             assert (task.name, task.answer_format) == ("math", "last_number")
             continue
         assert task.score(gold, example).success, (gold, example)

@@ -41,7 +41,7 @@ def one_task(name: str, num: int, **options: object) -> ReasoningGymTask:
 
 @cache
 def examples(name: str) -> list:
-    """Made when asked for: 84 tasks take four seconds, which every collection would spend."""
+    """Made when requested: 84 tasks take four seconds, which every collection would spend."""
     return one_task(name, 3).train[:]
 
 

@@ -1,4 +1,4 @@
-"""A dialog in ``rollouts.jsonl``: its turns are its tokens, each once, and calls stand with what came of them."""
+"""A dialog in ``rollouts.jsonl``: its turns are its tokens, each once, and calls are shown with their results."""
 
 from __future__ import annotations
 

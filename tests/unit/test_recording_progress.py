@@ -116,7 +116,7 @@ def test_the_closing_table_shows_only_what_was_measured(monkeypatch):
 
 
 def test_the_progress_of_a_run_takes_that_line(monkeypatch: Any) -> None:
-    """In one place of the cell, whatever stands below it."""
+    """In one place of the cell, whatever is below it."""
     shown: list[str] = []
 
     def display(content: dict[str, str], *, raw: bool, display_id: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Hanging and crashing graders in training, evaluation and the gate: the run goes on, or ends with a sentence."""
+"""Hanging and crashing graders in training, evaluation and the gate: the run continues, or ends with a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers are found where they were asked for, numbers compare exactly, and hostile text costs linear time."""
+"""Answers are found where the prompt requires them, numbers compare exactly, and hostile text costs linear time."""
 
 from __future__ import annotations
 

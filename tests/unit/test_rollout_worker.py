@@ -1,4 +1,4 @@
-"""The engine loop: results as of the bare engine, weights that land in flight, silence, failures that reach all."""
+"""The engine loop: results as of the bare engine, weights loaded in flight, silence, failures that reach all."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_a_damaged_column_is_refused(damage) -> None:
 
 
 def batches(rows: list[TensorDict]) -> dict[str, TensorDict]:
-    """The same four rows as TorchRL may have them; ``hidden`` is ragged and nobody's business."""
+    """The same four rows as TorchRL may have them; ``hidden`` is ragged and unknown here."""
     ones = [row.unsqueeze(0) for row in rows]
     even = [row.exclude("hidden", "masks") for row in rows]
     root = TensorDict({keys.GROUP_ID: torch.stack([row[keys.GROUP_ID] for row in rows])}, [len(rows)])

@@ -156,7 +156,7 @@ def same(one: TensorDict, other: TensorDict) -> bool:
 
 
 def test_supports_of_vllm_that_may_have_more_tokens_than_were_requested_are_refused() -> None:
-    """Of two tokens three are asked for each; the second has all three, which is all only where there are no more."""
+    """Of two tokens three are required each; the second has all three, which is all only where there are no more."""
     ids, nothing = [5, 5, 6, 7, 8, 8, 9, 4], -torch.inf
     actual = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -1.0, -0.5, nothing, -1.1, -1.1, -1.1, -1.1])
     with pytest.raises(RuntimeError, match="kept 3 tokens or more"):
@@ -227,7 +227,7 @@ def test_a_declared_truncation_passes_the_gate(adapter, tmp_path: Path) -> None:
 
 
 def test_a_wider_truncation_than_the_sets_say_does_not(tmp_path: Path) -> None:
-    """An engine that tells the whole vocabulary and draws with a top-p of 0.8."""
+    """An engine that reports the whole vocabulary and draws with a top-p of 0.8."""
     components = make_components(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
     rows = components.sample()
     vocabulary = components.learner.policy.model.config.vocab_size

@@ -1,4 +1,4 @@
-"""The engines over HTTP against stand-ins of the servers: what is asked, what is read, and everything that breaks."""
+"""The engines over HTTP against fake servers: requests, answers, and everything that breaks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 
 
 class Rigs:
-    """Engines and the stand-ins behind them; all are closed at the end of the test."""
+    """Engines and their fake servers; all are closed at the end of the test."""
 
     def __init__(self, stack: ExitStack):
         self._stack = stack

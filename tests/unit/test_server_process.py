@@ -1,4 +1,4 @@
-"""Servers as child processes: started, guarded, told of when they die, and never left behind."""
+"""Servers as child processes: started, guarded, reported when they die, and never left behind."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class _Tokenizer:
 
 
 def _use(cache: str, halfway: Event, go_on: Event) -> None:
-    """Ask for the folder, and stop in the middle of writing it; ``halfway`` says so, ``go_on`` lets it end."""
+    """Request the folder, and stop in the middle of writing it; ``halfway`` says so, ``go_on`` lets it end."""
     os.environ["SOTA_GRPO_CACHE"] = cache
 
     def wait() -> None:
@@ -117,5 +117,5 @@ def test_it_is_whole_or_not_there_whichever_process_is_killed_or_comes_at_once(
         assert process.exitcode == 0
     (folder,) = tmp_path.glob("smollm2*")
     assert not list(tmp_path.glob(".*.tmp"))
-    assert resolve_model_path("smollm2") == str(folder)  # the packages are not asked for again
+    assert resolve_model_path("smollm2") == str(folder)  # the packages are not requested again
     assert load_model("smollm2").num_parameters() == tiny_model().num_parameters()

@@ -55,7 +55,7 @@ def random_engine(env: TaskEnv, *, right: float, seed: int) -> ScriptedEngine:
 
 
 class Desk(Streams):
-    """Takes requests and finishes them when it is told to, in any order."""
+    """Takes requests and finishes them on command, in any order."""
 
     name, max_model_len = "desk", 2048
 
@@ -209,7 +209,7 @@ def test_at_age_0_the_batches_are_those_of_sync_bit_for_bit(refill: bool) -> Non
 
 
 def test_sync_and_workers_continue_each_other() -> None:
-    """A synchronous run may go on with workers, and back, prompts and seeds the same."""
+    """A synchronous run may continue with workers, and back, prompts and seeds the same."""
     seed = random.randrange(10**6)
     whole = [
         batch
@@ -405,7 +405,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
             if random.random() < 0.2:
                 finished = len(rig.source._slots.buffer.sampler)
                 rig = reload(rig, tmp_path, **options)
-                assert len(rig.source._slots.buffer.sampler) == finished  # with their rows: nobody samples them again
+                assert len(rig.source._slots.buffer.sampler) == finished  # with their rows: they are not sampled again
                 kept += finished
                 continue
             if not rig.source.handle_events():
@@ -415,7 +415,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
         replaced += rig.source.metrics()["groups/refilled"]
         rig.engine.version = step + 1
         if random.random() < 0.3:
-            rig = reload(rig, tmp_path, **options)  # a batch that was given out counts as trained
+            rig = reload(rig, tmp_path, **options)  # a batch that was taken counts as trained
         else:
             rig.source.release()
     rig.source.is_ready()
@@ -451,7 +451,7 @@ def test_a_batch_that_cannot_be_trained_on_is_requested_again_after_a_resume(tmp
         rig.step(1)
     rig.source.replay_buffer._transform.pop()
     resumed = reload(rig, tmp_path, **options)
-    for source in (rig, resumed):  # a source that goes on does the same
+    for source in (rig, resumed):  # a source that continues does the same
         for batch, other in zip([source.step(1), source.step(2)], expected[1:], strict=True):
             assert ids(batch) == ids(other)
             assert all(same(one, two) for one, two in zip(batch, other, strict=True))
@@ -671,7 +671,7 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
 
 
 def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -> None:
-    """Nobody calls the source meanwhile: its own thread does it. What that saves: ``benchmarks.overlap``."""
+    """No caller uses the source meanwhile: its own thread does it. What that saves: ``benchmarks.overlap``."""
     graded: list[str] = []
     local = small_env().grader
 

@@ -85,7 +85,7 @@ def test_a_text_of_several_tokens_and_of_half_ones_is_seen_when_its_last_token_c
 
 
 def test_a_turn_that_they_end_gets_its_end_token_from_the_template() -> None:
-    """A tool's answer is a reply like any other: between the turns stands all that the template writes there."""
+    """A tool's answer is a reply like any other: between the turns is all that the template writes there."""
     token_ids = TOKENIZER("call 7!", add_special_tokens=False)["input_ids"]
     engine = engine_with("7!", name="scripted", script=lambda request, sample, version: token_ids)
     reply = {"role": "user", "content": "Again?"}

@@ -192,7 +192,7 @@ def test_the_command_prints_the_newest_sweep_in_any_form(
         command("multirun", "--sort", "rewards")
 
 
-# --- which sweep goes on ----------------------------------------------------------------------------------------------
+# --- which sweep continues --------------------------------------------------------------------------------------------
 
 SWEEP = ["mode=sync", "optimizer.lr=1,2", "train.resume=auto", "--multirun"]
 

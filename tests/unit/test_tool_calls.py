@@ -180,7 +180,7 @@ def ids_of(tokenizer: Any, text: str, *, spelled: bool = False) -> list[int]:
 
 # round trips ---------------------------------------------------------------------------------------------------------
 
-WORDS = st.text(  # without marks, which the tokenizer's normaliser would join with what stands before them
+WORDS = st.text(  # without marks, which the tokenizer's normaliser would join with what precedes them
     st.characters(exclude_categories=["Cs", "Cn", "Mn", "Mc", "Me"]) | st.sampled_from('"\\{}[]<>/\n\t,:é日\x00\u202e'),
     max_size=12,
 ).map(lambda text: unicodedata.normalize("NFC", text))

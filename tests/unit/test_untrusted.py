@@ -62,7 +62,7 @@ class Attack:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run of somebody else, with a pickle that must not be read."""
+    """A run of untrusted origin, with a pickle that must not be read."""
     run_dir = write_run(tmp_path / "run")
     (run_dir / "inputs").mkdir()
     (run_dir / "inputs" / "reward.pkl").write_bytes(pickle.dumps(Attack(tmp_path / "PWNED")))
@@ -314,7 +314,7 @@ def test_names_and_texts_of_a_run_are_no_part_of_a_script(tmp_path: Path) -> Non
 
 
 def test_an_export_replaces_no_folder_where_a_link_of_the_run_leads(run_dir: Path) -> None:
-    """Only what stands in the run's own ``export/`` is replaced."""
+    """Only what is in the run's own ``export/`` is replaced."""
     mine = run_dir.parent / "projects" / "verl"
     mine.mkdir(parents=True)
     (mine / "work.py").touch()

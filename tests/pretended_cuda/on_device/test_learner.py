@@ -1,4 +1,4 @@
-"""The learner on the device computes what it computes on the CPU, in every precision, and seldom waits for it."""
+"""The learner on the device computes what it computes on the CPU, in every precision, and rarely waits for it."""
 
 from __future__ import annotations
 
