@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             if turn:
                 seconds[name].append(time.perf_counter() - began)
     engine.close()
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    medians = {name: statistics.median(measured) for name, measured in seconds.items()}
     return {
         "engine_s": medians["engine"],
         "collector_s": medians["collector"],

@@ -65,8 +65,8 @@ def goal_of(teacher: Path, seed: int, options: argparse.Namespace) -> Goal:
     out = options.out / f"teacher_on_{seed}.json"
     if not out.is_file():
         _measure(teacher, seed, out, options)
-    found = json.loads(out.read_text())["greedy"]
-    return Goal(found["accuracy"], found["stderr"], options.problems)
+    measured = json.loads(out.read_text())["greedy"]
+    return Goal(measured["accuracy"], measured["stderr"], options.problems)
 
 
 def _measure(teacher: Path, seed: int, out: Path, options: argparse.Namespace) -> None:
@@ -149,8 +149,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         goals.append(goal_of(teacher.resolve(), seed, options))
         ways = ways_of(teacher.resolve(), options)
         curves.append({name: curve_of(name, *way, seed, options) for name, way in ways.items()})
-        found = {"goals": [asdict(goal) for goal in goals], "curves": curves}
-        (options.out / "distillation.json").write_text(json.dumps(found, indent=1))
+        measured = {"goals": [asdict(goal) for goal in goals], "curves": curves}
+        (options.out / "distillation.json").write_text(json.dumps(measured, indent=1))
         print(json.dumps(curves[-1]), flush=True)
     print(report(goals, curves))
 

@@ -26,7 +26,7 @@ import torch
 from benchmarks.scale import make_env, tune_gc
 from benchmarks.simulation import Scenario, Simulation
 from sota_grpo.functional.flops import ModelShape
-from sota_grpo.policy.tensor_files import Kept, write_tensors
+from sota_grpo.policy.tensor_files import Piece, write_tensors
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.training.planner import LearnerSettings, Planner
@@ -107,12 +107,12 @@ def measure(tokens: int, *, groups: int = 192, workers: int = 200) -> Measured:
 
 def best(work: Callable[[], object], times: int = 3, clock: Callable[[], float] = time.perf_counter) -> float:
     """Least seconds of some runs."""
-    found = []
+    measured = []
     for _ in range(times):
         began = clock()
         work()
-        found.append(clock() - began)
-    return min(found)
+        measured.append(clock() - began)
+    return min(measured)
 
 
 def make_group(tokens: int, group_id: int = 0) -> GroupOutput:
@@ -264,7 +264,7 @@ def _byte_rates() -> dict[str, float]:
 
         def write() -> None:
             name = f"{time.monotonic_ns()}.safetensors"
-            write_tensors(Path(folder) / name, {"w": Kept.of(block, (0,))}, iter([block]))
+            write_tensors(Path(folder) / name, {"w": Piece.of(block, (0,))}, iter([block]))
 
         shard_s = best(write)
     seconds = {"pack": pack_s, "shard": shard_s}

@@ -7,11 +7,11 @@ what bounds it, how long a publish takes each way, what driver and nodes hold. `
 
 A step of ``K`` groups is estimated as the largest of (:func:`bounds`), with ``P`` places in the engines, ``g`` the mean
 time of a group, ``M`` that of the longest of a batch, ``A`` the bound on the age, and ``D`` what passes from a batch
-that is given out to the publish that frees its slots::
+that is taken to the publish that frees its slots::
 
     all engines busy    K g / P
     the learner         D = control + rows to ranks + learning + publish + copy for a checkpoint
-    the tail            (D + M) / (A + 1)      a group is asked for at a publish and is due A + 1 batches later
+    the tail            (D + M) / (A + 1)      a group is requested at a publish and is due A + 1 batches later
     the driver          CPU seconds of its threads, which share one interpreter lock, over the share that pings leave
 
 The first three are those of the event simulation (:mod:`benchmarks.simulation`), and the largest is its step exactly
@@ -48,7 +48,7 @@ MODELS = {"7B": ("qwen2.5-7b", 1), "70B": ("qwen2.5-72b", 8)}  # shape, and GPUs
 ENGINES = (100, 1000, 10_000)
 _ADAPTER_RANK = 16
 _PING_S = 30.0  # of engines: of a silence of 120 s, a quarter
-_RANK_PING_S = 10.0  # of ranks, by whoever waits for them or attends to them (sota_grpo.training.remote_learner)
+_RANK_PING_S = 10.0  # of ranks, by the thread that waits for them or polls them (sota_grpo.training.remote_learner)
 _SMALL = 16  # engines of the event simulation beside the arithmetic
 _SMALL_TOKENS = 32
 
@@ -121,9 +121,9 @@ class Job:
 
     @cached_property
     def model(self) -> Architecture:
-        found = architecture_of(MODELS[self.name][0])
-        assert found is not None
-        return found
+        measured = architecture_of(MODELS[self.name][0])
+        assert measured is not None
+        return measured
 
     @property
     def parallel(self) -> int:
@@ -273,14 +273,14 @@ class Publish:
 def publish_of(job: Job, way: str) -> Publish:
     """Of one way (:class:`Job`)."""
     cluster, costs, size, nodes = job.cluster, job.costs, float(job.weight_bytes), job.nodes
-    told = job.engines * costs.call_s
+    notify_s = job.engines * costs.call_s
     if way == "adapter":
         size = 4.0 * job.model.adapter_parameters(_ADAPTER_RANK)
     out = size / cluster.device_link + size / costs.pack_bytes_per_s  # off rank 0's GPU, into one block
     load = size / cluster.device_link
     stored = 2 * size / costs.put_bytes_per_s + size / cluster.network  # rank 0's answer, and the driver's own copy
     hops = math.ceil(math.log2(nodes + 1)) if way == "tree" else nodes
-    parts = {"tell": told, "send": out + stored + hops * size / cluster.network, "load": load}
+    parts = {"tell": notify_s, "send": out + stored + hops * size / cluster.network, "load": load}
     return Publish(parts, 2 * size, size)
 
 
@@ -362,9 +362,9 @@ def step_of(job: Job) -> Step:
         "publish": published.all_s,
         "checkpoint": saved / job.checkpoint_every,
     }
-    told = published.seconds["tell"] + learner.gpus * costs.call_s
+    notify_s = published.seconds["tell"] + learner.gpus * costs.call_s
     each = costs.main_s + costs.dispatcher_s + costs.task_s + costs.ray_s + costs.rows_s
-    half = replace(half, work_s=count * each + told + waiting * costs.save_s / job.checkpoint_every)
+    half = replace(half, work_s=count * each + notify_s + waiting * costs.save_s / job.checkpoint_every)
     floors = bounds(scenario, GROUP, sum(serial.values())) | {"driver": half.driver_s}
     return replace(half, serial=serial, floors=floors)
 

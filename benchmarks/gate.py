@@ -10,7 +10,7 @@ made as they are (those that need samples), and again with one mistake at a time
 - ``top_p``: the engine keeps 0.9 of the mass, and the trainer does not know;
 - ``stale``: that layer is left out of the gate's own push.
 
-The first three stand on the trainer's side, where a seed costs a few forward passes and no new engine: which of the two
+The first three are on the trainer's side, where a seed costs a few forward passes and no new engine: which of the two
 is wrong changes the sign of a gap and little else. Every case ends at the first check that refuses it, as a run does.
 ``--layers 4 8`` asks the same of random weights, in the shape of the preset's model with so many decoder layers: a
 bound that comes from the rounding of the policy at hand must hold for any.
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure of every seed")
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     options = parser.parse_args(argv)
-    out, found = sys.stdout, []
+    out, measured = sys.stdout, []
     logging.getLogger("sota_grpo.training.gate").setLevel(logging.CRITICAL)  # its warnings are what is counted here
     for layers, dtype in itertools.product(options.layers or [None], options.dtypes):
         config = compose(options.config_name, [*options.overrides, *DTYPES[dtype]])
@@ -107,12 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if layers is not None:
                 config.model.name = random_model(model_name(config), layers, Path(folder))
             for one in measure(config, range(options.first, options.seeds), options.cases):
-                found.append({"dtype": dtype if layers is None else f"{dtype}, {layers} layers", **one})
-                print(line(found[-1]), file=out, flush=True)
+                measured.append({"dtype": dtype if layers is None else f"{dtype}, {layers} layers", **one})
+                print(line(measured[-1]), file=out, flush=True)
                 if options.json:
-                    options.json.write_text(json.dumps(found, indent=1))
-    print(table(found))
-    return int(any((one["case"] == "healthy") == (one["refused"] is not None) for one in found))
+                    options.json.write_text(json.dumps(measured, indent=1))
+    print(table(measured))
+    return int(any((one["case"] == "healthy") == (one["refused"] is not None) for one in measured))
 
 
 def random_model(name: str, layers: int, folder: Path) -> str:
@@ -129,40 +129,41 @@ def measure(config: Config, seeds: Sequence[int], cases: Sequence[str]) -> Itera
     with tempfile.TemporaryDirectory() as folder, closing(build(config, Path(folder))) as parts:
         parts.weight_sync.send(version=parts.learner.version)
         for seed in seeds:
-            subject = replace(parts, rows=RowTable(0, {}))
-            first = 4 * seed % max(1, len(subject.task.train) - 4)
-            subject.task = SimpleNamespace(train=list(subject.task.train[first : first + 4]))  # type: ignore[assignment]
-            subject.seed = seed
-            subject.rows = gate.graded_rows(subject)
+            components = replace(parts, rows=RowTable(0, {}))
+            first = 4 * seed % max(1, len(components.task.train) - 4)
+            components.task = SimpleNamespace(train=list(components.task.train[first : first + 4]))  # type: ignore[assignment]
+            components.seed = seed
+            components.rows = gate.graded_rows(components)
             for case in cases:
                 began = time.perf_counter()
-                with CHANGES[case](subject, seed) as (changed, checks):
+                with CHANGES[case](components, seed) as (changed, checks):
                     made = judged(changed, checks)
                     figures = {} if case == "stale" else shares(changed)
                 refused = next((check.name for check in made if not check.passed), None)
-                said = {check.name: check.sentence for check in made}
+                sentences = {check.name: check.sentence for check in made}
                 seconds = {check.name: check.seconds for check in made} | {"case": time.perf_counter() - began}
                 yield {
-                    "seed": seed, "case": case, "refused": refused, "figures": figures, "said": said, "seconds": seconds
+                    "seed": seed, "case": case, "refused": refused, "figures": figures, "said": sentences,
+                    "seconds": seconds,
                 }  # fmt: skip
 
 
-def judged(subject: TrainingComponents, checks: Sequence[Callable[[TrainingComponents], Check]]) -> list[Check]:
+def judged(components: TrainingComponents, checks: Sequence[Callable[[TrainingComponents], Check]]) -> list[Check]:
     """The outcomes up to the first that refuses, with their seconds."""
     made: list[Check] = []
     for check in checks:
         began = time.perf_counter()
-        made.append(replace(check(subject), seconds=0.0))
+        made.append(replace(check(components), seconds=0.0))
         made[-1] = replace(made[-1], seconds=time.perf_counter() - began)
         if not made[-1].passed:
             break
     return made
 
 
-def shares(subject: TrainingComponents) -> dict[str, float]:
+def shares(components: TrainingComponents) -> dict[str, float]:
     """How near each figure of the rows is to its bound, which is 1."""
-    gaps, allowed = subject.gaps, allowed_gaps(subject)
-    slope, ratio = temperature_slope(gaps, *subject.said), mean_ratio(gaps)
+    gaps, allowed = components.gaps, allowed_gaps(components)
+    slope, ratio = temperature_slope(gaps, *components.measured), mean_ratio(gaps)
     return {
         "temperature": abs(slope.value) / (SLOPE + MARGIN * slope.error),
         "gap": float(gaps.abs().mean()) / allowed.gap,
@@ -175,54 +176,56 @@ Changed = Iterator[tuple[TrainingComponents, Sequence[Callable[[TrainingComponen
 
 
 @contextmanager
-def healthy(subject: TrainingComponents, seed: int) -> Changed:
-    yield subject, [check for check in gate.CHECKS if check not in gate.WITHOUT_SAMPLES]
+def healthy(components: TrainingComponents, seed: int) -> Changed:
+    yield components, [check for check in gate.CHECKS if check not in gate.WITHOUT_SAMPLES]
 
 
 @contextmanager
-def temperature(subject: TrainingComponents, seed: int) -> Changed:
-    scorer = _policy(subject).scorer
+def temperature(components: TrainingComponents, seed: int) -> Changed:
+    scorer = _policy(components).scorer
     own = scorer.temperature
     scorer.temperature = 0.8 * own
     try:
-        yield replace(subject), AGREEMENT
+        yield replace(components), AGREEMENT
     finally:
         scorer.temperature = own
 
 
 @contextmanager
-def layer(subject: TrainingComponents, seed: int) -> Changed:
-    learner, prefix = subject.learner, f"layers.{_layer(subject, seed)}."
+def layer(components: TrainingComponents, seed: int) -> Changed:
+    learner, prefix = components.learner, f"layers.{_layer(components, seed)}."
     learner.perturb([name for name in learner.trainable_names() if prefix not in name])
     try:
-        yield replace(subject), AGREEMENT
+        yield replace(components), AGREEMENT
     finally:
         learner.restore()
 
 
 @contextmanager
-def system(subject: TrainingComponents, seed: int) -> Changed:
+def system(components: TrainingComponents, seed: int) -> Changed:
     yield (
-        replace(subject, rows=[_without_system_turn(row, subject.rollouts.env.tokenizer) for row in subject.rows]),
+        replace(
+            components, rows=[_without_system_turn(row, components.rollouts.env.tokenizer) for row in components.rows]
+        ),
         AGREEMENT,
     )
 
 
 @contextmanager
-def top_p(subject: TrainingComponents, seed: int) -> Changed:
-    changed = replace(subject, sampling=replace(subject.sampling, top_p=0.9), rows=RowTable(0, {}))
-    changed.rows = gate.graded_rows(changed).without(keys.KEPT_IDS, keys.KEPT_COUNTS)
+def top_p(components: TrainingComponents, seed: int) -> Changed:
+    changed = replace(components, sampling=replace(components.sampling, top_p=0.9), rows=RowTable(0, {}))
+    changed.rows = gate.graded_rows(changed).without(keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
     yield changed, AGREEMENT
 
 
 @contextmanager
-def stale(subject: TrainingComponents, seed: int) -> Changed:
+def stale(components: TrainingComponents, seed: int) -> Changed:
     """The push of the gate leaves one layer as it was; afterwards the engine has the right weights again."""
-    push, prefix = subject.weight_sync, f"layers.{_layer(subject, seed)}."
+    push, prefix = components.weight_sync, f"layers.{_layer(components, seed)}."
     old = {name: weight.clone() for name, weight in push.policy_weights() if prefix in name}
     weights = lambda: [(name, old.get(name, weight)) for name, weight in push.policy_weights()]  # noqa: E731
     yield (
-        replace(subject, weight_sync=EngineWeightSync(weights, push.engine, push.make_room)),
+        replace(components, weight_sync=EngineWeightSync(weights, push.engine, push.make_room)),
         [gate.pushed_weights_landed],
     )
 
@@ -230,17 +233,17 @@ def stale(subject: TrainingComponents, seed: int) -> Changed:
 CHANGES = {one.__name__: one for one in (healthy, temperature, layer, system, top_p, stale)}
 
 
-def _policy(subject: TrainingComponents) -> Any:
-    return subject.learner.policy  # type: ignore[attr-defined]
+def _policy(components: TrainingComponents) -> Any:
+    return components.learner.policy  # type: ignore[attr-defined]
 
 
-def _layer(subject: TrainingComponents, seed: int) -> int:
+def _layer(components: TrainingComponents, seed: int) -> int:
     """Another layer for every seed, spread over all."""
-    return 7 * seed % len(base_model(_policy(subject).model).get_decoder().layers)
+    return 7 * seed % len(base_model(_policy(components).model).get_decoder().layers)
 
 
 def _without_system_turn(row: TensorDictBase, tokenizer: Any) -> TensorDictBase:
-    """The row without what stands before the second turn of its prompt."""
+    """The row without what precedes the second turn of its prompt."""
     begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
     turns = (row.get(keys.FULL_TOKENS) == begin).nonzero().flatten()
     cut = row.copy()

@@ -1,7 +1,7 @@
 """The transformers engine against transformers' own ``generate``: ``python -m benchmarks.generation --times 8``.
 
 ``generate`` is called as TRL 1.16's GRPOTrainer calls it: every prompt once per sample, left-padded, temperature 1. It
-goes on until every row has ended, so practically to the last token. Both sample to the same ragged prompts (60 to 180
+continues until every row has ended, so practically to the last token. Both sample to the same ragged prompts (60 to 180
 tokens, ``--times`` as long) from the same random Qwen2 of 1.3 million parameters, in turns, in one process; one JSON
 line has the medians. With ``--cpu`` the process's CPU time counts, which other programs disturb less: for one thread.
 """
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             work(turn)
             if turn:
                 seconds[name].append(clock() - began)
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    medians = {name: statistics.median(measured) for name, measured in seconds.items()}
     return {**medians, "times_as_fast": medians["generate_s"] / medians["engine_s"]}
 
 

@@ -188,8 +188,8 @@ def run_seed(options: argparse.Namespace, seed: int) -> Seed:
     print(f"seed {seed}: ours {_summary(ours)}", flush=True)
     theirs = apart(train_trl, config, options.out / f"trl_{seed}", options.threads)
     print(f"seed {seed}: TRL  {_summary(theirs)}", flush=True)
-    given = [example.query for example in drawn_examples(config, task_of(config))]
-    return Seed(seed, ours, theirs, asked(run_dir) == given)
+    queries = [example.query for example in drawn_examples(config, task_of(config))]
+    return Seed(seed, ours, theirs, asked(run_dir) == queries)
 
 
 def _summary(curve: Curve) -> str:
@@ -254,8 +254,8 @@ def _conclusion(points: Sequence[tuple[int, Comparison]], whole: Comparison) -> 
 def _seconds(values: Sequence[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.0f}"
-    found = Estimate.of(values)
-    return f"{found.mean:.0f} +/- {found.error:.0f}"
+    measured = Estimate.of(values)
+    return f"{measured.mean:.0f} +/- {measured.error:.0f}"
 
 
 def plot(runs: Sequence[Seed], path: Path, preset: str = PRESET) -> None:
@@ -268,8 +268,8 @@ def plot(runs: Sequence[Seed], path: Path, preset: str = PRESET) -> None:
     points, config = compare(runs), composed(preset=preset)
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True)
     for name, label in (("ours", "sota_grpo"), ("trl", f"TRL {version('trl')}")):
-        found = [getattr(point, name) for point in points.values()]
-        heights, errors = ([100 * getattr(one, field) for one in found] for field in ("mean", "error"))
+        measured = [getattr(point, name) for point in points.values()]
+        heights, errors = ([100 * getattr(one, field) for one in measured] for field in ("mean", "error"))
         minutes = [statistics.fmean(getattr(run, name).seconds[samples] for run in runs) / 60 for samples in points]
         for axis, places in zip(axes, (list(points), minutes)):
             axis.errorbar(places, heights, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
@@ -288,18 +288,18 @@ def save(path: Path, options: argparse.Namespace, agreed: str, runs: Sequence[Se
     """Everything so far, as JSON."""
     packages = {name: version(name) for name in ("torch", "transformers", "trl")}
     names = ("preset", "seeds", "samples", "every", "threads", "overrides")
-    given = {name: getattr(options, name) for name in names}
-    found: dict[str, Any] = {
-        "options": given,
+    values = {name: getattr(options, name) for name in names}
+    measured: dict[str, Any] = {
+        "options": values,
         "versions": packages,
         "changes": overrides(options, 0),
         "agreement": agreed,
         "runs": [asdict(run) for run in runs],
     }
-    found |= {"points": {samples: asdict(point) for samples, point in compare(runs).items()}}
+    measured |= {"points": {samples: asdict(point) for samples, point in compare(runs).items()}}
     if len(runs) > 1:
-        found |= {"mean of the curve": asdict(compare_areas(runs))}
-    path.write_text(json.dumps(found, indent=1))
+        measured |= {"mean of the curve": asdict(compare_areas(runs))}
+    path.write_text(json.dumps(measured, indent=1))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

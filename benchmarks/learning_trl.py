@@ -179,7 +179,7 @@ def trl_trainer(config: Config, parts: RunComponents, folder: Path, *, max_steps
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
 
     def reward(completions: list[list[dict[str, str]]], draw: list[int], **_: Any) -> list[float | None]:
-        scores = (task.score(said[0]["content"], examples[index]) for said, index in zip(completions, draw))
+        scores = (task.score(messages[0]["content"], examples[index]) for messages, index in zip(completions, draw))
         return [total_reward(score.terms, task.term_weights) for score in scores]
 
     buffer, longest = config.algorithm.overlong_buffer, config.inference_model.max_tokens
@@ -201,7 +201,7 @@ def trl_trainer(config: Config, parts: RunComponents, folder: Path, *, max_steps
 class Examiner(TrainerCallback):
     """Evaluates TRL's policy with our evaluator, at the steps at which a run of ours would; times the steps alone.
 
-    What it has so far stands in ``curve.json`` in ``folder``.
+    What it has so far is in ``curve.json`` in ``folder``.
     """
 
     def __init__(self, config: Config, parts: RunComponents, model: Any, folder: Path):
@@ -227,11 +227,13 @@ class Examiner(TrainerCallback):
 
     def _evaluate(self, step: int) -> None:
         self.weight_sync.send(version=step)
-        found, samples = self.evaluator.measure(), step * self.rows_per_step
-        self.curve.accuracy[samples], self.curve.stderr[samples] = found["eval/accuracy"], found["eval/stderr"]
+        measured, samples = self.evaluator.measure(), step * self.rows_per_step
+        self.curve.accuracy[samples], self.curve.stderr[samples] = measured["eval/accuracy"], measured["eval/stderr"]
         self.curve.seconds[samples] = self._spent_s
         (self.folder / "curve.json").write_text(json.dumps(asdict(self.curve)))  # a whole run may take hours
-        print(f"TRL after {samples} samples: {100 * found['eval/accuracy']:.1f} %, {self._spent_s:.0f} s", flush=True)
+        print(
+            f"TRL after {samples} samples: {100 * measured['eval/accuracy']:.1f} %, {self._spent_s:.0f} s", flush=True
+        )
 
 
 def train_trl(config: Config, folder: Path, threads: int = 1) -> Curve:
@@ -277,8 +279,8 @@ def _greedy(config: Config, parts: RunComponents, count: int) -> list[list[int]]
     examples = drawn_examples(config, parts.task)[:count]
     requests = [parts.rollouts.request(Prompt(index, one, num_samples=1, seed=0)) for index, one in enumerate(examples)]
     sampling = Sampling(max_tokens=config.inference_model.max_tokens, temperature=0.0)
-    found = {output.group_id: output.samples[0] for output in parts.rollouts.engine.generate(requests, sampling)}
-    return [found[index].token_ids.tolist() for index in range(count)]
+    measured = {output.group_id: output.samples[0] for output in parts.rollouts.engine.generate(requests, sampling)}
+    return [measured[index].token_ids.tolist() for index in range(count)]
 
 
 def with_trl_eps(config: Config, rows: RowTable) -> RowTable:
@@ -299,8 +301,8 @@ def step_gap(config: Config, parts: RunComponents, rows: RowTable, folder: Path)
     parts.learner.load_state_dict(start)
 
     def given(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        told = {"prompt_ids": keys.PROMPT_TOKENS, "completion_ids": keys.RESPONSE_TOKENS}
-        sampled = {name: [row[key].tolist() for row in rows] for name, key in told.items()}
+        key_of = {"prompt_ids": keys.PROMPT_TOKENS, "completion_ids": keys.RESPONSE_TOKENS}
+        sampled = {name: [row[key].tolist() for row in rows] for name, key in key_of.items()}
         return sampled | {"logprobs": None}
 
     with warnings.catch_warnings():

@@ -27,14 +27,14 @@ Row = tuple[str, str, bool]
 
 def tables() -> dict[str, list[Row]]:
     """By set: gold, answer or response, and whether they are equal."""
-    found: dict[str, list[Row]] = {}
+    measured: dict[str, list[Row]] = {}
     rows: list[Row] = []
     for line in PAIRS.read_text().splitlines():
         if row := re.fullmatch("(.*) <([=!])> (.*)", line):
             rows.append((row[1], row[3].replace("⏎", "\n"), row[2] == "="))
         elif line.startswith("["):
-            rows = found[line.strip("[]")] = []
-    return found
+            rows = measured[line.strip("[]")] = []
+    return measured
 
 
 def math_verify(*, bare: bool) -> Judge:

@@ -67,16 +67,16 @@ def steps(
     collector: PromptGroupCollector, set_version: Callable[[int], None], learn_s: float, num_steps: int
 ) -> list[float]:
     """Seconds of each training step; the first, which finds nothing in flight, is left out."""
-    found, began = [], time.perf_counter()
+    measured, began = [], time.perf_counter()
     for step in range(num_steps + 1):
         collector.next_batch()
         time.sleep(learn_s)
         set_version(step + 1)
         collector.release()
         now = time.perf_counter()
-        found.append(now - began)
+        measured.append(now - began)
         began = now
-    return found[1:]
+    return measured[1:]
 
 
 class SleepingEngine(Streams):

@@ -3,7 +3,7 @@
 ``python -m benchmarks.presets --out FOLDER`` trains each with ``grpo.py --config-name grpo_cpu engine=transformers
 algorithm=PRESET``, seeds 0 to 2, until an evaluation (greedy, 256 held-out problems, every 512 responses) says
 ``--target`` or the ``--samples`` are over; ``OPTIONS`` has what a preset is given beside. After every run a line goes
-to ``FOLDER/presets.jsonl``; the same command goes on after the last of them. ``--figure FILE`` draws all curves, and
+to ``FOLDER/presets.jsonl``; the same command continues after the last of them. ``--figure FILE`` draws all curves, and
 the table of docs/algorithm.md is printed.
 """
 
@@ -41,13 +41,13 @@ def curve(lines: Sequence[Mapping[str, Any]], target: float) -> dict[int, float]
     >>> curve([{"step": 0, "eval/accuracy": 0.5}, {"step": 0}, {"step": 4, "eval/accuracy": 0.9}], 0.85)
     {0: 0.5, 512: 0.9}
     """
-    found: dict[int, float] = {}
+    measured: dict[int, float] = {}
     for line in lines:
         if "eval/accuracy" in line:
-            found[line["step"] * ROWS_PER_STEP] = line["eval/accuracy"]
+            measured[line["step"] * ROWS_PER_STEP] = line["eval/accuracy"]
             if line["eval/accuracy"] >= target:
                 break
-    return found
+    return measured
 
 
 def _measured(run_dir: Path, target: float) -> dict[int, float]:
@@ -81,14 +81,18 @@ def train(preset: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     try:
         sota_grpo.train("grpo_cpu", overrides=changes, run_dir=run_dir)
     except KeyboardInterrupt:
-        if watch.is_alive():  # somebody else asked for it
+        if watch.is_alive():  # another process requested it
             raise
     finally:
         over.set()
         watch.join()
     seconds = round(time.perf_counter() - began, 1)
-    found = {"accuracy": _measured(run_dir, options.target), "seconds": seconds, "options": options_of(preset, options)}
-    return {"preset": preset, "seed": seed, **found}
+    measured = {
+        "accuracy": _measured(run_dir, options.target),
+        "seconds": seconds,
+        "options": options_of(preset, options),
+    }
+    return {"preset": preset, "seed": seed, **measured}
 
 
 def samples_until(accuracy: Mapping[int, float], target: float) -> int | None:
@@ -101,8 +105,8 @@ def samples_until(accuracy: Mapping[int, float], target: float) -> int | None:
 
 
 def _lr(options: Sequence[str]) -> float:
-    given = [option.partition("=")[2] for option in options if option.startswith("optimizer.lr=")]
-    return float(given[-1]) if given else LR
+    values = [option.partition("=")[2] for option in options if option.startswith("optimizer.lr=")]
+    return float(values[-1]) if values else LR
 
 
 def table(runs: Sequence[Mapping[str, Any]], target: float) -> str:
@@ -117,11 +121,11 @@ def table(runs: Sequence[Mapping[str, Any]], target: float) -> str:
         by_preset[run["preset"]][run["seed"]] = run
     lines = ["| `algorithm=` | lr | responses until then, seed by seed | mean |", "|---|---:|---|---:|"]
     for preset, of_seed in sorted(by_preset.items()):
-        found = {seed: samples_until(run["accuracy"], target) for seed, run in sorted(of_seed.items())}
-        best = {seed: max(of_seed[seed]["accuracy"].values()) for seed in found}
-        shown = [f"not: {100 * best[s]:.1f} %" if n is None else f"{n:,}" for s, n in found.items()]
-        reached = [n for n in found.values() if n is not None]
-        mean = f" {statistics.fmean(reached):,.0f} " if len(reached) == len(found) else " "
+        measured = {seed: samples_until(run["accuracy"], target) for seed, run in sorted(of_seed.items())}
+        best = {seed: max(of_seed[seed]["accuracy"].values()) for seed in measured}
+        shown = [f"not: {100 * best[s]:.1f} %" if n is None else f"{n:,}" for s, n in measured.items()]
+        reached = [n for n in measured.values() if n is not None]
+        mean = f" {statistics.fmean(reached):,.0f} " if len(reached) == len(measured) else " "
         lines.append(f"| `{preset}` | {_lr(next(iter(of_seed.values()))['options']):g} | {', '.join(shown)} |{mean}|")
     return "\n".join(lines)
 
@@ -156,12 +160,12 @@ def plot(runs: Sequence[Mapping[str, Any]], target: float, path: Path) -> None:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The runs of ``presets.jsonl``; of a preset and seed that were tried again the last."""
-    found = {}
+    measured = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         run = json.loads(line)
         run["accuracy"] = {int(samples): value for samples, value in run["accuracy"].items()}
-        found[run["preset"], run["seed"]] = run
-    return list(found.values())
+        measured[run["preset"], run["seed"]] = run
+    return list(measured.values())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

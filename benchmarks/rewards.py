@@ -91,8 +91,8 @@ def math_groups(rng: random.Random, task: Task, size: int, count: int) -> list[P
         numbers = str.maketrans(dict(zip("ABC", map(str, sorted(rng.sample(range(2, 1000), 3))))))
         gold, *others = (text.translate(numbers) for text in (form, *MATHS[form]))
         example = task.read_row({"question": "What is it?", "ground_truth": gold, "answer": gold}, "benchmark")
-        said = [rng.choice((gold, *others)) for _ in range(size)]
-        groups.append([(f"{worked_steps(rng, solutions)}\nSo it is $\\boxed{{{text}}}$.", example) for text in said])
+        answers = [rng.choice((gold, *others)) for _ in range(size)]
+        groups.append([(f"{worked_steps(rng, solutions)}\nSo it is $\\boxed{{{text}}}$.", example) for text in answers])
     return groups
 
 
@@ -102,14 +102,14 @@ GROUPS: dict[str, Callable[[random.Random, Task, int, int], list[Pairs]]] = {"gs
 def measure(
     scores: Callable[[Pairs], Future[list[Score]]], groups: Sequence[Pairs], ahead: int, seconds: float
 ) -> Rate:
-    """Ask for one group after the other, ``ahead`` of them at a time."""
+    """Request one group after the other, ``ahead`` of them at a time."""
     waiting: deque[Future[list[Score]]] = deque()
-    asked = count = right = failed = 0
+    num_requested = count = right = failed = 0
     began, cpu = time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - began) < seconds:
         while len(waiting) < ahead:
-            waiting.append(scores(groups[asked % len(groups)]))
-            asked += 1
+            waiting.append(scores(groups[num_requested % len(groups)]))
+            num_requested += 1
         for score in waiting.popleft().result():
             count += 1
             right += score.success

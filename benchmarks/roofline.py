@@ -43,15 +43,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     if not guard.pretending():
         guard.become(["-m", "benchmarks.roofline", *(sys.argv[1:] if arguments is None else arguments)])
     from benchmarks.roofline_step import predict, table
 
     fields = ("shape", "tokens", "prompt", "response", "group", "lora", "checkpointing", "micro_tokens", "dtype")
-    options = {name: getattr(given, name) for name in (*fields, "precision")}
-    found = predict(options, given.device, fused=given.fused, plain_head=given.plain_head, top=given.top)
-    print(json.dumps(found) if given.json else table(found), flush=True)
+    options = {name: getattr(args, name) for name in (*fields, "precision")}
+    measured = predict(
+        options,
+        args.device,
+        fused=args.fused,
+        plain_head=args.plain_head,
+        top=args.top,
+    )
+    print(json.dumps(measured) if args.json else table(measured), flush=True)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def _without_what_stays_inside(chains: Sequence[Chain]) -> list[Kernel]:
     for chain in chains:
         for value in chain.reads:
             readers[value].append(chain)
-    found = []
+    measured = []
     for chain in reversed(chains):  # what a later chain makes again is read from an earlier one
         inside = {value for member in chain.members for value in member.reads}
         writes = {}
@@ -86,8 +86,8 @@ def _without_what_stays_inside(chains: Sequence[Chain]) -> list[Kernel]:
             last = not readers[value] and value not in inside  # a result that the step leaves behind
             if last or len(remade) < len(readers[value]):
                 writes[value] = size
-        found.append((chain, writes))
-    return [_joined(chain, writes) for chain, writes in reversed(found)]
+        measured.append((chain, writes))
+    return [_joined(chain, writes) for chain, writes in reversed(measured)]
 
 
 def _makes_again(reader: Chain, maker: Chain, value: Value) -> bool:

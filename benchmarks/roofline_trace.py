@@ -244,12 +244,12 @@ def _size(tensor: torch.Tensor) -> int:
 
 def _sizes(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
     """Bytes of each storage that the tensors touch."""
-    found: dict[int, int] = {}
+    measured: dict[int, int] = {}
     for tensor in tensors:
         if isinstance(tensor, PretendedTensor):
             serial, size = tensor.lease.serial, _size(tensor)
-            found[serial] = max(found.get(serial, 0), size)
-    return found
+            measured[serial] = max(measured.get(serial, 0), size)
+    return measured
 
 
 def _whole(tensors: Sequence[torch.Tensor]) -> bool:

@@ -120,11 +120,11 @@ def main() -> None:
     planner = Planner(settings, 0, args.ranks, True, True, False, shape)
     spent: dict[str, list[float]] = {}
 
-    def timed(what: str, work: Callable[..., Any], *given: Any) -> Any:
+    def timed(what: str, work: Callable[..., Any], *options: Any) -> Any:
         began = time.process_time()
-        found = work(*given)
+        measured = work(*options)
         spent.setdefault(what, []).append(1000 * (time.process_time() - began))
-        return found
+        return measured
 
     for _ in range(args.repeat):
         shares = timed("driver: plan and take", planner.shares, travelling(batch), 0)

@@ -100,10 +100,10 @@ def _run_and_watch_gc(env: TaskEnv, scenario: Scenario) -> tuple[Outcome, float]
     started = time.thread_time()
     gc.callbacks.append(watch)
     try:
-        found = Simulation(env, scenario).run()
+        measured = Simulation(env, scenario).run()
     finally:
         gc.callbacks.remove(watch)
-    return found, spent / (time.thread_time() - started)
+    return measured, spent / (time.thread_time() - started)
 
 
 def memory(groups: int) -> None:
@@ -114,13 +114,13 @@ def memory(groups: int) -> None:
         *(f"KiB per group {where}" for where in ("in flight", "finished", "saved")),
         "ms per group to save",
     )
-    found = []
+    measured = []
     for size, tokens in ((8, 16), (8, 512), (16, 16)):
         command = [sys.executable, "-m", "benchmarks.scale", "memory-case"]
         command += ["--groups", str(groups), "--size", str(size), "--tokens", str(tokens)]
         line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found.append((groups, size, tokens, *line.split()))
-    table(found, header)
+        measured.append((groups, size, tokens, *line.split()))
+    table(measured, header)
 
 
 def memory_case(groups: int, size: int, tokens: int) -> None:
@@ -151,15 +151,15 @@ def resident_kib() -> float:
 def staleness(plot: Path | None) -> None:
     """Age and idle time against ``max_policy_age``, the ratio of generation to learning, and the tail of lengths."""
     env = make_env(8)
-    found: list[tuple[float, float, int, Outcome]] = []
+    measured: list[tuple[float, float, int, Outcome]] = []
     for sigma, ratio in [(1.0, ratio) for ratio in RATIOS] + [(0.5, 1.0)]:
         for age in AGES:
             scenario = Scenario(max_policy_age=age, generation_ratio=ratio, sigma=sigma, num_steps=28)
-            found.append((sigma, ratio, age, Simulation(env, scenario).run()))
+            measured.append((sigma, ratio, age, Simulation(env, scenario).run()))
     header = ("sigma", "generation / learning", "max_policy_age", "age mean", "age max", "token age")
-    table([_staleness_row(*one) for one in found], (*header, "learner idle", "workers idle", "step s"))
+    table([_staleness_row(*one) for one in measured], (*header, "learner idle", "workers idle", "step s"))
     if plot is not None:
-        draw(found, plot)
+        draw(measured, plot)
 
 
 def _staleness_row(sigma: float, ratio: float, age: int, one: Outcome) -> Sequence[object]:

@@ -48,10 +48,10 @@ def make_rows(count: int = 4) -> list[TensorDict]:
     """Rows of random tokens, as small as they may be: what is measured is the state."""
     rows = []
     for index in range(count):
-        spoken = torch.arange(8) >= 3
-        row = TensorDict({keys.FULL_TOKENS: torch.randint(3, VOCAB, (8,)), keys.ASSISTANT_MASK: spoken})
+        sampled = torch.arange(8) >= 3
+        row = TensorDict({keys.FULL_TOKENS: torch.randint(3, VOCAB, (8,)), keys.ASSISTANT_MASK: sampled})
         row.set(keys.ATTENTION_MASK, torch.ones(8, dtype=torch.bool)).set(keys.ADVANTAGE, torch.randn(1, 1))
-        row.set(keys.LOG_PROBS, torch.where(spoken, -9.0, 0.0)).set(keys.TRUNCATED, torch.tensor([False]))
+        row.set(keys.LOG_PROBS, torch.where(sampled, -9.0, 0.0)).set(keys.TRUNCATED, torch.tensor([False]))
         rows.append(row.set(keys.GROUP_ID, torch.tensor(index)).set(keys.SAMPLE_ID, torch.tensor(0)))
     return rows
 
@@ -225,9 +225,9 @@ def main() -> None:
                 stalled, saved = save(learner, store, gathered=args.gathered, training=True)
                 print(f"  training waited {stalled:.3f} s of {saved:.2f} s ({100 * stalled / saved:.1f} %)")
             with memory.watched():
-                found = store.latest()
-                assert found is not None
-                learner.load_state_dict(found[1]["learner"])
+                measured = store.latest()
+                assert measured is not None
+                learner.load_state_dict(measured[1]["learner"])
             _print("resume", memory, share)
         for dtype in (None, torch.bfloat16):
             with memory.watched():

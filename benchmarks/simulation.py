@@ -51,7 +51,7 @@ class Scenario:
         sigma: of the logarithm of the length.
         token_s: seconds per token, whatever the load.
         generation_ratio: time in which all workers, never idle, sample a batch, over the time to learn from it.
-        publish_s: time from the end of learning to the new weights in every worker; rollouts go on meanwhile.
+        publish_s: time from the end of learning to the new weights in every worker; rollouts continue meanwhile.
         num_steps: training steps.
         seed: of lengths and prompts.
     """
@@ -261,10 +261,10 @@ class Simulation:
         return self._outcome(steps - skip, self.clock.now - began, self.workers.busy_s() - busy)
 
     def _turn(self, step: int) -> None:
-        asked = self.clock.now
+        began = self.clock.now
         while not self._cost("main", self.collector.is_ready):
             self._happen()
-        self.waited_s += self.clock.now - asked
+        self.waited_s += self.clock.now - began
         batch = self._cost("main", lambda: self.collector.next_batch())
         self._look(batch, step)
         self._pass(self.learn_s + self.scenario.publish_s)

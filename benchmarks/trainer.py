@@ -169,11 +169,11 @@ def measure(
     shared = shared_loads(rows)
     again = recomputed_flops(shape, shared, checkpointing=case.checkpointing) / step_flops(shape, shared)
     row_tokens = sum(row[keys.FULL_TOKENS].shape[0] for row in rows)
-    found = []
+    measured = []
     for system, *of in zip(systems, *runs):
         step_s, gib = statistics.median(seconds for seconds, _ in of), of[-1][1]
         flops = step_flops(shape, system.load)
-        found.append(
+        measured.append(
             {
                 "who": system.name,
                 "step_s": round(step_s, 5),
@@ -191,17 +191,17 @@ def measure(
                 "case": asdict(case),
             }
         )
-    return found
+    return measured
 
 
 def profile(system: System, device: str) -> str:
     """The kernels that take the most time in one step."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
-    with torch.profiler.profile(activities=activities) as found:
+    with torch.profiler.profile(activities=activities) as measured:
         system.step()
         now(device)
-    return found.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=25, max_name_column_width=60)
+    return measured.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=25, max_name_column_width=60)
 
 
 def run(
@@ -219,12 +219,12 @@ def run(
 
             systems.append(Trl(case, rows, Path(folder)))
         peak = peak_rate(case, measure_peak)
-        found = measure(case, systems, rows, ours.learner.shape, peak, repeat)
+        measured = measure(case, systems, rows, ours.learner.shape, peak, repeat)
         if profiled:
             print(profile(ours, case.device), file=sys.stderr)
         del systems, ours
         gc.collect()  # a compiled model is a cycle, which would hold the device's memory
-    return found
+    return measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -253,16 +253,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--measure-peak", action="store_true", help="measure the peak rate instead of looking it up")
     parser.add_argument("--repeat", type=int, default=5, help="steps of each system")
     parser.add_argument("--profile", action="store_true", help="the kernels of one of our steps, to stderr")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     fields = ("prompt", "response", "group", "ragged", "checkpointing", "micro_tokens", "dtype", "precision", "device")
-    common = {name: getattr(given, name) for name in fields}
-    for shape, tokens, lora in itertools.product(given.shape, given.tokens, given.lora):
+    common = {name: getattr(options, name) for name in fields}
+    for shape, tokens, lora in itertools.product(options.shape, options.tokens, options.lora):
         results = run(
             Case(shape=shape, tokens=tokens, lora=lora, **common),
-            against=given.against,
-            measure_peak=given.measure_peak,
-            repeat=given.repeat,
-            profiled=given.profile,
+            against=options.against,
+            measure_peak=options.measure_peak,
+            repeat=options.repeat,
+            profiled=options.profile,
         )
         for result in results:
             print(json.dumps(result), flush=True)

@@ -101,7 +101,7 @@ class Trl:
 class LayerKernels:
     """What a library puts into the module of a model's class while it is entered, and only then.
 
-    liger-kernel replaces the rotary function and the classes of norms and MLPs for the whole process. Whoever takes
+    liger-kernel replaces the rotary function and the norms and MLPs for the whole process. A caller that takes
     turns with TRL, or builds a model after it, would compute with them too.
     """
 

@@ -104,15 +104,15 @@ def make_rows(case: Case, seed: int = 0) -> list[TensorDict]:
         for sample in range(size):
             length = int(torch.randint(shortest, case.response + 1, (), generator=stream))
             tokens = torch.cat([prompt, torch.randint(3, vocab, (length,), generator=stream)])
-            spoken = torch.arange(len(tokens)) >= case.prompt
+            sampled = torch.arange(len(tokens)) >= case.prompt
             near = uniform + 0.1 * torch.randn(len(tokens), generator=stream)
             rows.append(
                 TensorDict(
                     {
                         keys.FULL_TOKENS: tokens,
-                        keys.ATTENTION_MASK: torch.ones_like(spoken),
-                        keys.ASSISTANT_MASK: spoken,
-                        keys.LOG_PROBS: torch.where(spoken, near, 0.0),
+                        keys.ATTENTION_MASK: torch.ones_like(sampled),
+                        keys.ASSISTANT_MASK: sampled,
+                        keys.LOG_PROBS: torch.where(sampled, near, 0.0),
                         keys.ADVANTAGE: (advantages[sample] - advantages.mean()).reshape(1, 1),
                         keys.GROUP_ID: torch.tensor(group),
                         keys.SAMPLE_ID: torch.tensor(sample),
@@ -124,12 +124,12 @@ def make_rows(case: Case, seed: int = 0) -> list[TensorDict]:
 
 
 def shared_loads(rows: Sequence[TensorDict]) -> Load:
-    """What the rows ask for where the prompt of each group is computed once."""
+    """What the rows require where the prompt of each group is computed once."""
     lengths: dict[int, tuple[int, list[int]]] = {}
     for row in rows:
-        spoken = int(row[keys.ASSISTANT_MASK].sum())
-        prompt = row[keys.FULL_TOKENS].shape[0] - spoken
-        lengths.setdefault(int(row[keys.GROUP_ID]), (prompt, []))[1].append(spoken)
+        num_sampled = int(row[keys.ASSISTANT_MASK].sum())
+        prompt = row[keys.FULL_TOKENS].shape[0] - num_sampled
+        lengths.setdefault(int(row[keys.GROUP_ID]), (prompt, []))[1].append(num_sampled)
     return sum((shared_load(prompt, responses) for prompt, responses in lengths.values()), Load())
 
 

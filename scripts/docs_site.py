@@ -26,13 +26,13 @@ _TABLE = re.compile(r"^=+ +=.*\n(?:.+\n)*", re.MULTILINE)
 
 def modules() -> list[str]:
     """The dotted names of all public modules, packages included."""
-    found = []
+    measured = []
     for path in sorted((ROOT / "sota_grpo").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         if not any(part.startswith("_") for part in parts):
-            found.append(".".join(parts))
-    return found
+            measured.append(".".join(parts))
+    return measured
 
 
 def rooms() -> dict[str, list[str]]:

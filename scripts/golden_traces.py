@@ -37,19 +37,19 @@ RUNS = {
 
 def digest(*files: Path) -> str:
     """Of the contents, names aside."""
-    found = hashlib.sha256()
+    measured = hashlib.sha256()
     for file in files:
-        found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+        measured.update(file.read_bytes())
+    return measured.hexdigest()[:16]
 
 
 def weights_digest(file: Path) -> str:
     """Of names, dtypes and values, however the file lays them out."""
-    found = hashlib.sha256()
+    measured = hashlib.sha256()
     for name, tensor in sorted(load_file(file).items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.contiguous().view(torch.uint8).numpy())
-    return found.hexdigest()[:16]
+        measured.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        measured.update(tensor.contiguous().view(torch.uint8).numpy())
+    return measured.hexdigest()[:16]
 
 
 def trace(options: tuple[str, ...], run_dir: Path) -> str:

@@ -31,26 +31,26 @@ Check = Callable[[Options], Iterator[Finding]]
 
 
 def run_stage(name: str, checks: list[Check], options: Options, limit_s: float) -> list[Finding]:
-    """Make the checks of a stage while there is time; an exception is a finding, and the next check goes on."""
-    began, found = time.perf_counter(), []
+    """Make the checks of a stage while there is time; an exception is a finding, and the next check continues."""
+    began, measured = time.perf_counter(), []
     for index, check in enumerate(checks):
         if time.perf_counter() - began > 0.8 * limit_s:
             left = [each.__name__ for each in checks[index:]]
-            found.append(report(name, Finding("left out for lack of time", False, {"checks": left}), 0.0))
+            measured.append(report(name, Finding("left out for lack of time", False, {"checks": left}), 0.0))
             break
         since = time.perf_counter()
         gc.collect()  # compiled models are cycles, which hold the device's memory
         try:
             for finding in check(options):
-                found.append(report(name, finding, time.perf_counter() - since))
+                measured.append(report(name, finding, time.perf_counter() - since))
                 since = time.perf_counter()
                 if since - began > 0.8 * limit_s:
                     break
         except Exception as error:  # the rest of the stage may still show something
             traceback.print_exc()
             figures = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
-            found.append(report(name, Finding(check.__name__, False, figures), time.perf_counter() - since))
-    return found
+            measured.append(report(name, Finding(check.__name__, False, figures), time.perf_counter() - since))
+    return measured
 
 
 def checks_of(stage: str) -> list[Check]:
@@ -95,16 +95,16 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", nargs="+", help="names of checks")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_proof"), help="for profiles and runs")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    options, found, began = Options(given.device, given.small, given.out), [], time.perf_counter()
-    for stage in given.stages:
+    parsed = parser.parse_args()
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    options, measured, began = Options(parsed.device, parsed.small, parsed.out), [], time.perf_counter()
+    for stage in parsed.stages:
         forget()
-        chosen = [check for check in checks_of(stage) if not given.only or check.__name__ in given.only]
-        left = given.deadline - (time.perf_counter() - began)
-        found += run_stage(stage, chosen, options, max(0.0, min(given.limit, left)))
-    print(table(found), flush=True)
-    sys.exit(any(finding.passed is False for finding in found))
+        chosen = [check for check in checks_of(stage) if not parsed.only or check.__name__ in parsed.only]
+        left = parsed.deadline - (time.perf_counter() - began)
+        measured += run_stage(stage, chosen, options, max(0.0, min(parsed.limit, left)))
+    print(table(measured), flush=True)
+    sys.exit(any(finding.passed is False for finding in measured))
 
 
 if __name__ == "__main__":

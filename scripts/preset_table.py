@@ -74,18 +74,18 @@ def table() -> str:
 
 
 def _age(path: Path) -> tuple[str, str]:
-    found = re.search(r"arXiv:(\d{4}\.\d{5})", path.read_text())
-    return (found.group(1) if found else "9999", path.stem)
+    measured = re.search(r"arXiv:(\d{4}\.\d{5})", path.read_text())
+    return (measured.group(1) if measured else "9999", path.stem)
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    given = yaml.safe_load(path.read_text())
-    part: Any = AlgorithmConfig(**given)
+    settings = yaml.safe_load(path.read_text())
+    part: Any = AlgorithmConfig(**settings)
     widths = f" {part.clip_low:g} / {part.clip_high:g}" if SURROGATES[part.objective].reads("clip_low") else ""
     widths = f" {part.clip_high:g}" if part.objective == "cispo" else widths
-    besides = ", ".join(f"`{name}={str(value).lower()}`" for name, value in given.items() if name not in _SHOWN)
-    found = re.search(r"arXiv:([\d.]+\d)", path.read_text())
-    source = f"[{found.group(1)}](https://arxiv.org/abs/{found.group(1)})" if found else "verl"
+    besides = ", ".join(f"`{name}={str(value).lower()}`" for name, value in settings.items() if name not in _SHOWN)
+    measured = re.search(r"arXiv:([\d.]+\d)", path.read_text())
+    source = f"[{measured.group(1)}](https://arxiv.org/abs/{measured.group(1)})" if measured else "verl"
     terms = (_words(part.baseline), _words(part.scale), part.objective + widths, part.aggregation)
     return (f"`{path.stem}`", *terms, besides, source, _peer(path.stem, "trl"), _peer(path.stem, "verl"))
 

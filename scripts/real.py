@@ -3,7 +3,7 @@
 ``python scripts/real.py input_data.jsonl`` makes the checks before training, measures SmolLM2-135M-Instruct on IFEval's
 own prompts, trains it with the preset smollm_ifeval, measures it on the same prompts, and writes a report; ``--preset
 smollm_gsm8k train.jsonl`` does the same with GSM8K, 512 questions of which are held out (env.num_heldout). Each step is
-a command of its own, which is printed, and is not done twice: after Ctrl-C or ``kill -9`` the same line goes on,
+a command of its own, which is printed, and is not done twice: after Ctrl-C or ``kill -9`` the same line continues,
 training from its last checkpoint.
 
 OPTION=VALUE are options of the run: ``train.total_dialog_turns=4096``. ``make real`` installs what is needed first.
@@ -47,7 +47,7 @@ BENCHMARKS = {
 class Step:
     """What a step says, its command, and the file that is there once it is done.
 
-    Where ``takes_out``, the command is told by ``--out`` where to write; the file gets its name when it is whole.
+    Where ``takes_out``, ``--out`` names the command's output; the file gets its name when it is whole.
     """
 
     said: str
@@ -59,18 +59,18 @@ class Step:
 def steps(options: argparse.Namespace) -> list[Step]:
     benchmark, out = BENCHMARKS[options.preset], options.out
     file, run_dir, before = f"{benchmark.option}={options.file.resolve()}", out / "run", out / "before.json"
-    given = [f"seed={options.seed}", *options.overrides]
+    overrides = [f"seed={options.seed}", *options.overrides]
     measured = [
         *("--task", benchmark.task, "--k", "0", "--num-samples", str(options.num_samples or benchmark.num_samples)),
         *(file, f"inference_model.max_tokens={options.max_tokens or benchmark.max_tokens}"),
     ]
     train = [sys.executable, str(ROOT / "grpo.py"), "--config-name", options.preset, f"hydra.run.dir={run_dir}"]
     # the steps around it measure all problems, which training need not do once more
-    train += [file, "train.resume=auto", "eval.mode=off", *given]
-    checked = [*CLI, "check", "--config-name", options.preset, "--run-dir", str(out / "check"), file, *given]
+    train += [file, "train.resume=auto", "eval.mode=off", *overrides]
+    checked = [*CLI, "check", "--config-name", options.preset, "--run-dir", str(out / "check"), file, *overrides]
     return [
         Step("Checking", checked, out / "check" / "gate.json", takes_out=False),  # before an hour is spent on measuring
-        Step("Measuring the model", [*CLI, "eval", MODEL, "-cn", options.preset, *given, *measured], before),
+        Step("Measuring the model", [*CLI, "eval", MODEL, "-cn", options.preset, *overrides, *measured], before),
         Step("Training it", train, run_dir / "hf" / "config.json", takes_out=False),
         Step(
             "Measuring it again", [*CLI, "eval", str(run_dir), *measured, "--against", str(before)], out / "after.json"
@@ -80,14 +80,17 @@ def steps(options: argparse.Namespace) -> list[Step]:
 
 
 def refuse_others(options: argparse.Namespace) -> str | None:
-    """Why these options cannot go on in the folder, which keeps those that it was begun with; None if they can."""
+    """Why these options cannot continue in the folder, which keeps those that it was begun with; None if they can."""
     if not options.file.is_file():
         return f"there is no file {options.file}; give IFEval's input_data.jsonl, or GSM8K's train.jsonl."
     options.out.mkdir(parents=True, exist_ok=True)
-    kept, given = options.out / "options.json", json.dumps({name: str(value) for name, value in vars(options).items()})
+    kept, content = (
+        options.out / "options.json",
+        json.dumps({name: str(value) for name, value in vars(options).items()}),
+    )
     if not kept.exists():
-        kept.write_text(given)
-    if kept.read_text() != given:
+        kept.write_text(content)
+    if kept.read_text() != content:
         return f"{options.out} was begun with other options ({kept}); give those, or another --out."
     return None
 
@@ -139,10 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             do(step)
     except subprocess.CalledProcessError as error:
         if error.returncode == 130:
-            print("Stopped; the same command goes on.", file=sys.stderr)
+            print("Stopped; the same command continues.", file=sys.stderr)
         return error.returncode
     except KeyboardInterrupt:
-        print("Stopped; the same command goes on.", file=sys.stderr)
+        print("Stopped; the same command continues.", file=sys.stderr)
         return 130
     from sota_grpo.cli.eval import show
 

@@ -71,7 +71,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(task: ArithmeticTask, num_texts: int = 12_000) -> Qwen2Tokenizer:
-    """Byte-level BPE over the task's own texts: common words are one token, digits stand alone, any text round-trips.
+    """Byte-level BPE over the task's own texts: common words and single digits are tokens, any text round-trips.
 
     The class is Qwen2's because ``AutoTokenizer`` builds that one for every Qwen2 checkpoint, whatever was saved: it
     brings NFC normalisation and the pre-tokeniser, so both must be there while the merges are learned.

@@ -42,7 +42,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     >>> there, (folder / "a.txt").read_text(), len(list(folder.iterdir()))
     (False, 'whole', 1)
     """
-    temporary = _beside(path)
+    temporary = _sibling(path)
     try:
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # follows no link
         yield temporary
@@ -59,7 +59,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder next to ``path``, and replace ``path`` by it if the block succeeds."""
-    temporary, replaced = _beside(path), _beside(path, "old")
+    temporary, replaced = _sibling(path), _sibling(path, "old")
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -139,8 +139,8 @@ def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, An
         return vars(run_python(path))
     except (Exception, SystemExit) as fault:
         line = error_line(path, fault)
-        place = "" if line is None else f", line {line}"
-        raise error(f"{path}{place}: it cannot be imported ({sentence(fault)}); mend it there.") from fault
+        location = "" if line is None else f", line {line}"
+        raise error(f"{path}{location}: it cannot be imported ({sentence(fault)}); mend it there.") from fault
 
 
 def error_line(path: str | Path, error: BaseException) -> int | None:
@@ -152,7 +152,7 @@ def error_line(path: str | Path, error: BaseException) -> int | None:
     return lines[-1] if lines else None
 
 
-def _beside(path: Path, ending: str = "tmp") -> Path:  # see _LEFTOVER
+def _sibling(path: Path, ending: str = "tmp") -> Path:  # see _LEFTOVER
     return path.with_name(
         f".{path.name}.{secrets.token_hex(6)}.{ending}"
     )  # unpredictable: no other user can prepare a link

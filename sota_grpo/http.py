@@ -58,11 +58,11 @@ class HttpClient:
         max_connections: int = 8,
         max_bytes: int | None = None,
     ):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        address = urlsplit(url)
+        if address.scheme not in ("http", "https") or not address.hostname:
             raise UserError(f"{option}={url} is not the address of a server; write http://HOST:PORT.")
-        self.url, self.host = url.rstrip("/"), parts.hostname
-        self._prefix, self._max_bytes = parts.path.rstrip("/"), max_bytes
+        self.url, self.host = url.rstrip("/"), address.hostname
+        self._prefix, self._max_bytes = address.path.rstrip("/"), max_bytes
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -134,8 +134,8 @@ class HttpClient:
         status, headers, content = self.request(method, path, body, timeout_s=timeout_s)
         sent, text = f"{method} {self.url}{path}", content.decode(errors="replace")
         if not 200 <= status < 300:
-            said = one_line(text.strip(), _SHOWN_CHARACTERS)
-            raise ServerError(f"{sent} was answered with status {status}: {said}", status)
+            shown = one_line(text.strip(), _SHOWN_CHARACTERS)
+            raise ServerError(f"{sent} was answered with status {status}: {shown}", status)
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:

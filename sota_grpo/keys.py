@@ -26,8 +26,8 @@ ASSISTANT_MASK = ("masks", "all_assistant_mask")  # bool [N, T], tokens the poli
 LOG_PROBS = ("log_probs", "full")  # f32 [N, T], of the behaviour policy's sampled distribution; 0 off-mask
 # Where sampling was truncated (top-k, top-p, min-p), else absent: the sampling support of each token, over which every
 # policy is renormalised. Written by the engine.
-KEPT_IDS = ("kept", "ids")  # int32 [K] of a row, set after set; [N, max K] of a padded batch
-KEPT_COUNTS = ("kept", "counts")  # int32 [N, T], tokens of each set; 0 off the assistant mask
+SUPPORT_IDS = ("kept", "ids")  # int32 [K] of a row, set after set; [N, max K] of a padded batch
+SUPPORT_COUNTS = ("kept", "counts")  # int32 [N, T], tokens of each set; 0 off the assistant mask
 TOKEN_VERSION = ("next", "token_version")  # int64 [N, T], policy version that sampled each token; -1 off-mask
 POLICY_VERSION = ("next", "policy_version")  # int64 [N], version of the oldest sampled token of the row
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 Batch = TypeVar("Batch")
-Given = TypeVar("Given", contravariant=True)
+Read = TypeVar("Read", contravariant=True)
 
 
 class Collects(Protocol):
@@ -17,19 +17,19 @@ class Collects(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
-class Trains(Protocol[Given]):
+class Trains(Protocol[Read]):
     """The learner as the loop uses it."""
 
     @property
     def version(self) -> int: ...
 
-    def update(self, rows: Given) -> dict[str, float | None]: ...
+    def update(self, rows: Read) -> dict[str, float | None]: ...
 
 
-class Log(Protocol[Given]):
+class Log(Protocol[Read]):
     """The log as the loop uses it."""
 
-    def write(self, step: int, batch: Given, update: Mapping[str, Any], collected: Mapping[str, float]) -> None: ...
+    def write(self, step: int, batch: Read, update: Mapping[str, Any], collected: Mapping[str, float]) -> None: ...
 
 
 def run(

@@ -37,11 +37,11 @@ def adopt_orphans() -> None:
 
 def children() -> list[int]:
     """Linux: the child processes, adopted ones included."""
-    found: list[int] = []
+    pids: list[int] = []
     for of_thread in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
-            found += map(int, of_thread.read_text().split())
-    return found
+            pids += map(int, of_thread.read_text().split())
+    return pids
 
 
 def end_group_with(owner: int) -> None:
@@ -151,24 +151,24 @@ def ending(code: int) -> str:
 
 def _handles(pids: Iterable[int]) -> list[int]:
     """Descriptors of processes, which stay valid when pids are reused."""
-    found = []
+    handles = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            found.append(os.pidfd_open(pid))
-    return found
+            handles.append(os.pidfd_open(pid))
+    return handles
 
 
 def _launch(parent: int, scratch: str, *command: str) -> None:
-    asked_to_end: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
+    signalled: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signalled.append(number))
     adopt_orphans()
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
-    while server.poll() is None and not asked_to_end and os.getppid() == parent:
+    while server.poll() is None and not signalled and os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)
     if server.returncode is not None:
         what = ending(server.returncode)
     else:
-        what = "asked to end" if asked_to_end else f"process {parent} is gone"
+        what = "asked to end" if signalled else f"process {parent} is gone"
     print(f"\n{LAUNCHER_SAYS}{server.pid}: {what}", flush=True)
     if server.returncode is None:
         server.terminate()

@@ -29,8 +29,8 @@ class Registry(Mapping[str, Value], Generic[Value]):
         own: values by name; a text ``module:name`` is imported at first access.
     """
 
-    def __init__(self, group: str, own: Mapping[str, Value | str]) -> None:
-        self._group, self._own = group, own
+    def __init__(self, group: str, builtin: Mapping[str, Value | str]) -> None:
+        self._group, self._own = group, builtin
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:
@@ -38,12 +38,12 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     def __getitem__(self, name: str) -> Value:
         """Raise UserError if a package's entry point cannot be imported, and KeyError for an unknown name."""
-        own = self._own.get(name)
-        if isinstance(own, str):
-            module, _, member = own.partition(":")
+        builtin = self._own.get(name)
+        if isinstance(builtin, str):
+            module, _, member = builtin.partition(":")
             return getattr(import_module(module), member)  # type: ignore[no-any-return]
-        if own is not None:
-            return own
+        if builtin is not None:
+            return builtin
         entry = self._installed[name]
         try:
             return entry.load()  # type: ignore[no-any-return]

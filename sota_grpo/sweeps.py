@@ -42,7 +42,7 @@ from sota_grpo.recording.run_files import (
 from sota_grpo.text import duration, one_line
 from sota_grpo.untrusted import read_yaml
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 LAST_STEPS = 10  # a single step's reward is too noisy to compare runs
 SEED = "seed"
 ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
@@ -120,7 +120,7 @@ class Sweep:
                 means[name] = statistics.fmean(values), error
             overrides = {name: group[0].overrides[name] for name in names if name in group[0].overrides}
             settings.append(Setting(overrides, len(group), len(done), means))
-        return sorted(settings, key=lambda one: self._rank(one.means.get(self.metric, (None, None))[0]))
+        return sorted(settings, key=lambda row: self._rank(row.means.get(self.metric, (None, None))[0]))
 
     @property
     def headline(self) -> str:
@@ -196,7 +196,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
     """Read a run; its note names the files that cannot be read."""
     notes: list[str] = []
 
-    def tried(read: Callable[[], Found], instead: Found) -> Found:
+    def tried(read: Callable[[], Value], instead: Value) -> Value:
         try:
             return read()
         except UserError as error:
@@ -235,8 +235,8 @@ def _overrides(path: Path) -> dict[str, str]:
         return {}
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}).") from error
-    for given in noted if isinstance(noted, list) else []:
-        name, _, value = str(given).partition("=")
+    for override in noted if isinstance(noted, list) else []:
+        name, _, value = str(override).partition("=")
         overrides[one_line(name.lstrip("+~"))] = "removed" if name.startswith("~") else one_line(value)
     return overrides
 
@@ -289,8 +289,8 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
         columns = vars(run) | {"path": str(run.path)}
         runs.append({"run": columns.pop("name"), **columns})
     settings = [
-        vars(one) | {"means": {name: {"mean": mean, "stderr": error} for name, (mean, error) in one.means.items()}}
-        for one in sweep.settings
+        vars(row) | {"means": {name: {"mean": mean, "stderr": error} for name, (mean, error) in row.means.items()}}
+        for row in sweep.settings
     ]
     about = {"directory": str(sweep.path), "sorted_by": sweep.metric, "last_steps": LAST_STEPS, "varied": sweep.varied}
     return about | {"runs": runs, "settings": settings}
@@ -328,8 +328,8 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
         runs.append([run.name, *measured, count(run.steps, run.num_steps), run.state, duration(run.seconds)])
     names = [name for name in sweep.varied if name != SEED]
     settings = [["seeds", *names, REWARD, "accuracy", *extra]]
-    for one in sweep.settings:
-        settings.append([count(one.finished, one.runs), *cells(one.overrides, names, one.means)])
+    for row in sweep.settings:
+        settings.append([count(row.finished, row.runs), *cells(row.overrides, names, row.means)])
     return [table for table in (runs, settings) if len(table) > 1]
 
 
@@ -339,16 +339,16 @@ def _escaped(text: str) -> str:
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
     """Return ``arguments`` of ``grpo.py``, for ``train.resume=auto`` with the directory of the sweep to continue."""
-    kept = list(arguments)
-    is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in kept)  # to Hydra
-    if not is_sweep or "train.resume=auto" not in kept or any(one.startswith("hydra.sweep.dir=") for one in kept):
-        return kept
+    args = list(arguments)
+    is_sweep = any(arg in ("-m", "hydra.mode=MULTIRUN") or arg.startswith("--mu") for arg in args)  # to Hydra
+    if not is_sweep or "train.resume=auto" not in args or any(arg.startswith("hydra.sweep.dir=") for arg in args):
+        return args
     for folder in sorted((path.parent for path in root.glob(f"*/*/{SWEEP_FILE}")), reverse=True):  # the newest first
         record = read_json(folder / SWEEP_FILE) or {}
-        same = record.get("command") == _identity(kept) and not record.get("complete")
+        same = record.get("command") == _identity(args) and not record.get("complete")
         if same and os.access(folder, os.W_OK) and not any(map(is_held, folder.glob("*/"))):
-            return [f"hydra.sweep.dir={folder.as_posix()}", *kept]
-    return kept
+            return [f"hydra.sweep.dir={folder.as_posix()}", *args]
+    return args
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
@@ -361,4 +361,4 @@ def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = 
 
 def _identity(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that identify a sweep, in their order, by which Hydra numbers the runs."""
-    return [one for one in arguments if not _FREE.match(one)]
+    return [argument for argument in arguments if not _FREE.match(argument)]

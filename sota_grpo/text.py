@@ -27,9 +27,9 @@ def readable(text: str, keep: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    kept = _KEPT.union(keep)
+    legal = _KEPT.union(keep)
     return "".join(
-        sign if sign.isprintable() or sign in kept else sign.encode("unicode_escape").decode("ascii") for sign in text
+        sign if sign.isprintable() or sign in legal else sign.encode("unicode_escape").decode("ascii") for sign in text
     )
 
 
@@ -112,8 +112,8 @@ class Output:
             self._stream.write(text)
             self._stream.flush()
         except OSError as error:
-            said = error.strerror or type(error).__name__
-            logger.warning("%s cannot be written (%s); the run continues without it.", self._stream.name, said)
+            cause = error.strerror or type(error).__name__
+            logger.warning("%s cannot be written (%s); the run continues without it.", self._stream.name, cause)
             with suppress(OSError), open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._stream.fileno())  # what is still buffered goes there, too
         return len(text)

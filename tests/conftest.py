@@ -107,7 +107,7 @@ def is_of_processes(path: Path) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files come first: one of them would run alone in the end. Of the others, and of these, with another
-    seed others do; the tests of a file stay together, as they stand in it."""
+    seed others do; the tests of a file stay together, as they are in it."""
     files, seed = list(dict.fromkeys(item.path for item in items)), config.getoption("files_by")
     ordered = files if seed is None else random.Random(seed).sample(sorted(files), len(files))
     longest = {item.path for item in items if item.get_closest_marker("longest")}
@@ -172,7 +172,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Once as ever; then with other draws or, of processes and failed, in a fresh process, where that is asked for."""
+    """Once as ever; then with other draws or, of processes and failed, in a fresh process, where that is requested."""
     redraw_s, again = item.config.getoption("redraw_s"), item.config.getoption("processes_again")
     if redraw_s is None and not (again and item.get_closest_marker("processes")):
         return None
@@ -228,11 +228,11 @@ def run_again(item: pytest.Item, failed: list[pytest.TestReport]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
-        told = output.read()[-4000:]
-    passed = process.wait() == 0 and "1 passed" in told  # a test that is skipped there has shown nothing
+        tail = output.read()[-4000:]
+    passed = process.wait() == 0 and "1 passed" in tail  # a test that is skipped there has shown nothing
     for report in failed:
         report.again = "passed" if passed else "failed"
-        report.sections.append(("Once more, in a fresh process", told))
+        report.sections.append(("Once more, in a fresh process", tail))
         report.outcome = "passed" if passed else "failed"
 
 

@@ -311,8 +311,8 @@ def _forked(live: Callable[..., object], *args: Any) -> NoReturn:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Fork for each job; a child is reaped when the next comes or nobody listens any more: until then its id is its."""
-    with suppress(ConnectionError):  # nobody waits for an answer
+    """Fork for each job; a child is reaped when the next comes or the client is gone: until then its id is its."""
+    with suppress(ConnectionError):  # no client waits for an answer
         while True:
             message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
             with suppress(ChildProcessError):

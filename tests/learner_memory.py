@@ -102,12 +102,12 @@ def make_rows(case: dict[str, Any]) -> list[TensorDictBase]:
 
 
 def _row(full: torch.Tensor, prompt: int, group: int, sample: int, stream: torch.Generator) -> TensorDictBase:
-    spoken = torch.arange(len(full)) >= prompt
+    sampled = torch.arange(len(full)) >= prompt
     row = TensorDict({}, batch_size=[])
     row.set(keys.FULL_TOKENS, full)
-    row.set(keys.ATTENTION_MASK, torch.ones_like(spoken))
-    row.set(keys.ASSISTANT_MASK, spoken)
-    row.set(keys.LOG_PROBS, torch.where(spoken, -5.0, 0.0))
+    row.set(keys.ATTENTION_MASK, torch.ones_like(sampled))
+    row.set(keys.ASSISTANT_MASK, sampled)
+    row.set(keys.LOG_PROBS, torch.where(sampled, -5.0, 0.0))
     row.set(keys.ADVANTAGE, torch.randn(1, 1, generator=stream))
     row.set(keys.GROUP_ID, torch.tensor(group))
     row.set(keys.SAMPLE_ID, torch.tensor(sample))
@@ -117,13 +117,13 @@ def _row(full: torch.Tensor, prompt: int, group: int, sample: int, stream: torch
 
 def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:
     """What the learner makes of the rows, counted."""
-    found = []
+    actual = []
     for part in micro_batches(rows, token_budget=budget, shared_prompt=True):
         groups = groups_by_prompt(row_prompts(part))
         longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in part)
         tokens = sum(group.tokens for group in groups)
-        found.append(MicroBatch(tokens, sum(sum(group.responses) for group in groups), len(part) * longest))
-    return found
+        actual.append(MicroBatch(tokens, sum(sum(group.responses) for group in groups), len(part) * longest))
+    return actual
 
 
 def train(
@@ -146,7 +146,7 @@ def train(
 
 def estimated(case: dict[str, Any]) -> int:
     """What ``sota-grpo estimate`` says of the learner of such a run, when every sample is as long as it may be."""
-    given = {
+    fields = {
         "env.repeats": case["group"],
         "env.num_envs": case["group"],
         "train.optim_batch_size": case["group"] * case["groups"],
@@ -160,7 +160,7 @@ def estimated(case: dict[str, Any]) -> int:
         "device": "cpu",
         "engine": "transformers",
     }
-    config = compose("grpo_cpu", [f"{name}={value}" for name, value in given.items()])
+    config = compose("grpo_cpu", [f"{name}={value}" for name, value in fields.items()])
     machine = Machine("cpu", 64 * GIB, 0)
     return sum(RunMemory(config, architecture_from(model_config(case)), case["prompt"], machine).learner.values())
 
@@ -177,8 +177,8 @@ def compared(case: dict[str, Any]) -> dict[str, Any]:
         measured = sum(standing.values()) + (peak_bytes(lambda: train(case, rows, policy=policy)) or 0)
     else:
         measured = peak_bytes(lambda: train(case, rows))
-    found = {"predicted": sum(predicted.values()), "measured": measured, "parts": predicted}
-    return found | ({"estimated": estimated(case)} if case.get("full") else {})
+    actual = {"predicted": sum(predicted.values()), "measured": measured, "parts": predicted}
+    return actual | ({"estimated": estimated(case)} if case.get("full") else {})
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Holder:
         return self._weights
 
     def digest(self) -> str:
-        return hashlib.sha256(self._weights.parts[0][0]).hexdigest()
+        return hashlib.sha256(self._weights.buffers[0][0]).hexdigest()
 
 
 def crossed_bytes() -> int:

@@ -14,7 +14,7 @@ def children(pid: int) -> list[int]:
 
 def members(group: int) -> list[int]:
     """Living processes of a process group, from /proc."""
-    found = []
+    actual = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -22,8 +22,8 @@ def members(group: int) -> list[int]:
             except OSError:
                 continue
             if int(process_group) == group and state != "Z":
-                found.append(int(entry.name))
-    return sorted(found)
+                actual.append(int(entry.name))
+    return sorted(actual)
 
 
 def wait_for(condition: Callable[[], object], within_s: float = 300.0) -> None:

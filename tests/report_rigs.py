@@ -55,14 +55,14 @@ def write_run(
         for step in range(steps):
             if step % eval_every == 0:
                 log.write_step(step, evaluation(step, seed))
-            found = step_metrics(step, seed, groups, siblings) | (metrics(step) if metrics else {})
+            actual = step_metrics(step, seed, groups, siblings) | (metrics(step) if metrics else {})
             rows = [row for group in range(groups) for row in group_rows(step, group, groups, siblings, response)]
             for row in rows if fields else ():
                 row |= fields(step, row["group_id"] % groups, row["sample_id"])
-            log.write_step(step, found)
+            log.write_step(step, actual)
             log.write_rollouts(step, rows)
             if step in stored:
-                store(run_dir, step, found, rows)
+                store(run_dir, step, actual, rows)
         if finished:
             log.write_step(steps, evaluation(steps, seed))
     config = OmegaConf.merge(OmegaConf.structured(Config(seed=seed)), OmegaConf.from_dotlist(list(options)))

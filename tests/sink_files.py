@@ -9,7 +9,7 @@ from typing import Any
 
 def _chunks_of(path: Path) -> list[bytes]:
     """The records of a W&B file: LevelDB's log format after a header of 7 bytes."""
-    data, at, found, open_chunk = path.read_bytes(), 7, [], b""
+    data, at, actual, open_chunk = path.read_bytes(), 7, [], b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
         if left < 7:  # no record starts in the last bytes of a block
@@ -19,9 +19,9 @@ def _chunks_of(path: Path) -> list[bytes]:
         open_chunk += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # a whole record, or the last part of one
-            found.append(open_chunk)
+            actual.append(open_chunk)
             open_chunk = b""
-    return found
+    return actual
 
 
 def _records_of(run_dir: Path) -> list[list[Any]]:
@@ -34,7 +34,7 @@ def _records_of(run_dir: Path) -> list[list[Any]]:
 
 def wandb_history(run_dir: Path) -> list[tuple[str, list[dict]]]:
     """For each offline file of a run directory: the run id and the history rows."""
-    found = []
+    actual = []
     for records in _records_of(run_dir):
         run_id, history = "", []
         for record in records:
@@ -42,8 +42,8 @@ def wandb_history(run_dir: Path) -> list[tuple[str, list[dict]]]:
             if record.HasField("history"):
                 items = record.history.item
                 history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-        found.append((run_id, history))
-    return found
+        actual.append((run_id, history))
+    return actual
 
 
 def wandb_run(run_dir: Path) -> Any:

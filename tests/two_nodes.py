@@ -158,7 +158,7 @@ class TwoNodes:
             with suppress(OSError):  # it has just ended
                 titles.append(Path(f"/proc/{pid}/cmdline").read_text())
         # Ray writes "ray::learner.call" for the time of a call; meanwhile it may read "ray::learner\0call"
-        roles = [found[1] for title in titles if (found := re.search(r"ray::(\w+)", title))]
+        roles = [actual[1] for title in titles if (actual := re.search(r"ray::(\w+)", title))]
         return sorted(role for role in roles if role in ("learner", "reference", "rollout"))
 
     def kill(self, index: int) -> None:

@@ -25,7 +25,7 @@ class Refused(ValueError):
 
 
 class Echo:
-    """Answers at once, later, never, or dies; remembers what it was told."""
+    """Answers at once, later, never, or dies; records its calls."""
 
     def __init__(self, version: int = 0, quiet_s: float = 0.0) -> None:
         self.version = version
@@ -118,7 +118,7 @@ def slow_echo(seconds: float) -> Echo:
 
 
 def busy_echo(seconds: float) -> Echo:
-    """Loads for so long, as far as anybody can see from outside."""
+    """Loads for so long, as seen from outside."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         sum(range(10_000))

@@ -17,7 +17,7 @@ import torch
 from benchmarks.peers.work import SHAPE, Case
 from sota_grpo.functional.flops import Load, ModelShape, backward_flops, forward_flops, shared_load
 
-TILES = (16, 64, 256, 1024, 4096)  # rows of a product; whoever computes many positions may choose among them
+TILES = (16, 64, 256, 1024, 4096)  # rows of a product; a caller with many positions may choose among them
 MOST_COLUMNS = 4096  # of a product; a wider matrix is cut, so that the part stays in the cache
 SECONDS_PER_PRODUCT = 0.01
 
@@ -69,12 +69,12 @@ class Floor:
     def measure(self) -> dict[str, float]:
         """Seconds of each phase, of the whole, and the two rates (operations/s), all measured now."""
         wide, narrow = self._rate([*TILES, self.case.rows]), self._rate([self.case.rows])
-        found = {
+        measured = {
             "generate": self.prefill / wide + (self.forward - self.prefill) / narrow,
             "ref": self.forward / wide,
             "learn": (self.forward + self.backward) / wide,
         }
-        return found | {"whole": sum(found.values()), "rate_wide": wide, "rate_narrow": narrow}
+        return measured | {"whole": sum(measured.values()), "rate_wide": wide, "rate_narrow": narrow}
 
     def _rate(self, tiles: Sequence[int]) -> float:
         """Operations per second of a forward pass, in products of the best of ``tiles`` rows; attention as layers."""

@@ -1,4 +1,4 @@
-"""A system in a process of its own, fresh for every case: it is asked for one thing at a time and idle in between."""
+"""A system in a process of its own, fresh for every case: it gets one request at a time and idle in between."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def serve_system(connection: Connection, name: str, folder: Folder, log: Path) -
     """The child: build the system, then answer ``learn`` and ``step`` until ``close``.
 
     ``learn`` answers ``{"seconds", "bytes"}`` and ``step`` its phases and ``bytes``; ``bytes`` only where ``memory`` is
-    asked for, None otherwise. ``learn`` with ``gradient=path`` writes what the optimizer was given to that file.
+    requested, None otherwise. ``learn`` with ``gradient=path`` writes what the optimizer was given to that file.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted and ends this process
     with log.open("w") as file:
@@ -129,20 +129,20 @@ def _learn(system: Any, *, memory: bool = False, gradient: Path | None = None) -
     from benchmarks.peers.memory import peak_bytes
 
     handle = None if gradient is None else _keep_gradient(system, gradient)
-    found: dict[str, Any] = {"bytes": None}
+    measured: dict[str, Any] = {"bytes": None}
 
     def phase() -> None:
         began = time.perf_counter()
         system.learn()
-        found["seconds"] = time.perf_counter() - began
+        measured["seconds"] = time.perf_counter() - began
 
     if memory:
-        found["bytes"] = peak_bytes(phase)
+        measured["bytes"] = peak_bytes(phase)
     else:
         phase()
     if handle is not None:
         handle.remove()
-    return found
+    return measured
 
 
 def _step(system: Any, *, memory: bool = False) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def _step(system: Any, *, memory: bool = False) -> dict[str, Any]:
 
     if not memory:
         return system.step() | {"bytes": None}
-    found: dict[str, Any] = {}
-    peak = peak_bytes(lambda: found.update(system.step()))
-    return found | {"bytes": peak}
+    measured: dict[str, Any] = {}
+    peak = peak_bytes(lambda: measured.update(system.step()))
+    return measured | {"bytes": peak}
 
 
 def _keep_gradient(system: Any, path: Path) -> Any:

@@ -11,7 +11,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_bytes(phase: Callable[[], object]) -> int | None:
-    """Bytes by which resident memory rose at most while ``phase`` ran; None where Linux does not tell.
+    """Bytes by which resident memory rose at most while ``phase`` ran; None where Linux does not report it.
 
     What freed memory the allocator still held is given back first, so that the phase cannot hide in it.
 

@@ -62,8 +62,8 @@ class Ours:
         learned = time.perf_counter()
         parts.collector.update_policy_weights_(version=parts.learner.version)
         published = time.perf_counter()
-        found = parts.collector.metrics()
-        phases = {phase: found.get(f"time/{phase}_s", 0.0) for phase in PHASES}
+        measured = parts.collector.metrics()
+        phases = {phase: measured.get(f"time/{phase}_s", 0.0) for phase in PHASES}
         phases |= {"learn": learned - collected, "publish": published - learned}
         return phases | {"whole": time.perf_counter() - began}
 
@@ -100,22 +100,22 @@ def learner_rows(rows: dict[str, Any]) -> list[TensorDictBase]:
     ([5, 6, 7], [0.0, 0.0, -1.0], torch.Size([1, 1]))
     """
     group = len(rows["responses"]) // len(rows["prompts"])
-    found: list[TensorDictBase] = []
+    measured: list[TensorDictBase] = []
     for index, response in enumerate(rows["responses"]):
         prompt = rows["prompts"][index // group]
         full = torch.cat([prompt, response])
-        spoken = torch.arange(len(full)) >= len(prompt)
+        sampled = torch.arange(len(full)) >= len(prompt)
         nothing = torch.zeros(len(prompt))
         row = TensorDict({}, batch_size=[])
         row.set(keys.FULL_TOKENS, full)
         row.set(keys.PROMPT_TOKENS, prompt)
-        row.set(keys.ATTENTION_MASK, torch.ones_like(spoken))
-        row.set(keys.ASSISTANT_MASK, spoken)
+        row.set(keys.ATTENTION_MASK, torch.ones_like(sampled))
+        row.set(keys.ASSISTANT_MASK, sampled)
         row.set(keys.LOG_PROBS, torch.cat([nothing, rows["old"][index]]))
         row.set(keys.REF_LOG_PROBS, torch.cat([nothing, rows["ref"][index]]))
         row.set(keys.ADVANTAGE, rows["advantages"][index].reshape(1, 1))
         row.set(keys.GROUP_ID, torch.tensor(index // group))
         row.set(keys.SAMPLE_ID, torch.tensor(index % group))
         row.set(keys.TRUNCATED, torch.tensor([True]))
-        found.append(row)
-    return found
+        measured.append(row)
+    return measured

@@ -12,7 +12,7 @@ class Paced:
     """Runs ``train`` in a thread that stops wherever it calls :meth:`boundary`, once per step.
 
     Contract. The loop waits at its boundary for :meth:`step`, and :meth:`step` for the loop's next boundary. An error
-    of the loop is raised where the step was asked for. After :meth:`end` the loop is left by an exception.
+    of the loop is raised where the step was requested. After :meth:`end` the loop is left by an exception.
 
     >>> paced, seen = Paced(), []
     >>> paced.start(lambda: [(paced.boundary(), seen.append(index)) for index in range(9)])
@@ -27,13 +27,13 @@ class Paced:
         self._thread: threading.Thread | None = None
 
     def start(self, train: Callable[[], object]) -> None:
-        """Start the loop and wait until it stands before its first step."""
+        """Start the loop and wait until it is before its first step."""
 
         def run() -> None:
             try:
                 train()
                 self._done.put(RuntimeError("the training loop ended by itself"))
-            except BaseException as error:  # raised where the step was asked for
+            except BaseException as error:  # raised where the step was requested
                 self._done.put(error)
 
         self._thread = threading.Thread(target=run, daemon=True)
@@ -53,10 +53,10 @@ class Paced:
         return self._answer()
 
     def _answer(self) -> float:
-        found = self._done.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        measured = self._done.get()
+        if isinstance(measured, BaseException):
+            raise measured
+        return measured
 
     def end(self) -> None:
         """Leave the loop."""

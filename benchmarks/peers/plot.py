@@ -19,8 +19,8 @@ AXES = {
 def varied(results: Sequence[CaseResult], axis: str) -> list[CaseResult]:
     """The cases that differ from the base case in nothing but ``axis``, the base case among them, in its order."""
     rest = [name for name in ("prompts", *AXES) if name != axis]
-    alike = [found for found in results if all(getattr(found.case, n) == getattr(BASE, n) for n in rest)]
-    return sorted(alike, key=lambda found: getattr(found.case, axis))
+    alike = [measured for measured in results if all(getattr(measured.case, n) == getattr(BASE, n) for n in rest)]
+    return sorted(alike, key=lambda measured: getattr(measured.case, axis))
 
 
 def plot(results: Sequence[CaseResult], path: Path) -> bool:
@@ -37,7 +37,7 @@ def plot(results: Sequence[CaseResult], path: Path) -> bool:
     if not axes:
         return False
     figure, grid = pyplot.subplots(2, len(axes), figsize=(4 * len(axes), 7), squeeze=False, sharey="row")
-    names = list(dict.fromkeys(name for found in results for name in found.systems))
+    names = list(dict.fromkeys(name for measured in results for name in measured.systems))
     for column, axis in enumerate(axes):
         for row, what in enumerate(("whole", "learn")):
             panel = grid[row][column]
@@ -55,8 +55,8 @@ def plot(results: Sequence[CaseResult], path: Path) -> bool:
 
 def _lines(panel, cases: Sequence[CaseResult], axis: str, what: str, names: Sequence[str]) -> None:
     for index, name in enumerate(names):
-        found = [(getattr(case.case, axis), case.systems[name]) for case in cases if name in case.systems]
-        points = [(x, sorted(one.seconds(what))) for x, one in found if one.seconds(what)]
+        measured = [(getattr(case.case, axis), case.systems[name]) for case in cases if name in case.systems]
+        points = [(x, sorted(one.seconds(what))) for x, one in measured if one.seconds(what)]
         if points:
             xs, ys = zip(*((x, seconds[len(seconds) // 2]) for x, seconds in points))
             panel.plot(xs, ys, "o-", color=f"C{index}", label=name)

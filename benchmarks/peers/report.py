@@ -51,35 +51,39 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "torchrl", "tensordict
 
 
 def plans(options: argparse.Namespace) -> list[Plan]:
-    """What the options ask for, the cases of most promises first.
+    """What the options require, the cases of most promises first.
 
     Raises:
         SystemExit: a case or a system that there is not.
     """
     if options.quick:
-        found = [Plan(BASE, MOST, repeats=2, budget_s=15.0)]
+        measured = [Plan(BASE, MOST, repeats=2, budget_s=15.0)]
     elif options.full:
-        found = [
+        measured = [
             Plan(case, EVERYTHING, repeats=5, budget_s=120.0) for case in (BASE, LONG, VOCAB, GROUP, RESPONSE, *BETWEEN)
         ]
     else:
-        found = [Plan(BASE, EVERYTHING, repeats=5), Plan(LONG, MOST), Plan(VOCAB, FEWER)]
-        found += [Plan(GROUP, FEWER), Plan(RESPONSE, FEWER)]
-    cases = {plan.case.name for plan in found}
+        measured = [Plan(BASE, EVERYTHING, repeats=5), Plan(LONG, MOST), Plan(VOCAB, FEWER)]
+        measured += [Plan(GROUP, FEWER), Plan(RESPONSE, FEWER)]
+    cases = {plan.case.name for plan in measured}
     if unknown := set(options.cases or ()) - cases:
         raise SystemExit(f"no case {min(unknown)!r} in this plan; its cases are {', '.join(map(repr, sorted(cases)))}")
     if unknown := set(options.systems or ()) - set(EVERYTHING):
         raise SystemExit(f"no system {min(unknown)!r}; the systems are {', '.join(map(repr, EVERYTHING))}")
-    found = [plan for plan in found if not options.cases or plan.case.name in options.cases]
-    for index, plan in enumerate(found):
-        kept = {name: asked for name, asked in plan.questions.items() if not options.systems or name in options.systems}
-        found[index] = replace(plan, questions=kept, repeats=options.repeats or plan.repeats)
-    return found
+    measured = [plan for plan in measured if not options.cases or plan.case.name in options.cases]
+    for index, plan in enumerate(measured):
+        kept = {
+            name: questions
+            for name, questions in plan.questions.items()
+            if not options.systems or name in options.systems
+        }
+        measured[index] = replace(plan, questions=kept, repeats=options.repeats or plan.repeats)
+    return measured
 
 
 def measure(options: argparse.Namespace) -> int:
     """Run the plans; the exit code: 0, or 130 after Ctrl-C."""
-    began, asked = time.perf_counter(), plans(options)
+    began, cases = time.perf_counter(), plans(options)
     out = Path(options.out or f"outputs/bench/{datetime.now():%Y-%m-%d_%H-%M-%S}")
     (out / "logs").mkdir(parents=True, exist_ok=True)
     results: list[CaseResult] = []
@@ -91,7 +95,7 @@ def measure(options: argparse.Namespace) -> int:
     tell(host)
     code = 0
     try:
-        for plan in asked:
+        for plan in cases:
             run_case(plan, out, tell, results)
     except KeyboardInterrupt:
         code = 130
@@ -120,7 +124,7 @@ def machine() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     load = f", load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
-    versions = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
+    versions = ", ".join(f"{name} {measured}" for name in PACKAGES if (measured := _version(name)))
     return f"{model}, {torch.get_num_threads()} threads each{load}; Python {platform.python_version()}, {versions}"
 
 
@@ -140,6 +144,6 @@ def report(results: Sequence[CaseResult], host: str, seconds: float) -> str:
 def write(results: Sequence[CaseResult], host: str, text: str, out: Path) -> None:
     """``table.md``, ``results.json`` and, where cases can be compared, ``growth.png``."""
     (out / "table.md").write_text(text)
-    found = {"machine": host, "cases": [result.plain() for result in results]}
-    (out / "results.json").write_text(json.dumps(found, indent=1))
+    measured = {"machine": host, "cases": [result.plain() for result in results]}
+    (out / "results.json").write_text(json.dumps(measured, indent=1))
     plot(results, out / "growth.png")

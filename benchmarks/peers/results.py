@@ -65,7 +65,7 @@ class CaseResult:
 
     def floor_of(self, phase: str) -> float | None:
         """Median seconds of the floor of a phase."""
-        return _median([found[phase] for found in self.floor])
+        return _median([measured[phase] for measured in self.floor])
 
     def ratio(self, what: str, peer: str, system: str) -> float | None:
         """How many times faster ``system`` is than ``peer``: the median over repetitions, each compared with its own.
@@ -83,8 +83,8 @@ class CaseResult:
 
     def memory_ratio(self, peer: str, system: str) -> float | None:
         """Peak memory of the peer's learn phase over that of ``system``."""
-        found = [self.systems[name].learn_bytes if name in self.systems else None for name in (peer, system)]
-        return None if None in found or not found[1] else found[0] / found[1]  # type: ignore[operator]
+        measured = [self.systems[name].learn_bytes if name in self.systems else None for name in (peer, system)]
+        return None if None in measured or not measured[1] else measured[0] / measured[1]  # type: ignore[operator]
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""

@@ -49,7 +49,7 @@ class Runner:
 
     def __init__(self, plan: Plan, path: Path, tell: Callable[[str], None], host: Callable[..., Any] = Host):
         self.plan, self.path, self.tell, self.host = plan, path, tell, host
-        self.result = CaseResult(plan.case, {name: Measured(asked) for name, asked in plan.questions.items()})
+        self.result = CaseResult(plan.case, {name: Measured(questions) for name, questions in plan.questions.items()})
         self.hosts: dict[str, Any] = {}
         self.spent: Counter[tuple[str, str]] = Counter()
 
@@ -96,8 +96,8 @@ class Runner:
         turn = repetition % max(1, len(names))
         for question in (LEARN, STEP):
             for name in names[turn:] + names[:turn]:
-                asked = name in self.hosts and question in self.plan.questions[name]
-                if asked and self.spent[name, question] <= self.plan.budget_s:
+                is_due = name in self.hosts and question in self.plan.questions[name]
+                if is_due and self.spent[name, question] <= self.plan.budget_s:
                     self._ask(name, question, memory)
 
     def _ask(self, name: str, question: str, memory: bool) -> None:

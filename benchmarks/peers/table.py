@@ -36,8 +36,8 @@ class Promise:
             return None
         if self.what == MEMORY:
             return result.memory_ratio(self.peer, self.system)
-        found = [result.ratio(self.what, peer, self.system) for peer in SETTINGS.get(self.peer, (self.peer,))]
-        return min((ratio for ratio in found if ratio is not None), default=None)
+        measured = [result.ratio(self.what, peer, self.system) for peer in SETTINGS.get(self.peer, (self.peer,))]
+        return min((ratio for ratio in measured if ratio is not None), default=None)
 
     def _case(self, results: Sequence[CaseResult]) -> CaseResult | None:
         return next((result for result in results if result.case.name == self.case), None)
@@ -46,15 +46,15 @@ class Promise:
         """Whether no gradient of either is known to differ by more than rounding."""
         result = self._case(results)
         systems = () if result is None else (result.systems.get(name) for name in (self.peer, self.system))
-        gaps = [found.gradient_distance for found in systems if found is not None]
+        gaps = [measured.gradient_distance for measured in systems if measured is not None]
         return all(gap is None or gap <= SAME_WORK for gap in gaps)
 
     def line(self, results: Sequence[CaseResult]) -> str:
         """The verdict in one line."""
-        found = self.ratio(results)
-        verdict = "not measured" if found is None else "holds" if found >= self.bound else "FALLS SHORT"
+        value = self.ratio(results)
+        verdict = "not measured" if value is None else "holds" if value >= self.bound else "FALLS SHORT"
         verdict = verdict if self.is_same_work(results) else "OTHER WORK"
-        measured = NONE if found is None else f"{found:.2f}x"
+        measured = NONE if value is None else f"{value:.2f}x"
         kind = {"learn": "learn phase", WHOLE: "whole step", MEMORY: "learner's peak memory"}[self.what]
         return f"| {kind}, {self.case}: {self.system} against {self.peer} | {self.bound:g}x | {measured} | {verdict} |"
 
@@ -86,7 +86,7 @@ def case_tables(result: CaseResult) -> str:
 
 def _steps(result: CaseResult) -> str:
     header = ("whole step, s", *PHASES, "rest", WHOLE, "x faster than TRL", "x floor", "peak MB", "runs")
-    rows = [_step_row(result, name, found) for name, found in result.systems.items() if STEP in found.asked]
+    rows = [_step_row(result, name, measured) for name, measured in result.systems.items() if STEP in measured.asked]
     if not rows:
         return ""
     floor = [_number(result.floor_of(phase)) if phase in ("generate", "ref", "learn") else NONE for phase in PHASES]
@@ -111,7 +111,7 @@ def _step_row(result: CaseResult, name: str, found: Measured) -> list[str]:
 
 def _learning(result: CaseResult) -> str:
     header = ("learn phase, s", "median", "x faster than TRL", "x floor", "peak MB", "gradient from TRL's", "runs")
-    rows = [_learn_row(result, name, found) for name, found in result.systems.items() if LEARN in found.asked]
+    rows = [_learn_row(result, name, measured) for name, measured in result.systems.items() if LEARN in measured.asked]
     return _table(header, rows) if rows else ""
 
 

@@ -157,9 +157,9 @@ class TimedEnv(TaskEnv):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         began = time.perf_counter()
-        found = super()._step(tensordict)
+        measured = super()._step(tensordict)
         self.seconds += time.perf_counter() - began
-        return found
+        return measured
 
 
 def start_vllm(folder: Folder) -> Any:

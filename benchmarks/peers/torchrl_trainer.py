@@ -35,9 +35,9 @@ class TorchRLTrainer(TorchRL):
         def forward(*arguments: Any, **options: Any) -> Any:
             self.paced.boundary()
             began = time.perf_counter()
-            found = inner(*arguments, **options)
+            measured = inner(*arguments, **options)
             self.generate_s = time.perf_counter() - began
-            return found
+            return measured
 
         self.policy.forward = forward
         with warnings.catch_warnings():
@@ -73,8 +73,13 @@ class TorchRLTrainer(TorchRL):
         """One step of the trainer; what it does beside the phases named counts as learning."""
         self.ref_s = self.env.seconds = 0.0
         whole = self.paced.step()
-        found = {"generate": self.generate_s, "score": self.env.seconds, "ref": self.ref_s, "publish": self.publish_s}
-        return found | {"learn": whole - sum(found.values()), "whole": whole}
+        measured = {
+            "generate": self.generate_s,
+            "score": self.env.seconds,
+            "ref": self.ref_s,
+            "publish": self.publish_s,
+        }
+        return measured | {"learn": whole - sum(measured.values()), "whole": whole}
 
     def close(self) -> None:
         self.paced.end()

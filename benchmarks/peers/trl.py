@@ -87,7 +87,7 @@ class Trl:
                 loss = trainer.compute_loss(trainer.model_wrapped, inputs)
             accelerator.backward(loss)
         accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
-        self.optimizer.step()  # Accelerate's wrapper would skip it: the loop stands before the first of several batches
+        self.optimizer.step()  # Accelerate's wrapper would skip it: the loop is before the first of several batches
         self.optimizer.zero_grad()
 
     def step(self) -> dict[str, float]:
@@ -102,7 +102,7 @@ class Trl:
 
 
 class _Boundary(TrainerCallback):
-    """Holds the training loop before every step until it is told to go on."""
+    """Holds the training loop before every step until the caller lets it continue."""
 
     def __init__(self, paced: Paced):
         self.paced = paced

@@ -85,7 +85,7 @@ BETWEEN = (
 
 @dataclass(frozen=True)
 class Folder:
-    """Where the work of a case lies: what each system is told, and all that crosses to its process.
+    """Where the work of a case lies: the input of each system, and all that crosses to its process.
 
     Args:
         case: the case.
@@ -107,7 +107,7 @@ class Folder:
 
     @property
     def heldout(self) -> Path:
-        """As :attr:`prompts`, one of them, for whoever insists on held-out problems."""
+        """As :attr:`prompts`, one of them, for systems that require held-out problems."""
         return self.path / "heldout.jsonl"
 
     @property
@@ -195,12 +195,12 @@ def make_tokenizer(vocab: int) -> Any:
 
 def _words(count: int) -> list[str]:
     """The first ``count`` of ``Ġa .. Ġz, Ġaa, Ġab ..``: each but for its last letter comes before it."""
-    found: list[str] = []
+    measured: list[str] = []
     length = 1
-    while len(found) < count:
-        found += ["Ġ" + "".join(letters) for letters in product(ascii_lowercase, repeat=length)]
+    while len(measured) < count:
+        measured += ["Ġ" + "".join(letters) for letters in product(ascii_lowercase, repeat=length)]
         length += 1
-    return found[:count]
+    return measured[:count]
 
 
 def draw_prompts(case: Case, count: int, seed: int) -> list[list[int]]:

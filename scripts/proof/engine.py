@@ -153,8 +153,8 @@ def speed(options: Options, engine: Engine) -> Iterator[Finding]:
         scheduler.max_num_active_reqs = rows
         for name, each in lengths.items():
             requests, began = requests_of(options, len(each)), synchronised(options)
-            asked = [Sampling(max_tokens=length, ignore_eos=True) for length in each]
-            futures = [engine.submit(request, sampling) for request, sampling in zip(requests, asked)]
+            samplings = [Sampling(max_tokens=length, ignore_eos=True) for length in each]
+            futures = [engine.submit(request, sampling) for request, sampling in zip(requests, samplings)]
             while engine.advance():
                 pass
             count = sum(len(sample.token_ids) for future in futures for sample in future.result().samples)
@@ -163,7 +163,7 @@ def speed(options: Options, engine: Engine) -> Iterator[Finding]:
 
 
 def push_in_flight(options: Options, engine: Engine, old: torch.nn.Module, new: torch.nn.Module) -> Finding:
-    """Each token is labelled with the weights that gave it: the last old one and the first new one tell."""
+    """Each token is labelled with the weights that gave it: the last old one and the first new one show it."""
     requests = requests_of(options, 4)
     tokens = 24 if options.small else 96
     futures = [engine.submit(request, Sampling(max_tokens=tokens, ignore_eos=True)) for request in requests]
@@ -207,11 +207,11 @@ def demonstration(options: Options) -> Iterator[Finding]:
     if find_spec("vllm") is None:
         return
     folder = options.out / "with_vllm"
-    found = ran(command(options, folder, "engine=vllm", "inference_model.gpu_memory_utilization=0.2"))
+    measured = ran(command(options, folder, "engine=vllm", "inference_model.gpu_memory_utilization=0.2"))
     seen = accuracies(folder)
-    good = found["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
+    good = measured["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
     good = good and (options.small or (len(seen) > 1 and seen[-1] >= 0.9))
-    yield Finding("demonstration, vLLM", good, found | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
+    yield Finding("demonstration, vLLM", good, measured | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
 
 
 def write_model(folder: Path, vocab: int, policy: torch.nn.Module) -> None:
@@ -239,23 +239,23 @@ def preset(options: Options) -> Iterator[Finding]:
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = ("inference_model.max_tokens=16",) if options.small else ()
     batch = 8 if options.small else 128
-    given = command(
+    line = command(
         options, folder, "engine=vllm", f"model.name={model}", "env.dataset=table", f"env.dataset_path={table}",
         "env.num_heldout=8", "eval.mode=off", "train.checkpoint_frequency=0", "algorithm.entropy_coef=0.01",
         "check.mode=warn",  # no response of random weights ends
         f"train.dialog_turns_per_batch={batch}", f"train.optim_batch_size={batch}",
         f"train.total_dialog_turns={3 * batch}", *small,
     )  # fmt: skip
-    given[2:3] = ["--config-name=grpo_gsm8k"]
-    found: dict[str, Any] = ran(given)
+    line[2:3] = ["--config-name=grpo_gsm8k"]
+    measured: dict[str, Any] = ran(line)
     lines = [row for row in metrics(folder) if "reward" in row]
     parts = {
         name: round(statistics.median(row[name] for row in lines), 3)
         for name in (lines[-1] if lines else ())
         if name.startswith("time/") and isinstance(lines[-1][name], float)
     }
-    good = found["exit"] == 0 and len(lines) == 3
-    yield Finding("grpo_gsm8k with vLLM", good, found | {"gate": gate_of(folder), "medians": parts})
+    good = measured["exit"] == 0 and len(lines) == 3
+    yield Finding("grpo_gsm8k with vLLM", good, measured | {"gate": gate_of(folder), "medians": parts})
 
 
 CHECKS = [vllm_engine, preset, demonstration]

@@ -87,12 +87,12 @@ def layout_of(groups: list[tuple[int, list[int]]], device: str) -> tuple[Layout,
     rows = [(index, prompt, length) for index, (prompt, responses) in enumerate(groups) for length in responses or [0]]
     width = max(prompt + length for _, prompt, length in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    real, said = (torch.zeros(len(rows), width, dtype=torch.bool) for _ in range(2))
+    real, mask = (torch.zeros(len(rows), width, dtype=torch.bool) for _ in range(2))
     for row, (group, prompt, length) in enumerate(rows):
         tokens[row, :prompt] = 100 + group
         real[row, : prompt + length] = True
-        said[row, prompt : prompt + length] = True
-    layout = pack(tokens, real, said).to(torch.device(device))
+        mask[row, prompt : prompt + length] = True
+    layout = pack(tokens, real, mask).to(torch.device(device))
     return layout, layout.positions.shape[1]
 
 
@@ -111,8 +111,8 @@ def attention(options: Options) -> Iterator[Finding]:
         for query_heads, key_heads, width in heads[:1] if options.small else heads:
             for groups in GROUPS.values():
                 for window in (None, 50):
-                    found = attention_errors(options, groups, (query_heads, key_heads, width), window, dtype)
-                    for part, error in found.items():
+                    measured = attention_errors(options, groups, (query_heads, key_heads, width), window, dtype)
+                    for part, error in measured.items():
                         worst[part] = max(worst.get(part, 0.0), error)
         passed = all(error < close for error in worst.values())
         yield Finding(f"packed attention, {dtype}", passed, {**worst, "allowed": close})
@@ -124,29 +124,29 @@ def attention_errors(
     query_heads, key_heads, width = heads
     layout, length = layout_of(groups, options.device)
     shapes = [(1, count, length, width) for count in (query_heads, key_heads, key_heads)]
-    given = [torch.randn(shape, device=options.device).to(dtype).requires_grad_() for shape in shapes]
+    inputs = [torch.randn(shape, device=options.device).to(dtype).requires_grad_() for shape in shapes]
     out, _ = shared_attention(
-        torch.nn.Module(), *given, None, layout=layout, tables=layout.tables, sliding_window=window
+        torch.nn.Module(), *inputs, None, layout=layout, tables=layout.tables, sliding_window=window
     )
     pull = torch.randn_like(out)
-    grads = torch.autograd.grad(out, given, pull)
+    grads = torch.autograd.grad(out, inputs, pull)
     exact_layout, _ = layout_of(groups, "cpu")
-    exact = [each.detach().cpu().double().requires_grad_() for each in given]
+    exact = [each.detach().cpu().double().requires_grad_() for each in inputs]
     used = window if window and window < exact_layout.longest else None
     expected = _plain(*exact, exact_layout, width**-0.5, used, None).transpose(1, 2)
     wanted = torch.autograd.grad(expected, exact, pull.cpu().double())
     parts = zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), (expected.detach(), *wanted))
-    return {name: relative(found, reference) for name, found, reference in parts}
+    return {name: relative(measured, reference) for name, measured, reference in parts}
 
 
 def kernels_in_use(options: Options) -> Iterator[Finding]:
     """The profile of one attention call names our kernels."""
     layout, length = layout_of(GROUPS["ragged"], options.device)
-    given = [
+    cases = [
         torch.randn(1, count, length, 128, device=options.device).bfloat16().requires_grad_() for count in (12, 2, 2)
     ]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        out, _ = shared_attention(torch.nn.Module(), *given, None, layout=layout, tables=layout.tables)
+        out, _ = shared_attention(torch.nn.Module(), *cases, None, layout=layout, tables=layout.tables)
         out.sum().backward()
         synchronised(options)
     names = {event.key[:60] for event in seen.key_averages() if event.key.endswith("_tile")}
@@ -192,12 +192,12 @@ def head_errors(
     pulls = torch.randn(2, rows, device=options.device)
     pulls[:, 1::5] = 0.0
     leaves = [hidden.requires_grad_(), weight.requires_grad_(not frozen)]
-    found = chunked_log_probs(
+    measured = chunked_log_probs(
         hidden, weight, targets, bias=added, temperature=0.8, softcap=softcap, with_entropy=True,
         entropy_grad=entropy_grad, logits_bytes=60_000 if options.small else 40_000_000,
     )  # fmt: skip
-    loss = (pulls[0] * found[0]).sum()
-    loss = loss + (pulls[1] * found[1]).sum() if entropy_grad and found[1] is not None else loss
+    loss = (pulls[0] * measured[0]).sum()
+    loss = loss + (pulls[1] * measured[1]).sum() if entropy_grad and measured[1] is not None else loss
     grads = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad])
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     logits = exact[0] @ exact[1].t() + (0 if added is None else added.double())
@@ -207,10 +207,10 @@ def head_errors(
     wanted = torch.autograd.grad(
         (pulls[0] * own).sum() + (entropy_grad * pulls[1] * entropy).sum(), exact[: len(grads)]
     )
-    assert found[1] is not None
+    assert measured[1] is not None
     return {
-        "log_prob": float((found[0].double() - own).abs().mean()),
-        "entropy": float((found[1].double() - entropy).abs().mean()),
+        "log_prob": float((measured[0].double() - own).abs().mean()),
+        "entropy": float((measured[1].double() - entropy).abs().mean()),
         **{f"d_{name}": relative(a, b) for name, a, b in zip(("hidden", "weight"), grads, wanted)},
     }
 
@@ -220,8 +220,8 @@ def engine_product(options: Options) -> Iterator[Finding]:
     left, right = (torch.randn(8, 64, 64, device=options.device).bfloat16() for _ in range(2))
     if options.device == "cpu":
         return
-    found = torch.bmm(left, right, out_dtype=torch.float32)
-    yield Finding("bmm, float32 sums", (gap := relative(found, left.double() @ right.double())) < 1e-5, {"gap": gap})
+    measured = torch.bmm(left, right, out_dtype=torch.float32)
+    yield Finding("bmm, float32 sums", (gap := relative(measured, left.double() @ right.double())) < 1e-5, {"gap": gap})
 
 
 def model(options: Options, family: str, *, tied: bool) -> torch.nn.Module:
@@ -241,21 +241,23 @@ def rows_of(options: Options, groups: int = 4, size: int = 4) -> list[TensorDict
     """Ragged rows of random tokens, as a source gives them."""
     vocab, longest = (512, 12) if options.small else (VOCAB, 200)
     stream = torch.Generator().manual_seed(1)
-    found = []
+    measured = []
     for group in range(groups):
         length = int(torch.randint(3, longest, (), generator=stream))
         prompt = torch.randint(3, vocab, (length,), generator=stream)
         for sample in range(size):
-            said = torch.randint(3, vocab, (int(torch.randint(1, longest, (), generator=stream)),), generator=stream)
-            tokens, spoken = torch.cat([prompt, said]), torch.arange(length + len(said)) >= length
+            response = torch.randint(
+                3, vocab, (int(torch.randint(1, longest, (), generator=stream)),), generator=stream
+            )
+            tokens, is_response = torch.cat([prompt, response]), torch.arange(length + len(response)) >= length
             near = -math.log(vocab) + 0.1 * torch.randn(len(tokens), generator=stream)
-            found.append(
+            measured.append(
                 TensorDict(
                     {
                         keys.FULL_TOKENS: tokens,
-                        keys.ATTENTION_MASK: torch.ones_like(spoken),
-                        keys.ASSISTANT_MASK: spoken,
-                        keys.LOG_PROBS: torch.where(spoken, near, 0.0),
+                        keys.ATTENTION_MASK: torch.ones_like(is_response),
+                        keys.ASSISTANT_MASK: is_response,
+                        keys.LOG_PROBS: torch.where(is_response, near, 0.0),
                         keys.ADVANTAGE: torch.randn(1, 1, generator=stream),
                         keys.GROUP_ID: torch.tensor(group),
                         keys.SAMPLE_ID: torch.tensor(sample),
@@ -263,7 +265,7 @@ def rows_of(options: Options, groups: int = 4, size: int = 4) -> list[TensorDict
                     }
                 )
             )
-    return found
+    return measured
 
 
 def learner_of(net: torch.nn.Module, precision: str, folder: str, *, ranks: Ranks | None = None, **how: Any) -> Learner:
@@ -294,23 +296,23 @@ def policies(options: Options) -> Iterator[Finding]:
             cpu = learner_of(copy.deepcopy(net), "fp32", folder)
             exact = cpu.gradient(rows, token_budget=2000)
             log_probs = torch.cat([values for _, values in cpu.scored(rows)])
-            said = torch.cat([row[keys.ASSISTANT_MASK] for row in rows])
+            mask = torch.cat([row[keys.ASSISTANT_MASK] for row in rows])
             halved = learner_of(copy.deepcopy(net), "bf16", folder)  # what half precision alone does to this policy
             rounded = relative(*flattened(halved.gradient(rows, token_budget=2000), exact))
-            shift = float((torch.cat([values for _, values in halved.scored(rows)]) - log_probs)[said].abs().mean())
+            shift = float((torch.cat([values for _, values in halved.scored(rows)]) - log_probs)[mask].abs().mean())
             cases = [("fp32", True, False), ("bf16", True, False), ("bf16", True, True), ("bf16", False, False)]
             seen: dict[tuple[bool, bool], torch.Tensor] = {}
             for precision, packed, fused in cases:
                 there = copy.deepcopy(net).to(options.device)
                 learner = learner_of(there, precision, folder, shared_prompt=packed, fused=fused)
                 name = f"{family}, {precision}, {'packed' if packed else 'padded'}{', compiled' if fused else ''}"
-                found = learner.gradient(rows, token_budget=2000)
+                measured = learner.gradient(rows, token_budget=2000)
                 own = torch.cat([values for _, values in learner.scored(rows)])
                 if precision == "bf16":
-                    seen[packed, fused] = own[said]
+                    seen[packed, fused] = own[mask]
                 split = learner.gradient_gap(rows, (2000, 1)).relative
                 allowed = 1e-4 if precision == "fp32" else 1.25 * rounded
-                gap, mean = relative(*flattened(found, exact)), float((own - log_probs)[said].abs().mean())
+                gap, mean = relative(*flattened(measured, exact)), float((own - log_probs)[mask].abs().mean())
                 figures = {"gradient": gap, "log_prob_gap": mean, "split": split, "allowed": allowed}
                 landed = learner.policy.shared_prompt == packed
                 yield Finding(name, gap < allowed and split < allowed and landed, figures | {"as_asked": landed})

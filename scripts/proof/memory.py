@@ -18,7 +18,7 @@ from scripts.proof import Finding, Options
 from scripts.proof.kernels import synchronised
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.estimate import GIB, Learning, Machine, MicroBatch, Parts, RunMemory, learner_memory
-from sota_grpo.functional.log_probs import kept_limit
+from sota_grpo.functional.log_probs import max_saved_bytes
 from sota_grpo.policy.load import architecture_from
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack
@@ -36,17 +36,17 @@ def predicted_learner(case: Case) -> Parts:
     family, sizes = SHAPES[case.shape]
     rows = make_rows(case)
     longest = case.prompt + case.response
-    prompts, spoken = case.prompt * len({int(row["group_id"]) for row in rows}), case.response * len(rows)
-    batch = MicroBatch(prompts + spoken, spoken, len(rows) * longest)
+    prompts, num_sampled = case.prompt * len({int(row["group_id"]) for row in rows}), case.response * len(rows)
+    batch = MicroBatch(prompts + num_sampled, num_sampled, len(rows) * longest)
     half = case.precision != "fp32"
     on_cpu = case.device == "cpu"
-    kept = 0 if on_cpu else kept_limit(torch.device(case.device))
+    kept = 0 if on_cpu else max_saved_bytes(torch.device(case.device))
     how = Learning(
         product_bytes=2 if half else 4,
         checkpointing=case.checkpointing,
         on_cpu=on_cpu,
         compiled=not on_cpu,
-        kept_tiles=kept,
+        saved_bytes=kept,
     )
     return learner_memory(architecture_from(CONFIG_MAPPING[family](**sizes)), how, [batch])
 
@@ -106,7 +106,9 @@ def weights_for_engines(options: Options) -> Iterator[Finding]:
                 began = synchronised(options)
                 pack = WeightPack.of((name, weight.to(dtype)) for name, weight in engine_weights(model))
                 times.append(synchronised(options) - began)
-            yield Finding(f"weights packed as {dtype}", None, {"seconds": times, "gib": pack.parts[0][0].nbytes / GIB})
+            yield Finding(
+                f"weights packed as {dtype}", None, {"seconds": times, "gib": pack.buffers[0][0].nbytes / GIB}
+            )
 
 
 def gaps_between_micro_batches(options: Options) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from scripts.proof import Finding, Options
 from scripts.proof.kernels import learner_of, model, relative, rows_of
 from scripts.proof.runs import command, metrics, ran
 from sota_grpo.policy import sharding
-from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.sharding import gather
 
 
 def fsdp_of_one(options: Options) -> Iterator[Finding]:
@@ -42,9 +42,9 @@ def fsdp_gap(
     expected = learner_of(copy.deepcopy(net), precision, folder, fused=fused).gradient(rows, token_budget=budget)
     ranks = sharding.Ranks(0, 1, device, reduce_once)
     own = learner_of(net, precision, folder, ranks=ranks, fused=fused)
-    found = own.gradient(rows, token_budget=budget)
+    measured = own.gradient(rows, token_budget=budget)
     flat = (
-        torch.cat([gathered(each[name]).double().cpu().flatten() for name in expected]) for each in (found, expected)
+        torch.cat([gather(each[name]).double().cpu().flatten() for name in expected]) for each in (measured, expected)
     )
     return relative(*flat)
 
@@ -55,10 +55,10 @@ def ray_on_one_gpu(options: Options) -> Iterator[Finding]:
         yield Finding("Ray", None, {"skipped": "Ray is not installed"})
         return
     folder = options.out / "async"
-    given = command(options, folder, steps=None if options.small else 8)
-    given[1] = given[1].replace("grpo.py", "grpo-async.py")
-    found = ran(given)
-    yield Finding("grpo-async.py", found["exit"] == 0, found | {"steps": len(metrics(folder))})
+    line = command(options, folder, steps=None if options.small else 8)
+    line[1] = line[1].replace("grpo.py", "grpo-async.py")
+    measured = ran(line)
+    yield Finding("grpo-async.py", measured["exit"] == 0, measured | {"steps": len(metrics(folder))})
 
 
 CHECKS = [fsdp_of_one, ray_on_one_gpu]

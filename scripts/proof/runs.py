@@ -44,12 +44,12 @@ def ran(given: Sequence[str], limit_s: float = 240.0) -> dict[str, Any]:
         start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=limit_s)
+        output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
+        output, _ = process.communicate()
     figures: dict[str, Any] = {"exit": process.returncode, "run_s": round(time.perf_counter() - began, 1)}
-    return figures if process.returncode == 0 else figures | {"said": said[-600:]}
+    return figures if process.returncode == 0 else figures | {"said": output[-600:]}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -71,11 +71,11 @@ def accuracies(folder: Path) -> list[float]:
 def demonstration(options: Options) -> Iterator[Finding]:
     """The embedded policy learns what it learns on a CPU: at least 90 % of the held-out problems."""
     folder = options.out / "demonstration"
-    found = ran(command(options, folder))
+    measured = ran(command(options, folder))
     seen = accuracies(folder)
-    good = found["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
+    good = measured["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
     good = good and (options.small or (len(seen) > 1 and seen[-1] >= 0.9))
-    yield Finding("demonstration", good, found | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
+    yield Finding("demonstration", good, measured | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
 
 
 def variants(options: Options) -> Iterator[Finding]:
@@ -88,11 +88,11 @@ def variants(options: Options) -> Iterator[Finding]:
     }
     for name, overrides in cases.items():
         folder = options.out / name
-        found = ran(command(options, folder, *overrides, steps=None if options.small else 8))
+        measured = ran(command(options, folder, *overrides, steps=None if options.small else 8))
         rows = [row for row in metrics(folder) if "reward" in row]
         figures = {"steps": len(rows), "reward": [row["reward"] for row in rows[:1] + rows[-1:]]}
-        good = found["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
-        yield Finding(f"run, {name}", good, found | figures | {"gate": gate_of(folder)})
+        good = measured["exit"] == 0 and len(gate_of(folder)) >= NUM_CHECKS
+        yield Finding(f"run, {name}", good, measured | figures | {"gate": gate_of(folder)})
 
 
 def kill_and_resume(options: Options) -> Iterator[Finding]:
@@ -110,7 +110,7 @@ def kill_and_resume(options: Options) -> Iterator[Finding]:
     )
     steps = None if options.small else 6
     whole, killed = options.out / "whole", options.out / "killed"
-    found = ran(command(options, whole, *extra, steps=steps))
+    measured = ran(command(options, whole, *extra, steps=steps))
     process = subprocess.Popen(
         command(options, killed, *extra, steps=steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -120,7 +120,7 @@ def kill_and_resume(options: Options) -> Iterator[Finding]:
     process.wait()
     before = len(metrics(killed))
     resumed = ran(command(options, killed, *extra, "train.resume=auto", steps=steps))
-    yield Finding("kill -9 and resume", found["exit"] == resumed["exit"] == 0, resumed | {"turns_before": before})
+    yield Finding("kill -9 and resume", measured["exit"] == resumed["exit"] == 0, resumed | {"turns_before": before})
     start, left_alone, resumed_ones = (_flat(_weights(*which)) for which in ((whole, min), (whole, max), (killed, max)))
     moved = float((left_alone - start).norm())
     gap = float((resumed_ones - left_alone).norm()) / moved if moved else math.inf

@@ -21,8 +21,8 @@ def _run(options: Options, against: list[str], profiled: bool = False, **how: ob
     case = Case(**{"device": options.device, "precision": precision, **how, **small})  # type: ignore[arg-type]
     repeat = 1 if options.small else 5
     for result in trainer.run(case, against=against, measure_peak=options.small, repeat=repeat, profiled=profiled):
-        asked = {name: value for name, value in how.items() if name != "shape"}
-        named = f"{case.shape} {asked} {result['who']}"
+        shape_options = {name: value for name, value in how.items() if name != "shape"}
+        named = f"{case.shape} {shape_options} {result['who']}"
         yield Finding(named, None, {name: result[name] for name in KEPT if name != "who"})
 
 

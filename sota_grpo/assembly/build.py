@@ -67,7 +67,7 @@ from sota_grpo.policy.lora import adapter_pack, engine_weights, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
-from sota_grpo.rewards.grading import GradingPool, own_grader
+from sota_grpo.rewards.grading import GradingPool, task_grader
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.user_transforms import UserTransforms, load_instances
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
@@ -128,14 +128,14 @@ def build(
     samplers = load_instances("train.sampler", [config.train.sampler] if config.train.sampler else [], Sampler)
     with ExitStack() as opened:
         env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
-        task, grader = env.task, own_grader(env.grader)
+        task, grader = env.task, task_grader(env.grader)
         torch.manual_seed(config.seed)
-        own = with_micro_batches(config, plan, env.longest_prompt)
+        sized = with_micro_batches(config, plan, env.longest_prompt)
         if plan.workers:
             sampler = samplers[0][1] if samplers else None
-            made = _make_in_workers(own, plan, env, tokenizer, run_dir, should_stop, opened, sampler)
+            made = _make_in_workers(sized, plan, env, tokenizer, run_dir, should_stop, opened, sampler)
         else:
-            made = _make_here(own, plan, env, tokenizer, run_dir, opened)
+            made = _make_here(sized, plan, env, tokenizer, run_dir, opened)
         engine, learner, weight_sync, transforms, options = made
         sampled_in, trained_in = config.inference_model.torch_dtype, config.train_model.torch_dtype
         in_float32 = engine_dtype(sampled_in, plan.device_type) == "float32" and trained_in in ("auto", "float32")
@@ -158,8 +158,8 @@ def build(
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has been starting since; a failure to start is raised before the gate
-        if config.eval.mode == "on" and len(task.heldout) < (wanted := config.eval.num_samples):
-            logger.info("All %d held-out problems are measured (eval.num_samples=%d).", len(task.heldout), wanted)
+        if config.eval.mode == "on" and len(task.heldout) < (num_problems := config.eval.num_samples):
+            logger.info("All %d held-out problems are measured (eval.num_samples=%d).", len(task.heldout), num_problems)
         return RunComponents(
             task=task,
             rollouts=collector.rollouts,
@@ -211,7 +211,7 @@ def _planned(config: Config) -> Plan:
         use_expandable_segments(config)
     elif config.device == "auto" and (reason := why_no_gpu()):
         logger.warning("Training on the CPU. %s", reason)
-    engine = resolve_engine_name(config.engine.name, device=device)  # if it is not installed, no cluster is asked
+    engine = resolve_engine_name(config.engine.name, device=device)  # checked before a cluster is contacted
     if (fault := temperature_fault(engine, config.inference_model.temperature)) is not None:  # of engine=auto
         raise UserError(fault)
     plan = make_plan(config, device, visible_gpus(config) if device == "cuda" else 0, engine)
@@ -334,7 +334,7 @@ def _make_in_workers(
     if isinstance(learner, RemoteLearner):
         learner.require_folder(run_dir)
         engine.fleet.poll = learner.poll  # a push waits for both
-    grader = own_grader(env.grader)
+    grader = task_grader(env.grader)
     if isinstance(grader, GradingPool):  # build waits for it
         fleets.append(grader.fleet)
     term_weights = env.task.term_weights

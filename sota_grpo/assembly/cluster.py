@@ -37,7 +37,7 @@ class Cluster:
         num_ranks: number of ranks in other processes; 0: the learner is in this one.
 
     Raises:
-        UserError: Ray is needed and not installed, or the cluster does not have what the plan asks for.
+        UserError: Ray is needed and not installed, or the cluster lacks devices of the plan.
     """
 
     def __init__(self, config: Config, plan: Plan, run_dir: Path):
@@ -54,8 +54,8 @@ class Cluster:
         self._rendezvous_file: Path | None = None
         self._servers = ThreadLauncher()
         self._engines_in_ray = 0 if is_server(plan.engine) else self.num_engines
-        self._ranks_beside_engines = plan.shared and self._engines_in_ray > 0
-        of_ranks = [] if self._ranks_beside_engines else self._ranks
+        self._ranks_share_bundles = plan.shared and self._engines_in_ray > 0
+        of_ranks = [] if self._ranks_share_bundles else self._ranks
         in_ray = [*self._engines[: self._engines_in_ray], *self._references, *of_ranks]  # in the order of bundles
         self.launcher: Any = self._start_ray(in_ray) if in_ray else self._servers
         self.engine_launcher: Launcher = self._servers if is_server(plan.engine) else self.launcher
@@ -83,8 +83,8 @@ class Cluster:
         for index, gpus in enumerate(self._engines):
             log_path = str(self._run_dir / f"{self._plan.engine}-{index}.log")
             environment = {**options.environment, **self._placed(gpus)["env"]}
-            own = replace(options, log_path=log_path, environment=environment)
-            starts.append(starter(self._servers, "rollout", spec_of(own)))
+            worker_options = replace(options, log_path=log_path, environment=environment)
+            starts.append(starter(self._servers, "rollout", spec_of(worker_options)))
         return lambda slot: starts[slot](slot)
 
     def start_reference(self, options: Mapping[str, Any]) -> Callable[[int], Worker]:
@@ -95,9 +95,9 @@ class Cluster:
         """Start a worker for each rank of the learner; ranks find each other by themselves."""
         first, per_engine = self._engines_in_ray + len(self._references), len(self._engines[0])
         ranks = range(self.num_ranks)
-        bundles = [rank // per_engine if self._ranks_beside_engines else first + rank for rank in ranks]
+        bundles = [rank // per_engine if self._ranks_share_bundles else first + rank for rank in ranks]
         if self._on_cluster:  # ranks meet at an address of rank 0's machine, here at a file
-            meeting = f"tcp://{self._asked('address', bundles[:1])[0]}"
+            meeting = f"tcp://{self._address_calls('address', bundles[:1])[0]}"
         else:
             self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
             meeting = f"file://{self._rendezvous_file}"
@@ -118,19 +118,19 @@ class Cluster:
     @cached_property
     def _names(self) -> dict[int, str]:
         """The name of each shared GPU on its node, by its index in the plan, from a worker with a whole bundle."""
-        if not (self._ranks_beside_engines and self._gpus_by_ray):
+        if not (self._ranks_share_bundles and self._gpus_by_ray):
             return {}
         per_engine = len(self._engines[0])
-        found = self._asked("devices", range(self._engines_in_ray), num_gpus=per_engine)
-        names = [name for bundle in found for name in bundle.split(",")]
+        reported = self._address_calls("devices", range(self._engines_in_ray), num_gpus=per_engine)
+        names = [name for bundle in reported for name in bundle.split(",")]
         if len(names) != len(self._plan.placement.inference):
             raise RunFailed(
-                f"Ray lent {len(self._plan.placement.inference)} GPUs to the engines and named {found}; unset "
+                f"Ray lent {len(self._plan.placement.inference)} GPUs to the engines and named {reported}; unset "
                 "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started."
             )
         return dict(zip(self._plan.placement.inference, names))
 
-    def _asked(self, method: str, bundles: Sequence[int], **options: Any) -> list[str]:
+    def _address_calls(self, method: str, bundles: Sequence[int], **options: Any) -> list[str]:
         """Return the answer of an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` in each of these bundles."""
         spec = WorkerSpec("sota_grpo.workers.ray_cluster:AddressWorker")
         hosts = [self.launcher.start("address", spec, bundle=bundle, **options) for bundle in bundles]
@@ -158,8 +158,8 @@ class Cluster:
             env |= {"CUDA_VISIBLE_DEVICES": names, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         return options
 
-    def _start_ray(self, places: Sequence[tuple[int, ...]]) -> Any:
-        bundles = [{"CPU": 1.0} | ({"GPU": float(len(gpus))} if self._gpus_by_ray else {}) for gpus in places]
+    def _start_ray(self, gpu_sets: Sequence[tuple[int, ...]]) -> Any:
+        bundles = [{"CPU": 1.0} | ({"GPU": float(len(gpus))} if self._gpus_by_ray else {}) for gpus in gpu_sets]
         with _ray_mistakes(self._config.ray.address):
             from sota_grpo.workers.ray_cluster import RayLauncher
 

@@ -18,7 +18,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rewards.sandbox import is_url
-from sota_grpo.rl.objective_files import IN_FILES, in_file
+from sota_grpo.rl.custom_objectives import IN_FILES, file_reference
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain
@@ -69,16 +69,16 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    kept = without_tokens(overrides)
-    require_names(kept)
+    others = without_tokens(overrides)
+    require_names(others)
     register()
     try:
         with _no_other_hydra(), hydra.initialize_config_dir(str(CONFIG_DIR), "sota_grpo", version_base="1.3"):
-            composed = hydra.compose(config_name, overrides=kept)
+            composed = hydra.compose(config_name, overrides=others)
             require_known(composed)
             config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # what Hydra raises of odd values
-        raise UserError(sentence_of(error, kept)) from None
+        raise UserError(sentence_of(error, others)) from None
     assert isinstance(config, Config)
     return config
 
@@ -112,7 +112,7 @@ def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
     if preset is not None and (CONFIG_DIR / preset[1]).is_dir():
         return _no_preset(preset[1], preset[2])
     if unknown is not None:
-        values = {name.lstrip("+"): value for name, _, value in (each.partition("=") for each in overrides)}
+        values = {name.lstrip("+"): value for name, _, value in (override.partition("=") for override in overrides)}
         return no_option(unknown[1], values.get(unknown[1]))
     bare = _BARE.search(text)
     if bare is not None and (CONFIG_DIR / f"{bare[1]}.yaml").is_file():
@@ -179,13 +179,13 @@ def load_config(
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
     require_names(overrides)
-    config, own = _saved(path, without_tokens(overrides))
+    config, hf_folder = _saved(path, without_tokens(overrides))
     for folder in (EXPORTED, INPUTS):
         require_plain(run_dir / folder, run_dir)
-    for one in (config, own):
-        _find_inputs(one, run_dir)
+    for source in (config, hf_folder):
+        _find_inputs(source, run_dir)
     if not trust:
-        missing = sorted(needs_consent(config).items() - needs_consent(own).items())
+        missing = sorted(needs_consent(config).items() - needs_consent(hf_folder).items())
         acts = [f"{act} ({one_line(option)})" for option, act in missing if _run_option(option) not in unused]
         require_consent(run_dir, acts, remedy)
     return config
@@ -230,18 +230,18 @@ def needs_consent(config: Config) -> dict[str, str]:
         if _run_option(name) == "reward.path":
             acts[name] = f"run {one_line(value)}"
         elif _run_option(name) in IN_FILES:
-            acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
+            acts[name] = f"run {one_line(str((file_reference(value) or [value])[0]))}"
     for name, environment in _values(config, "env.environment"):
         if (server := server_of(environment)) is not None:
             acts[name] = server.act()
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files that its model brings along"
-    for option, passed in (
+    for option, is_input in (
         ("inference_model.engine_kwargs", config.inference_model.engine_kwargs),
         ("model.load_kwargs", config.model.load_kwargs),
     ):
-        if passed:  # vLLM and transformers have arguments that name plugins, files and hosts
-            acts[option] = f"load its model with {one_line(str(passed))}"
+        if is_input:  # vLLM and transformers have arguments that name plugins, files and hosts
+            acts[option] = f"load its model with {one_line(str(is_input))}"
     if config.engine.url is not None:
         acts["engine.url"] = f"send prompts and weights to {one_line(config.engine.url)}"
     for name, value in _values(config, "env.sandbox"):
@@ -306,17 +306,17 @@ def _run_option(name: str) -> str:
 
 def _path_of(name: str, value: str) -> tuple[Path, str]:
     """Return the file or folder in an option's value, and ``:FUNCTION`` behind it."""
-    own = in_file(value) if _run_option(name) in IN_FILES else None
-    return (Path(value).expanduser(), "") if own is None else (own[0], f":{own[1]}")
+    reference = file_reference(value) if _run_option(name) in IN_FILES else None
+    return (Path(value).expanduser(), "") if reference is None else (reference[0], f":{reference[1]}")
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield name and value of each option that names a file or folder, mixtures included, before any validation."""
     for name, value in _values(config, *PATH_OPTIONS):
-        in_a_file = (in_file(value) or value.endswith(PICKLED)) and server_of(value) is None
+        in_a_file = (file_reference(value) or value.endswith(PICKLED)) and server_of(value) is None
         if _run_option(name) not in IN_FILES or in_a_file:
             yield name, value
-    yield from (one for one in _values(config, "reward.judge.rubric") if rubric_file(one[1]) is not None)
+    yield from (pair for pair in _values(config, "reward.judge.rubric") if rubric_file(pair[1]) is not None)
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
@@ -329,7 +329,7 @@ def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
                 named[f"env.mixture.{task}.{name}"] = value
     for name, value in named.items():
         if isinstance(value, list):
-            yield from ((f"{name}[{number}]", str(one)) for number, one in enumerate(value))
+            yield from ((f"{name}[{number}]", str(item)) for number, item in enumerate(value))
         elif value is not None:
             yield name, str(value)
 
@@ -352,12 +352,12 @@ def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
     from omegaconf import OmegaConf
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    odd = [one.input_line for one in parsed if one.is_delete() or one.is_add() or one.is_sweep_override()]
+    odd = [item.input_line for item in parsed if item.is_delete() or item.is_add() or item.is_sweep_override()]
     if odd:
         raise UserError(f"{odd[0]} does not go with a run that there is; give option=value.")
-    for one in sorted(parsed, key=lambda one: not (CONFIG_DIR / one.key_or_group).is_dir()):  # groups first
-        if not one.key_or_group.startswith("hydra."):
-            node = _overridden(node, one.key_or_group, one.value())
+    for item in sorted(parsed, key=lambda item: not (CONFIG_DIR / item.key_or_group).is_dir()):  # groups first
+        if not item.key_or_group.startswith("hydra."):
+            node = _overridden(node, item.key_or_group, item.value())
     config = OmegaConf.to_object(node)
     assert isinstance(config, Config)
     return config

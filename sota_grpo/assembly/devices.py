@@ -107,10 +107,10 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
     for role in needed:
         devices[role.name] = tuple(role.devices) if role.devices is not None else tuple(free[: role.count])
         free = [index for index in free if index not in devices[role.name]]
-    own = devices[train.name]
-    engine = devices.get(inference.name, own)
-    reference = () if ref is None else devices.get(ref.name, tuple(free[:1]) or own[:1])
-    return Placement(own, engine, reference, colocated=bool(set(engine) & set(own)))
+    learner = devices[train.name]
+    engine = devices.get(inference.name, learner)
+    reference = () if ref is None else devices.get(ref.name, tuple(free[:1]) or learner[:1])
+    return Placement(learner, engine, reference, colocated=bool(set(engine) & set(learner)))
 
 
 def describe(placement: Placement, device_type: str) -> str:
@@ -128,8 +128,8 @@ def describe(placement: Placement, device_type: str) -> str:
 
 
 def _check_amount(needed: Sequence[Role], total: int) -> None:
-    wanted = sum(role.count for role in needed)
-    if wanted <= total:
+    num_devices = sum(role.count for role in needed)
+    if num_devices <= total:
         return
     counts = ", ".join(f"{role.name}={role.count}" for role in needed)
     largest = max(needed, key=lambda role: role.count)
@@ -138,7 +138,7 @@ def _check_amount(needed: Sequence[Role], total: int) -> None:
     else:
         shared = next((role for role in needed if role.requested), largest)
         fix = f"leave {shared.option} out, so that {shared.name} shares a device"
-    raise UserError(f"{wanted} devices are needed ({counts}) and this machine has {total}; {fix}.")
+    raise UserError(f"{num_devices} devices are needed ({counts}) and this machine has {total}; {fix}.")
 
 
 @dataclass(frozen=True)

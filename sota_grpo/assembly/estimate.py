@@ -41,7 +41,7 @@ from sota_grpo.assembly.learning import (
     wants_fused_layers,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows, kwargs_of_tasks, start_instances, task_of
-from sota_grpo.config import Config, has_reference, model_name, most_kept, num_steps, responses_per_step
+from sota_grpo.config import Config, has_reference, max_support, model_name, num_steps, responses_per_step
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import group_sizes, has_dialogs, longest_response, mean_responses_per_step, task_configs
 from sota_grpo.config.spelling import overrides_of, with_options
@@ -50,7 +50,7 @@ from sota_grpo.engines import ENGINES
 from sota_grpo.engines.decode_attention import PREFILL_TOKENS
 from sota_grpo.envs import PromptSource
 from sota_grpo.errors import UserError
-from sota_grpo.functional.log_probs import KEPT_SHARE, LOGITS_BYTES, LOGITS_BYTES_ON_CPU
+from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU, SAVED_SHARE
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
@@ -71,11 +71,11 @@ _OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "re
 ASSUMED_GIB = 80  # of a GPU that is not here
 ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
 _MOST_CHANGES = 3  # options that a proposal may touch
-KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
+SUPPORT_BYTES = 76  # of a supported token: indices, logit, softmax and entropy (60 where that has no gradient)
 COMPILED = 0.6  # of what eager layers save in float32 under autocast: five peaks of an H100 within 6 %
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
 VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
-Parts = dict[str, int]  # bytes by what they are
+ByteCounts = dict[str, int]  # bytes by what they are
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Learning:
     shard_gradients: bool = False  # several ranks sum gradients after every micro-batch; else each holds them whole
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
-    kept: int = 0  # most tokens of a kept set, where sampling is truncated
-    kept_tiles: int = 0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.kept_limit
+    support: int = 0  # most tokens of a sampling support, where sampling is truncated
+    saved_bytes: int = 0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.kept_limit
     quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
     compiled: bool = False  # layers are compiled, on a GPU
     optimizer: str = "adamw"
@@ -181,19 +181,19 @@ def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """Return the bytes of the head's backward pass: tiles, the hidden states' gradient, one tile of the weight's."""
     wide = 4 * rows.predicted * model.hidden
-    if how.kept:
-        return how.tile_bytes + 2 * wide + rows.predicted * how.kept * KEPT_BYTES
+    if how.support:
+        return how.tile_bytes + 2 * wide + rows.predicted * how.support * SUPPORT_BYTES
     if how.rank:
         return how.tile_bytes + 2 * wide
     half = how.product_bytes if how.product_bytes < 4 else 0
     columns = math.isqrt(how.tile_bytes // (8 + half))
     probabilities = rows.predicted * model.vocab * how.product_bytes  # kept for the backward pass where they are few
-    kept = probabilities if probabilities <= how.kept_tiles and how.parallel == 1 else 0
-    tile = how.tile_bytes + 4 * model.hidden * min(columns, model.vocab) + kept
+    saved = probabilities if probabilities <= how.saved_bytes and how.parallel == 1 else 0
+    tile = how.tile_bytes + 4 * model.hidden * min(columns, model.vocab) + saved
     return tile + wide + half * rows.predicted * model.hidden
 
 
-def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> Parts:
+def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> ByteCounts:
     """Return the peak of an optimizer step on one rank that has its moments; the first two micro-batches count.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
@@ -204,13 +204,13 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     whole, optimizer = how.trained_bytes(model), how.optimizer_bytes(model)
     weights = how.base_bytes(model) + (whole if how.rank else 0)
     if how.ranks > 1:  # each gathers embedding, head and two layers
-        gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes // how.parallel
-        passing = 0 if how.rank else gathered - model.layer_parameters * how.weight_bytes // how.parallel
-        weights, optimizer = -(-weights // how.ranks) + gathered, -(-optimizer // how.ranks)
+        replicated = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes // how.parallel
+        passing = 0 if how.rank else replicated - model.layer_parameters * how.weight_bytes // how.parallel
+        weights, optimizer = -(-weights // how.ranks) + replicated, -(-optimizer // how.ranks)
         whole = -(-whole // how.ranks) + passing if how.shard_gradients else -(-whole // how.parallel)
     c, w, moments = how.product_bytes, how.weight_bytes, []
     head = 0 if how.rank else w * model.head_weights
-    for carried, rows in zip((0, whole), micro_batches):
+    for accumulated, rows in zip((0, whole), micro_batches):
         saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
         of_head = head_bytes(model, how, rows)
         one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
@@ -221,19 +221,19 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
         cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
         if how.checkpointing:
             one_layer += _layer_bytes(model, how, rows) + cast
-        moments.append((carried + head, saved + of_head, _head_working_bytes(model, how, rows)))
-        waiting = head if model.tied or not carried else 0
-        moments.append((carried + waiting, saved - _last_norm_bytes(model, how, rows) + one_layer, 0))
+        moments.append((accumulated + head, saved + of_head, _head_working_bytes(model, how, rows)))
+        waiting = head if model.tied or not accumulated else 0
+        moments.append((accumulated + waiting, saved - _last_norm_bytes(model, how, rows) + one_layer, 0))
         if cast and not how.rank and how.ranks == 1:
             # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
-            moments.append((carried, saved + of_head + model.layers * cast, how.tile_bytes))
+            moments.append((accumulated, saved + of_head + model.layers * cast, how.tile_bytes))
     made_anew = head * (int(model.tied) + int(len(micro_batches) > 1))
     moments.append((whole + made_anew, 0, 0))
     trained = Trained.of(model, rank=how.rank, weight_bytes=how.weight_bytes)
     moments.append((whole, 0, OPTIMIZERS[how.optimizer].step_bytes(trained, how.on_cpu)))
     gradients, activations, logits = max(moments, key=sum)
-    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    return parts | {"activations": activations, "logits": logits}
+    sizes = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    return sizes | {"activations": activations, "logits": logits}
 
 
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
@@ -242,7 +242,8 @@ def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
     hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
-    return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes + rows.predicted * how.kept * KEPT_BYTES
+    head = how.tile_bytes + rows.predicted * how.support * SUPPORT_BYTES
+    return layer + cast + hidden + rows.slots * SLOT_BYTES + head
 
 
 def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
@@ -266,7 +267,7 @@ class Machine:
     device_type: str  # cuda or cpu
     memory: int  # bytes of each GPU, or of the whole machine
     process_bytes: int = CUDA_CONTEXT  # of a process on the device before any tensor
-    count: int | None = None  # GPUs; None: as many as the config asks for
+    count: int | None = None  # GPUs; None: as many as the config requires
     is_here: bool = True
 
 
@@ -276,14 +277,14 @@ class DeviceMemory:
 
     name: str  # cuda:0, or CPU for the whole machine
     roles: tuple[str, ...]
-    moments: Mapping[str, Parts]
+    moments: Mapping[str, ByteCounts]
     capacity: int
     problem: str | None = None  # that keeps an engine from starting there, as one sentence
 
     @property
     def peak(self) -> int:
         """Bytes of the worst moment."""
-        return max(sum(parts.values()) for parts in self.moments.values())
+        return max(sum(sizes.values()) for sizes in self.moments.values())
 
     @property
     def fits(self) -> bool:
@@ -292,9 +293,9 @@ class DeviceMemory:
     @property
     def learning(self) -> tuple[int, int]:
         """Bytes of learner and reference at their fullest moment, and the bytes that are free for them then."""
-        moments = [parts for moment, parts in self.moments.items() if moment != SAMPLE]
-        sizes = [(sum(parts.get(part, 0) for part in _OF_LEARNER), sum(parts.values())) for parts in moments]
-        left = [(own, self.capacity - (whole - own)) for own, whole in sizes if own]
+        moments = [entries for moment, entries in self.moments.items() if moment != SAMPLE]
+        sizes = [(sum(entries.get(name, 0) for name in _OF_LEARNER), sum(entries.values())) for entries in moments]
+        left = [(learner, self.capacity - (whole - learner)) for learner, whole in sizes if learner]
         return max(left, key=lambda pair: pair[0] - FILLED * pair[1], default=(0, self.capacity))
 
 
@@ -345,26 +346,26 @@ class RunMemory:
         # in one process, and on GPUs that they share, where an engine sleeps while the learner trains
         take_turns = not self.plan.workers or (self.plan.shared and self.plan.device_type != "cpu")
         plan, on_cpu, kind = self.plan, self.plan.device_type == "cpu", ENGINES[self.plan.engine].memory
-        own, passing = self.reference
+        reference, passing = self.reference
         engine, problem = self.engine if engines else ({}, None)
         learner = self.learner if ranks else {}
         # vLLM's share of a GPU has its own context, which does not sleep
-        own_context = 0 if kind == "vllm" and not (plan.shared or on_cpu) else engines
-        processes = ranks + references + own_context if plan.workers else 1
+        contexts = 0 if kind == "vllm" and not (plan.shared or on_cpu) else engines
+        processes = ranks + references + contexts if plan.workers else 1
         base = {"libraries" if on_cpu else "context": processes * self.machine.process_bytes}
-        base |= {"reference: weights": own * references} if references else {}
+        base |= {"reference: weights": reference * references} if references else {}
         if plan.workers and references:  # a process of its own keeps what a pass took
             base |= {"reference: pass": passing * references}
         if not take_turns:
-            base |= {part: engines * size for part, size in engine.items()}
-            moments = {AT_WORK: base | {part: ranks * size for part, size in learner.items()}}
+            base |= {entry: engines * size for entry, size in engine.items()}
+            moments = {AT_WORK: base | {entry: ranks * size for entry, size in learner.items()}}
         else:
             asleep = {} if plan.placement.colocated else engine
             if on_cpu:  # nothing sleeps, and the embedded engine keeps its weights alone
-                asleep = {part: size for part, size in engine.items() if kind == "vllm" or part == "engine: weights"}
-            resting = {part: learner[part] for part in ("weights", "optimizer") if learner}
+                asleep = {entry: size for entry, size in engine.items() if kind == "vllm" or entry == "engine: weights"}
+            resting = {entry: learner[entry] for entry in ("weights", "optimizer") if learner}
             moments = {SAMPLE: base | resting | engine} if engines else {}
-            if passing and (references or (ranks and not own)):
+            if passing and (references or (ranks and not reference)):
                 moments[SCORE] = base | resting | asleep | {"reference: pass": passing}
             moments |= {TRAIN: base | learner | asleep} if learner else {}
         present = {"learner": ranks, "engine": engines, "reference": references or (on_cpu and passing)}
@@ -390,8 +391,8 @@ class RunMemory:
             optimizer=self.config.optimizer.name,
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
-            kept=min(most_kept(self.config), self.model.vocab),
-            kept_tiles=0 if on_cpu else self.machine.memory // KEPT_SHARE,
+            support=min(max_support(self.config), self.model.vocab),
+            saved_bytes=0 if on_cpu else self.machine.memory // SAVED_SHARE,
         )
 
     @property
@@ -421,11 +422,11 @@ class RunMemory:
         budget = max(longest, self.micro_batch_tokens if budget is None else budget)
         together = min(rows, largest, max(1, (budget - prompt) // response)) if shared else 1
         piece = prompt + together * response
-        each, left = budget // piece * piece, -(-rows // together) * piece
+        size, left = budget // piece * piece, -(-rows // together) * piece
         batches: list[MicroBatch] = []
         while left > 0:
             tokens = min(budget, left)
-            left -= each
+            left -= size
             of_piece = (together * response, together * longest)
             batches.append(MicroBatch(tokens, *(tokens * number // piece for number in of_piece)))
         return batches
@@ -441,23 +442,23 @@ class RunMemory:
 
         def leaves_room(tokens: int) -> bool:
             devices = self.with_options({"train.micro_batch_tokens": tokens}).devices
-            return all(own <= FILLED * left for own, left in (device.learning for device in devices))
+            return all(learner <= FILLED * left for learner, left in (device.learning for device in devices))
 
         least = sum(self.largest_sample)
-        most = max(least, min(MOST_TOKENS, sum(one.tokens for one in self.micro_batches(self.row_shares, 2**62))))
+        most = max(least, min(MOST_TOKENS, sum(batch.tokens for batch in self.micro_batches(self.row_shares, 2**62))))
         if leaves_room(most) or not leaves_room(least):
             return most if leaves_room(most) else least
         sizes = range(least, most, max(1, min(least, (most - least) // 256)))
         return sizes[bisect_left(sizes, True, key=lambda tokens: not leaves_room(tokens)) - 1]
 
     @cached_property
-    def learner(self) -> Parts:
+    def learner(self) -> ByteCounts:
         """Peak of one rank in a step."""
         step = learner_memory(self.model, self.how, self.micro_batches(self.row_shares))
         if make_settings(self.config, self.plan.device_type).recompute or self.how.dropout:
             scored = self._forward_bytes(self.model, self.how, self.row_shares)
-            scoring = {part: step[part] for part in ("weights", "optimizer")} | {"activations": scored}
-            step = max(step, scoring, key=lambda parts: sum(parts.values()))
+            scoring = {name: step[name] for name in ("weights", "optimizer")} | {"activations": scored}
+            step = max(step, scoring, key=lambda sizes: sum(sizes.values()))
         return step
 
     @cached_property
@@ -467,15 +468,15 @@ class RunMemory:
             return 0, 0
         model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
         how = replace(self.how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, self.how.product_bytes))
-        own = model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
-        return own, self._forward_bytes(model, how, 1)
+        weights = model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
+        return weights, self._forward_bytes(model, how, 1)
 
     def _forward_bytes(self, model: Architecture, how: Learning, shares: int) -> int:
         tokens = forward_tokens(self.micro_batch_tokens, self.plan.device_type)
         return forward_bytes(model, how, self.micro_batches(shares, tokens)[0])
 
     @cached_property
-    def engine(self) -> tuple[Parts, str | None]:
+    def engine(self) -> tuple[ByteCounts, str | None]:
         """The bytes of one engine on each of its devices, and the problem that keeps it from starting there."""
         options, model, device_type = self.config.inference_model, self.model, self.plan.device_type
         rows = engine_rows(self.config, self.plan.engine, device_type, num_engines(self.config, self.plan))
@@ -484,37 +485,37 @@ class RunMemory:
             return {}, None
         number_bytes = dtype_bytes(engine_dtype(options.torch_dtype, device_type))
         weights, pool = "engine: weights", "engine: keys and values"
-        parts = {weights: model.parameters * number_bytes // parallel}
+        sizes = {weights: model.parameters * number_bytes // parallel}
         if kind == "transformers":
             # each prompt is there once, a row's own keys and values grow by half, at least by 64
             (prompt, response), groups = self.largest_sample, -(-rows // min(group_sizes(self.config).values()))
             tokens = groups * prompt + rows * (response + max(64, response // 2))
             token = rows * (model.vocab * (number_bytes + 8) + 16 * response)  # logits, twice in float32, too
             passing = max(token, PREFILL_TOKENS * 3 * number_bytes * (model.intermediate + model.hidden))
-            return parts | {pool: kv_bytes_per_token(model, number_bytes) * tokens, "engine: pass": passing}, None
+            return sizes | {pool: kv_bytes_per_token(model, number_bytes) * tokens, "engine: pass": passing}, None
         if device_type == "cpu":
-            return parts | {pool: VLLM_CPU_POOL}, None
+            return sizes | {pool: VLLM_CPU_POOL}, None
         share = int(options.gpu_memory_utilization * self.machine.memory)
         left = vllm_pool_bytes(model, share, number_bytes=number_bytes, rows=rows, parallel=parallel)
-        parts[pool] = max(0, left)
-        parts["engine: rest"] = max(0, share - parts[weights] - parts[pool])
+        sizes[pool] = max(0, left)
+        sizes["engine: rest"] = max(0, share - sizes[weights] - sizes[pool])
         # heads are not split
         needed = kv_bytes_per_token(model, number_bytes) * self.context // min(parallel, model.kv_heads)
         if model.heads % parallel:
-            return parts, f"vLLM cannot share {model.heads} attention heads among tensor_parallel_size={parallel}"
+            return sizes, f"vLLM cannot share {model.heads} attention heads among tensor_parallel_size={parallel}"
         if left < needed:
-            return parts, (
-                f"vLLM's share of {share / GIB:.1f} GiB leaves {parts[pool] / GIB:.1f} GiB for keys and values, and "
+            return sizes, (
+                f"vLLM's share of {share / GIB:.1f} GiB leaves {sizes[pool] / GIB:.1f} GiB for keys and values, and "
                 f"one sequence of {self.context} tokens needs {needed / GIB:.1f} GiB"
             )
-        return parts, None
+        return sizes, None
 
 
 @dataclass(frozen=True)
 class Estimate(RunMemory):
     """The memory of a run, and the change of options with which it fits."""
 
-    places: dict[str, str]  # the source of each fact: model, prompt, machine
+    sources: dict[str, str]  # the source of each fact: model, prompt, machine
     num_problems: int | None  # of the training split; None where the data is not here
     change: dict[str, Any] | None = None  # the smallest that makes it fit; None: it fits, or no change helps
     other_change: dict[str, Any] | None = None  # the smallest that trains all weights, where change does not
@@ -540,7 +541,7 @@ class Estimate(RunMemory):
             "refusal": self.refusal,
             "change": self.change,
             "model": {"name": model_name(self.config), "parameters": self.model.parameters},
-            "places": self.places,
+            "places": self.sources,
             "placement": describe(plan.placement, plan.device_type),
             "engine": plan.engine,
             "largest_sample": {"prompt_tokens": prompt, "response_tokens": response},
@@ -563,12 +564,12 @@ def estimate(
     Raises:
         UserError: its devices cannot be shared out, its model or data cannot be read, or a prompt is too long.
     """
-    (model, model_place), teacher = _architectures(config)
-    machine, machine_place = _machine(config, memory_gib, gpus)
+    (model, model_source), teacher = _architectures(config)
+    machine, machine_source = _machine(config, memory_gib, gpus)
     context = RunMemory(config, model, prompt_tokens or 0, machine).context
-    longest, prompt_place, problems = _prompts(config, prompt_tokens, context)
-    places = {"model": model_place, "prompt": prompt_place, "machine": machine_place}
-    run = Estimate(config, model, longest, machine, places, problems, teacher=teacher)
+    longest, prompt_source, problems = _prompts(config, prompt_tokens, context)
+    sources = {"model": model_source, "prompt": prompt_source, "machine": machine_source}
+    run = Estimate(config, model, longest, machine, sources, problems, teacher=teacher)
     change = None if run.fits else _smallest_change(run)
     trains_less = change is not None and "train_model.lora.enabled" in change
     return replace(run, change=change, other_change=_smallest_change(run, with_lora=False) if trains_less else None)
@@ -611,8 +612,8 @@ def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config
             vars(run)["plan"] = plan
             tokens = run.micro_batch_tokens
             of_devices = (device.learning for device in run.devices)
-            own, left = max(of_devices, key=lambda pair: pair[0] - FILLED * pair[1])
-            fills = f"which fills {own / GIB:.1f} of the {left / GIB:.1f} GiB that are free while training"
+            learner, left = max(of_devices, key=lambda pair: pair[0] - FILLED * pair[1])
+            fills = f"which fills {learner / GIB:.1f} of the {left / GIB:.1f} GiB that are free while training"
             sentence = f"train.micro_batch_tokens=auto is {tokens:,}, {fills}."
         logger.info(sentence)
     return with_options(config, {"train.micro_batch_tokens": tokens})
@@ -638,8 +639,8 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     count = None if task is None else len(task.train)
     if prompt_tokens is not None:
         if prompt_tokens >= context:
-            said = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response in a context of {context:,}."
-            raise UserError(said)
+            problem = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response in a context of {context:,}."
+            raise UserError(problem)
         return prompt_tokens, "as --prompt-tokens says", count
     try:
         tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)

@@ -28,8 +28,8 @@ from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokeni
 from sota_grpo.policy.tensor_files import in_memory
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, EXPORTED, RUN_FILE, read_record
-from sota_grpo.rewards.grading import GradingPool, own_grader
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rewards.grading import GradingPool, task_grader
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
@@ -110,7 +110,7 @@ def find_target(
         target = Target(name, config)
     algorithm = target.config.algorithm  # nothing is trained: the files that it names need not exist
     algorithm.objective = AlgorithmConfig().objective
-    algorithm.baseline = "none" if in_file(algorithm.baseline) else algorithm.baseline
+    algorithm.baseline = "none" if file_reference(algorithm.baseline) else algorithm.baseline
     validate(target.config)
     return target
 
@@ -120,8 +120,8 @@ def _run_target(
 ) -> Target:
     config = load_config(run_dir, trust=True)  # only to read the names of its tasks
     is_entry = task in (config.env.mixture or ())
-    is_own = task == config.env.dataset and config.env.mixture is None
-    if task is not None and not is_own and not is_entry:  # the options of the run's own task are dropped
+    is_task_of_run = task == config.env.dataset and config.env.mixture is None
+    if task is not None and not is_task_of_run and not is_entry:  # the options of the run's own task are dropped
         stale = {name: default for name, (_, default) in changed_options(config).items() if name in _OF_ONE_TASK}
         overrides = [f"env.dataset={task}", *overrides_of(stale), *overrides]
     config = load_config(run_dir, overrides, trust=trust, unused=UNUSED_WITHOUT_LOSS)
@@ -198,7 +198,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
             if target.checkpoint is not None:
                 load_trained(target.checkpoint, model)
             make_weight_sync(config, model, engine).send(version=target.steps or 0)
-        grader = own_grader(env.grader)
+        grader = task_grader(env.grader)
         if isinstance(grader, GradingPool):
             grader.wait_ready()
         yield make_evaluator(config, env.task, Rollouts(env, with_dialogs(config, env, engine, instances)))
@@ -223,13 +223,13 @@ def check(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}).") from error
-        parts = opened.enter_context(closing(build(config, folder)))
+        components = opened.enter_context(closing(build(config, folder)))
         starting("Checking before training")
         gate = logging.getLogger("sota_grpo.training.gate")
         opened.callback(gate.setLevel, gate.level)
         gate.setLevel(logging.CRITICAL)  # its lines repeat on_check
-        parts.weight_sync.send(version=parts.learner.version)
-        checks = run_gate(parts, "warn", on_check=on_check)
+        components.weight_sync.send(version=components.learner.version)
+        checks = run_gate(components, "warn", on_check=on_check)
         if run_dir is not None:
             write_gate(run_dir, "warn", checks)
         return checks

@@ -35,7 +35,7 @@ from sota_grpo.policy.load import (
 from sota_grpo.policy.lora import add_lora, quantize
 from sota_grpo.policy.model_sizes import require_dense
 from sota_grpo.policy.sharding import Ranks, join_ranks, require_divisible, shard
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.text import first_line
@@ -193,8 +193,8 @@ def forward_tokens(tokens: int, device_type: str) -> int:
 
 def reference_dtype(config: Config) -> Any:
     """Return the dtype of the reference's weights: by default the learner's."""
-    own, learners = config.ref_model.torch_dtype, config.train_model.torch_dtype
-    return own if own != "auto" else ("float32" if learners == "auto" else learners)
+    dtype, learners = config.ref_model.torch_dtype, config.train_model.torch_dtype
+    return dtype if dtype != "auto" else ("float32" if learners == "auto" else learners)
 
 
 def trainer_precision(config: Config, device_type: str) -> str:

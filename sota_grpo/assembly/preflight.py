@@ -20,7 +20,7 @@ from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
 from sota_grpo.rewards import functions
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import dataset
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.training.runs import require_free
@@ -53,8 +53,8 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     wants_gpu = config.device == "cuda" or (config.device == "auto" and is_on_the_hub(model_name(config)))
     if wants_gpu and config.ray.address is None and has_no_gpu():
         raise UserError(needs_a_gpu(config))
-    for each in task_configs(config).values():
-        _require_files(each)
+    for task in task_configs(config).values():
+        _require_files(task)
 
 
 def _require_one_process() -> None:
@@ -75,7 +75,7 @@ def _require_files(config: Config) -> None:
         functions.require_file(Path(config.reward.path).expanduser())
     named = [("env.transforms", value) for value in config.env.transforms]
     for option, value in (*named, ("train.sampler", config.train.sampler or "")):
-        place = in_file(value)
+        place = file_reference(value)
         if place is not None and not place[0].is_file():
             raise UserError(f"there is no file {place[0]}; correct {option} (relative paths start at {Path.cwd()}).")
     rubric = rubric_file(config.reward.judge.rubric)

@@ -25,7 +25,7 @@ from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
 from sota_grpo.recording.run_files import INPUTS
 from sota_grpo.rewards.functions import PASSED, PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
-from sota_grpo.rl.objective_files import TERMS, surrogate
+from sota_grpo.rl.custom_objectives import TERMS, surrogate
 from sota_grpo.tasks.table import plain_columns
 from sota_grpo.tasks.wrappers import BUILTIN
 
@@ -77,19 +77,19 @@ class PythonInputs:
     @property
     def signature(self) -> dict[str, dict[str, str]]:
         """The digests of the objects, for the run's signature."""
-        digests = {name: one.digest for name, one in self.inputs.items()}
+        digests = {name: item.digest for name, item in self.inputs.items()}
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
         """Write the objects to ``run_dir`` and their paths to ``config``."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
-        for one in self.inputs.values():
-            _write(folder, one, config)
+        for item in self.inputs.values():
+            _write(folder, item, config)
 
-    def add(self, config: Config, name: str, one: PythonInput) -> None:
+    def add(self, config: Config, name: str, item: PythonInput) -> None:
         """Add an input, which ``config`` names by :data:`PASSED`."""
-        self.inputs[name] = one
-        _set(config, one.option, PASSED)
+        self.inputs[name] = item
+        _set(config, item.option, PASSED)
 
     def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
         """Add objects with a Python file of ``text``, which reads the pickle next to it."""
@@ -168,11 +168,11 @@ def take(
 
 
 def _require_unset(value: Any, option: str, argument: str) -> None:
-    if value is not None and not _was_passed(value):
+    if value is not None and not _is_python_input(value):
         raise UserError(f"{argument} is passed, and {option}={value} names another; leave one of them out.")
 
 
-def _was_passed(path: str | None) -> bool:
+def _is_python_input(path: str | None) -> bool:
     """Whether a resumed run had an object there, which is passed again."""
     return path is not None and Path(path).parent.name == INPUTS
 
@@ -186,15 +186,15 @@ def _lines(table: Any, argument: str) -> Iterable[bytes]:
             f"path (of several splits one: {argument}=splits['train'])."
         )
     for number, row in enumerate(rows, start=1):
-        place = f"{argument}, row {number}"
+        location = f"{argument}, row {number}"
         if not isinstance(row, Mapping):
-            raise UserError(f"{place} is a {type(row).__name__}, not a dict of its columns.")
-        yield json.dumps(plain_columns(row, place)).encode() + b"\n"
+            raise UserError(f"{location} is a {type(row).__name__}, not a dict of its columns.")
+        yield json.dumps(plain_columns(row, location)).encode() + b"\n"
 
 
 def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
     _require_unset(config.reward.path, "reward.path", "reward")
-    if not _was_passed(config.reward.path):
+    if not _is_python_input(config.reward.path):
         _require_unset(config.reward.name, "reward.name", "reward")
     if isinstance(reward, Mapping):
         pairs = [(str(name), one) for name, one in reward.items()]
@@ -235,7 +235,7 @@ def _take_tools(config: Config, inputs: PythonInputs, tools: Any, environment: A
     if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
         kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
         raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
-    functions = {_name_of(one): one for one in value}
+    functions = {_name_of(tool): tool for tool in value}
     if len(functions) < len(value):
         raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
     file, content = f"{option}{PICKLED}", pickled(functions, "tool", "make what it needs inside the function")
@@ -256,9 +256,9 @@ def _set(config: Config, option: str, value: str | list[str]) -> None:
     setattr(getattr(config, section), name, value)
 
 
-def _write(folder: Path, one: PythonInput, config: Config) -> None:
+def _write(folder: Path, item: PythonInput, config: Config) -> None:
     """Write the files of an input, or remove those that no other process could read; set its option in ``config``."""
-    for name, content in one.files.items():
+    for name, content in item.files.items():
         path = folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,5 +271,6 @@ def _write(folder: Path, one: PythonInput, config: Config) -> None:
             raise RunFailed(
                 f"{path} cannot be written ({error.strerror}); free space there, or choose another run_dir."
             ) from error
-    value = one.value
-    _set(config, one.option, [f"{folder / each}" for each in value] if isinstance(value, list) else f"{folder / value}")
+    value = item.value
+    paths = [f"{folder / path}" for path in value] if isinstance(value, list) else f"{folder / value}"
+    _set(config, item.option, paths)

@@ -30,7 +30,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import RowTable
@@ -78,7 +78,7 @@ class Replay:
 
     figures: dict[str, float | None]  # by FIGURES; None where nothing could be measured
     optimizer_steps: int  # taken in the training step
-    #: Of all trained parameters, before its norm is clipped, summed over the optimizer steps; None: not asked for.
+    #: Of all trained parameters, before its norm is clipped, summed over the optimizer steps; None: not requested.
     gradient: Tensor | None = None
 
 
@@ -98,10 +98,10 @@ def replayed(
         without algorithms; ``agrees``: losses and gradient norm are the stored ones to ``TOLERANCE``; ``notes``.
     """
     step = open_step(run_dir, number, trust=trust)
-    own, others, left = replay_configs(step, run_dir, overrides)
+    config_of_run, others, left = replay_configs(step, run_dir, overrides)
     replays: dict[str, Replay] = {}
     with TemporaryDirectory() as folder:
-        for name, config in {"replayed": own, **others}.items():
+        for name, config in {"replayed": config_of_run, **others}.items():
             logger.info("Computing step %d%s.", step.stored.step, f" under {name}" if replays else " as the run did")
             replays[name] = replay(step, config, Path(folder) / str(len(replays)) if others else None)
         similar = cosines({name: one.gradient for name, one in replays.items() if one.gradient is not None})
@@ -130,7 +130,7 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_SAMPLES)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
     stored = {step_of(path): path for path in stored_steps(run_dir)}
-    replayable = [one for one in stored if one == 0 or one in checkpoints]
+    replayable = [step for step in stored if step == 0 or step in checkpoints]
     if number is None:
         number = max(replayable or stored, default=0)
     if number in replayable:
@@ -175,7 +175,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
     finally:
         torch.set_num_threads(threads)
     advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()
-    sampled = torch.tensor([float(mask.sum()) for mask in rows.parts(keys.ASSISTANT_MASK)])
+    sampled = torch.tensor([float(mask.sum()) for mask in rows.cells(keys.ASSISTANT_MASK)])
     count = sampled.sum().item() or math.nan
     values = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
     values["tokens/with_advantage"] = (sampled * (advantages != 0)).sum().item() / count
@@ -211,10 +211,10 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
             "fewer algorithms, or set TMPDIR to a folder with more room."
         )
     flat = torch.from_file(str(file), shared=True, size=size, dtype=torch.float32)
-    for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
+    for parameter, slice_ in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
 
-        def add(gradient: Tensor, part: Tensor = part) -> None:
-            part.add_(gradient.detach().flatten())
+        def add(gradient: Tensor, slice_: Tensor = slice_) -> None:
+            slice_.add_(gradient.detach().flatten())
 
         parameter.register_hook(add)  # type: ignore[no-untyped-call]
     return flat
@@ -223,17 +223,17 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
 def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
     """Return the cosines between the gradients, by name and name, summed in float64; None at a gradient of 0."""
 
-    def product(one: Tensor, two: Tensor) -> float:
-        return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
+    def product(first: Tensor, second: Tensor) -> float:
+        return sum(float(a.double() @ b.double()) for a, b in zip(first.split(_CHUNK), second.split(_CHUNK)))
 
     squares = {name: product(vector, vector) for name, vector in gradients.items()}
     # not from the norms: the root of a square is exact, so that the cosine of two equal gradients is 1
     return {
         name: {
-            other: product(one, two) / size if (size := math.sqrt(squares[name] * squares[other])) > 0 else None
+            other: product(gradient, two) / size if (size := math.sqrt(squares[name] * squares[other])) > 0 else None
             for other, two in gradients.items()
         }
-        for name, one in gradients.items()
+        for name, gradient in gradients.items()
     }
 
 
@@ -245,7 +245,7 @@ def scored_rows(step: Step, config: Config) -> RowTable:
         reward = rows.get(keys.GRADED_REWARD, rows.get(keys.REWARD))  # with penalties on length, and users' functions
         rows = rows.without(keys.GRADED_REWARD, keys.KL_TERM)
         rows.set(keys.REWARD, reward)
-        write_reference(rows, rows.parts(keys.REF_LOG_PROBS), in_reward_coeff=coefficient)
+        write_reference(rows, rows.cells(keys.REF_LOG_PROBS), in_reward_coeff=coefficient)
     for _, transform in make_advantage(config):
         rows = transform(rows)
     return rows
@@ -276,17 +276,17 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
                 f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, train.epochs, "
                 f"train.optim_batch_size, and {_MEMORY} for its memory."
             )
-    own, differ = values(step.config, _COMPARED), False
+    values_of_run, differ = values(step.config, _COMPARED), False
     others, notes = {}, []
     for name in names:
         try:
-            chosen = [f"algorithm.objective={name}" if in_file(name) else f"algorithm={name}"]
+            chosen = [f"algorithm.objective={name}" if file_reference(name) else f"algorithm={name}"]
             under = [*(chosen if name != _OF_THE_RUN else ()), *common]
             changed = load_config(run_dir, under, trust=True)  # the run's has consent already
             theirs = values(changed, _OF_THE_COLLECTION)
-            ignored = [option for option, value in theirs.items() if value != own[option]]
-            changed = others[name] = with_options(changed, {option: own[option] for option in ignored})
-            if values(changed, _COMPARED) != own:
+            ignored = [option for option, value in theirs.items() if value != values_of_run[option]]
+            changed = others[name] = with_options(changed, {option: values_of_run[option] for option in ignored})
+            if values(changed, _COMPARED) != values_of_run:
                 differ = True
                 _require_stored(step, changed)
                 validate(changed)
@@ -319,7 +319,7 @@ def _notes(step: Step, others: Sequence[Replay]) -> list[str]:
     origin, options = step.stored.origin, step.config.train_model
     weights = options.torch_dtype if options.torch_dtype in ("bfloat16", "float16") else "float32"
     notes = []
-    if any(one.optimizer_steps == 1 and 1 - (one.figures.get("ess") or 0.0) <= _ROUNDING for one in others):
+    if any(other.optimizer_steps == 1 and 1 - (other.figures.get("ess") or 0.0) <= _ROUNDING for other in others):
         notes.append(
             "The step is a single optimizer step on the policy's own responses: every ratio is 1, and surrogates of a "
             "ratio have the same gradient there; train.epochs=2, or a smaller train.optim_batch_size, compares them "
@@ -342,11 +342,11 @@ def compared(stored: Mapping[str, float | None], figures: Mapping[str, float | N
     """
     distances = {}
     for name in (*_LOSSES, "grad_norm"):
-        one, two = stored.get(name), figures.get(name)
-        if one is not None and two is not None:
+        before, after = stored.get(name), figures.get(name)
+        if before is not None and after is not None:
             floor = (stored.get("advantage") or 0.0) if name in _LOSSES else 0.0
-            distances[name] = abs(two - one) / max(abs(one), floor, 1e-30)
-        elif one is not two:
+            distances[name] = abs(after - before) / max(abs(before), floor, 1e-30)
+        elif before is not after:
             return False, f"The replay does not agree with the run: only one of them has {name}."
     distance, name = max((distance, name) for name, distance in distances.items())
     if distance == 0:

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
-from sota_grpo.config import Config, model_name, most_kept, reward_names, rubric_file
+from sota_grpo.config import Config, max_support, model_name, reward_names, rubric_file
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
 from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
@@ -29,7 +29,7 @@ from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import from_pretrained
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
-from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
+from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, task_grader
 from sota_grpo.rewards.judge.client import TERM, JudgeClient, JudgedGrader, VerdictCache
 from sota_grpo.rewards.judge.client import Rules as JudgeRules
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
@@ -83,8 +83,8 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     """
     env, reward = config.env, config.reward
     if env.mixture is not None:
-        passed = reward.path  # an entry may have other functions
-        return _mixed(config, lambda each: task_of(each, functions if each.reward.path == passed else None, bare=bare))
+        path = reward.path  # an entry may have other functions
+        return _mixed(config, lambda entry: task_of(entry, functions if entry.reward.path == path else None, bare=bare))
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
@@ -113,13 +113,13 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
 def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
     """Return the tasks of ``env.mixture``, each made from the config of its entry."""
     tasks, limits = {}, {}
-    for name, each in task_configs(config).items():
+    for name, entry in task_configs(config).items():
         try:
-            tasks[name] = make(each)
+            tasks[name] = make(entry)
         except UserError as error:
             raise type(error)(f"env.mixture.{name}: {error}") from error
-        if each.inference_model.max_tokens < config.inference_model.max_tokens:
-            limits[name] = each.inference_model.max_tokens
+        if entry.inference_model.max_tokens < config.inference_model.max_tokens:
+            limits[name] = entry.inference_model.max_tokens
     return MixtureTask(tasks, weights(config), limits, group_sizes(config))
 
 
@@ -138,21 +138,21 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
         UserError: they cannot be loaded, or offer no tools.
     """
     offered = {}
-    for name, each in task_configs(config).items():
-        env = each.env
+    for name, entry in task_configs(config).items():
+        env = entry.env
         kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
         if value is not None:
             offered[name] = kind, value, env.timeout_s, env.environments_per_worker
     if offered:
         starting("Starting the tools")
     started = {}
-    for one in dict.fromkeys(offered.values()):
-        kind, value, timeout_s, per_worker = one
+    for spec in dict.fromkeys(offered.values()):
+        kind, value, timeout_s, per_worker = spec
         instances = Instances(instance_spec(value, kind), timeout_s=timeout_s, per_worker=per_worker)
-        started[one] = opened.enter_context(closing(instances))
+        started[spec] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()
-    return {name: started[one] for name, one in offered.items()}
+    return {name: started[spec] for name, spec in offered.items()}
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
@@ -160,13 +160,15 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
-        own, reward = instances.get(name), configs[name].reward
-        if own is None:
+        pool, reward = instances.get(name), configs[name].reward
+        if pool is None:
             return task
-        asks_task = reward.path is not None or not own.has_reward
-        if asks_task and reward.path is None and isinstance(task, TableTask):
+        adds_task_terms = reward.path is not None or not pool.has_reward
+        if adds_task_terms and reward.path is None and isinstance(task, TableTask):
             task.require_answers()
-        return with_tools(task, has_reward=own.has_reward, asks_task=asks_task, success_above=reward.success_above)
+        return with_tools(
+            task, has_reward=pool.has_reward, adds_task_terms=adds_task_terms, success_above=reward.success_above
+        )
 
     return task.with_tasks(rewarded) if isinstance(task, MixtureTask) else rewarded(config.env.dataset, task)
 
@@ -180,13 +182,13 @@ def dialog_rules(
         UserError: the chat template has no tools.
     """
     rules: dict[str | None, Rules] = {}
-    for name, each in task_configs(config).items():
-        if each.env.max_steps > 1:
-            own, options = instances.get(name), each.env
-            turns = TurnTokens(env.tokenizer, template_kwargs(each, own))
-            responder: Responder = GradedTurns(own_grader(env.grader), turns)
-            if own is not None:
-                responder = ToolResponder(env, own, options.chat_template_kwargs)
+    for name, entry in task_configs(config).items():
+        if entry.env.max_steps > 1:
+            task_instances, options = instances.get(name), entry.env
+            turns = TurnTokens(env.tokenizer, template_kwargs(entry, task_instances))
+            responder: Responder = GradedTurns(task_grader(env.grader), turns)
+            if task_instances is not None:
+                responder = ToolResponder(env, task_instances, options.chat_template_kwargs)
             rules[name if config.env.mixture else None] = Rules(responder, turns, options.max_steps, max_model_len)
     return rules
 
@@ -200,7 +202,7 @@ def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[
     """Return :func:`template_kwargs` as arguments of a :class:`~sota_grpo.envs.PromptSource`."""
     if config.env.mixture is None:
         return {"template_kwargs": template_kwargs(config, instances.get(config.env.dataset))}
-    by_task = {name: template_kwargs(config, own) for name, own in instances.items()}
+    by_task = {name: template_kwargs(config, task_instances) for name, task_instances in instances.items()}
     return {"template_kwargs": template_kwargs(config, None), "task_kwargs": by_task}
 
 
@@ -276,7 +278,7 @@ def make_sampling(config: Config) -> Sampling:
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
-        top_k=most_kept(config),
+        top_k=max_support(config),
         min_p=options.min_p,
     )
 
@@ -398,7 +400,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     else:
         configs = task_configs(config).items()
         rules = {
-            name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None
+            name: _rules_of(entry, f"{name}/{TERM}") for name, entry in configs if entry.reward.judge.kind is not None
         }
     starting("Asking for the judge")
     endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})

@@ -45,7 +45,7 @@ def _run(arguments: Sequence[str]) -> int:
     if arguments[:1] == [_QUERY]:
         return _complete(arguments, commands.choices)
     options, left = parser.parse_known_args(arguments)  # which takes no overrides (OPTION=VALUE) after options
-    if left and not (hasattr(options, "overrides") and all("=" in one and one[0] != "-" for one in left)):
+    if left and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
         options.overrides = [*options.overrides, *left]

@@ -44,9 +44,9 @@ def run(options: argparse.Namespace) -> int:
     quiet_console()
     began, out = time.perf_counter(), sys.stdout
 
-    def show(one: Check) -> None:
+    def show(check: Check) -> None:
         if not options.json:
-            print(f"{one.outcome}  {one.name}: {one.sentence} ({one.seconds:.1f} s)", file=out, flush=True)
+            print(f"{check.outcome}  {check.name}: {check.sentence} ({check.seconds:.1f} s)", file=out, flush=True)
 
     with redirect_stdout(sys.stderr), Heartbeat():  # libraries and reward functions may print
         announce(config)

@@ -34,7 +34,7 @@ _OF_DEVELOPERS = ("test", "docs", "bench", "mutation")  # extras that no run nee
 class Finding(NamedTuple):
     """The result of a check: ``warning`` where some runs fail or are slow; a sentence, with the fix if it is not ok."""
 
-    subject: str
+    components: str
     state: str
     sentence: str
 
@@ -61,12 +61,12 @@ def run(options: argparse.Namespace) -> int:
     folder, address = str(options.run_dir.absolute()), options.address
     nodes = [examine(folder)] if address is None else examine_cluster(address, folder)
     if options.json:
-        listed = [node._asdict() | {"findings": [one._asdict() for one in node.findings]} for node in nodes]
-        print(json.dumps({"nodes": listed, "cluster": [one._asdict() for one in compare(nodes)]}, indent=1))
-    every = [(node.name, one) for node in nodes for one in node.findings] + [("cluster", one) for one in compare(nodes)]
-    for name, one in every if not options.json else ():
-        print(f"{name}: {one.state:8}{one.subject}: {one_line(one.sentence, limit=None)}")
-    return CRASHED if any(one.state == FAILED for _, one in every) else 0
+        listed = [node._asdict() | {"findings": [row._asdict() for row in node.findings]} for node in nodes]
+        print(json.dumps({"nodes": listed, "cluster": [row._asdict() for row in compare(nodes)]}, indent=1))
+    every = [(node.name, row) for node in nodes for row in node.findings] + [("cluster", row) for row in compare(nodes)]
+    for name, row in every if not options.json else ():
+        print(f"{name}: {row.state:8}{row.components}: {one_line(row.sentence, limit=None)}")
+    return CRASHED if any(row.state == FAILED for _, row in every) else 0
 
 
 def examine(folder: str, mark: str | None = None) -> Node:
@@ -74,11 +74,11 @@ def examine(folder: str, mark: str | None = None) -> Node:
     looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory, "open files": _open_files}
     looks["disk"] = lambda: _disk(Path(folder))
     findings = []
-    for subject, look in looks.items():
+    for components, look in looks.items():
         try:
-            findings.append(Finding(subject, *look()))
+            findings.append(Finding(components, *look()))
         except Exception as error:  # a broken driver or library raises anything, and the other checks still count
-            findings.append(Finding(subject, WARNING, f"could not be checked ({sentence(error)})."))
+            findings.append(Finding(components, WARNING, f"could not be checked ({sentence(error)})."))
     if mark is not None:
         why = f"{folder} is not the driver's; checkpoints of ranks need a shared file system: mount one there."
         looked = (OK, f"{folder} is the driver's.") if os.path.exists(mark) else (WARNING, why)

@@ -61,14 +61,14 @@ def run(options: argparse.Namespace) -> int:
         from sota_grpo.run.entry import quiet_console
 
         quiet_console()
-        found = estimate(config, memory_gib=options.memory_gb, gpus=options.gpus, prompt_tokens=options.prompt_tokens)
+        result = estimate(config, memory_gib=options.memory_gb, gpus=options.gpus, prompt_tokens=options.prompt_tokens)
     if options.json:
-        print(json.dumps(found.as_dict(), indent=1))
+        print(json.dumps(result.as_dict(), indent=1))
     else:
-        _show(found)
-    if found.refusal:
-        print(f"sota-grpo: {found.refusal}", file=sys.stderr)
-    return 0 if found.fits else 2
+        _show(result)
+    if result.refusal:
+        print(f"sota-grpo: {result.refusal}", file=sys.stderr)
+    return 0 if result.fits else 2
 
 
 def _show(estimated: Estimate) -> None:
@@ -78,14 +78,14 @@ def _show(estimated: Estimate) -> None:
     from sota_grpo.assembly.estimate import disk_of
     from sota_grpo.recording.progress import figures
 
-    facts, places = estimated.as_dict(), estimated.places
+    facts, sources = estimated.as_dict(), estimated.sources
     prompt, response = estimated.largest_sample
     problems = "the data is not here" if facts["problems"] is None else f"{facts['problems']:,} problems"
     texts = {
-        "model": f"{facts['model']['name']}, {estimated.model.parameters:,} parameters ({places['model']})",
-        "devices": f"{facts['placement']} ({places['machine']})",
+        "model": f"{facts['model']['name']}, {estimated.model.parameters:,} parameters ({sources['model']})",
+        "devices": f"{facts['placement']} ({sources['machine']})",
         "engine": facts["engine"],
-        "largest sample": f"{prompt:,} prompt tokens ({places['prompt']}) + {response:,} of the response",
+        "largest sample": f"{prompt:,} prompt tokens ({sources['prompt']}) + {response:,} of the response",
         "the run": f"{facts['steps']:,} steps of {facts['responses_per_step']:,} responses ({problems}), "
         f"{facts['optimizer_steps']:,} optimizer steps; micro-batches of up to {facts['micro_batch_tokens']:,} tokens "
         f"({facts['micro_batches_per_step']:,} a step at full length)",

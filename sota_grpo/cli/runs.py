@@ -125,7 +125,7 @@ def replay(options: argparse.Namespace) -> int:
 
 
 def _table(corner: str, rows: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
-    """Return the header and the rows as text; nine digits tell float32 values apart.
+    """Return the header and the rows as text; nine digits distinguish float32 values.
 
     >>> _table("", {"kl": {"stored": 1 / 3, "dapo": None}})
     [['', 'stored', 'dapo'], ['kl', '0.333333333', '-']]
@@ -182,16 +182,16 @@ def sweep(options: argparse.Namespace) -> int:
     folders = [options.directory] if options.directory else sorted(Path(FOLDER).glob("*/*/"))
     if not folders:
         raise UserError(f"There is no sweep in {FOLDER}/; give the directory of one.")
-    found = read_sweep(Path(folders[-1]), options.sort, ascending=options.ascending)
-    names = found.measured()
+    table = read_sweep(Path(folders[-1]), options.sort, ascending=options.ascending)
+    names = table.measured()
     if options.sort and options.sort not in names:
         near = get_close_matches(options.sort, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; they measured {', '.join(names) or 'nothing yet'}."
         raise UserError(f"--sort {options.sort}: no run measured it{hint}")
     if options.csv:
-        sys.stdout.write(as_csv(found))
+        sys.stdout.write(as_csv(table))
     elif options.json:
-        print(json.dumps(as_json(found), indent=1, allow_nan=False))
+        print(json.dumps(as_json(table), indent=1, allow_nan=False))
     else:
-        sys.stdout.write(as_text(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+        sys.stdout.write(as_text(table, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     return 0

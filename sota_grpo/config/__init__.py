@@ -20,8 +20,8 @@ from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rewards.judge.questions import KINDS
-from sota_grpo.rl.objective_files import surrogate
-from sota_grpo.rl.records import MOST_KEPT
+from sota_grpo.rl.custom_objectives import surrogate
+from sota_grpo.rl.records import MAX_SUPPORT
 from sota_grpo.tasks import TASKS
 
 
@@ -300,7 +300,7 @@ class InferenceModelConfig:
     max_tokens: int = opt(1024, "most tokens of one response", above=0)
     temperature: float = opt(1.0, "sampling temperature; the learner divides its logits by it too", above=0)
     top_p: float = opt(1.0, "sample from the most likely tokens of that total probability", above=0, high=1)
-    top_k: int = opt(0, "sample from the k most likely tokens; 0: all, or 1024 with top_p or min_p", high=MOST_KEPT)
+    top_k: int = opt(0, "sample from the k most likely tokens; 0: all, or 1024 with top_p or min_p", high=MAX_SUPPORT)
     min_p: float = opt(0.0, "least probability of a token, as a share of the most likely one's; 0: from all", below=1)
     stop: list[str] = section(list, "texts that end a response; the token that completes one is kept")
     engine_kwargs: Any = opt(None, "vLLM: further arguments, such as {max_num_batched_tokens: 8192}")
@@ -442,10 +442,10 @@ def has_reference(config: Config) -> bool:
     )
 
 
-def most_kept(config: Config) -> int:
+def max_support(config: Config) -> int:
     """Return the largest size of the sampling support; 0 for the whole vocabulary."""
     sampling = config.inference_model
-    return sampling.top_k or (MOST_KEPT if sampling.top_p < 1 or sampling.min_p > 0 else 0)
+    return sampling.top_k or (MAX_SUPPORT if sampling.top_p < 1 or sampling.min_p > 0 else 0)
 
 
 def reward_names(config: Config) -> list[str]:

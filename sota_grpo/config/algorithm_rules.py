@@ -8,7 +8,7 @@ from sota_grpo.config import Config, has_reference, model_name, responses_per_st
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
-from sota_grpo.rl.objective_files import estimator, surrogate
+from sota_grpo.rl.custom_objectives import estimator, surrogate
 from sota_grpo.tasks import parameters
 
 _OF_SIBLINGS = {"group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std"}
@@ -77,8 +77,8 @@ def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:
         "algorithm.overlong_buffer": config.algorithm.overlong_buffer,
         "policy.kl_coef": 0.0 if config.train.kl_coef_in_loss else config.policy.kl_coef,
     }
-    own = config.env.mixture is None and (config.reward.path is None or "builtin" in reward_names(config))
-    rewards = ("reward.correct", "reward.wrong", "reward.no_answer") if own else ()
+    has_task_reward = config.env.mixture is None and (config.reward.path is None or "builtin" in reward_names(config))
+    rewards = ("reward.correct", "reward.wrong", "reward.no_answer") if has_task_reward else ()
     values = {name: value for name, _, value in walk(config)}
     negative = [f"{name}={value}" for name, value in penalties.items() if value > 0]
     negative += [
@@ -111,8 +111,8 @@ def options_that_the_objective_does_not_read_keep_their_default(config: Config) 
         term = name.removeprefix("algorithm.")
         is_read = surrogate(objective).reads(term) or (term == "dual_clip" and config.algorithm.kl_unbiased)
         if term in OPTIONS and not is_read:
-            given = f"{name}={'null' if value is None else value} has no effect on algorithm.objective={objective}"
-            yield f"{given}; use {name}={default} or algorithm.objective={readers(term)}."
+            problem = f"{name}={'null' if value is None else value} has no effect on algorithm.objective={objective}"
+            yield f"{problem}; use {name}={default} or algorithm.objective={readers(term)}."
 
 
 def an_entropy_bonus_and_its_tokens_have_an_effect(config: Config) -> Iterator[str]:

@@ -108,7 +108,7 @@ def a_url_is_one_running_server(config: Config) -> Iterator[str]:
 def engine_arguments_go_to_a_vllm_that_is_started_here(config: Config) -> Iterator[str]:
     option, name = "inference_model.engine_kwargs has no effect on", config.engine.name
     if config.inference_model.engine_kwargs and name in ENGINES and not ENGINES[name].takes_kwargs:
-        others = ", ".join(one for one, kind in ENGINES.items() if kind.takes_kwargs)
+        others = ", ".join(engine for engine, spec in ENGINES.items() if spec.takes_kwargs)
         yield f"{option} engine={name}; leave it out or use {others}."
     if config.inference_model.engine_kwargs and config.engine.url is not None:
         yield f"{option} a running server (engine.url); leave it out."

@@ -31,7 +31,7 @@ READERS = {  # options of some tasks only, by the parameter of a task that reads
 }
 _OFFERS = ("env.tools", "env.environment")  # a task has one of them, so an entry that gives one has no other
 _DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, "env.max_steps", "env.reasoning")}
-#: What an entry may give, by the option of the run that it stands for.
+#: Options of an entry, by the option of the run that each replaces.
 ENTRY_OPTIONS = {
     **{name.partition(".")[2]: name for name in READERS if name.startswith("env.")},
     **{name: f"env.{name}" for name in ("dataset", "max_samples", "num_heldout")},
@@ -198,22 +198,22 @@ def a_mixture_names_tasks_and_their_options(config: Config) -> Iterator[str]:
             yield f"env.mixture.{name}: {reason}."
 
 
-def _faults(place: str, name: Any, entry: Any) -> Iterator[str]:
+def _faults(prefix: str, name: Any, entry: Any) -> Iterator[str]:
     if not isinstance(entry, Mapping):
-        yield f"{place}={entry} is no mapping of options; give {{dataset: .., weight: ..}}."
+        yield f"{prefix}={entry} is no mapping of options; give {{dataset: .., weight: ..}}."
         return
     if not _NAME.fullmatch(str(name)):
-        yield f"{place}: the name of a task is of letters, digits, _ and -, a letter first; rename it."
+        yield f"{prefix}: the name of a task is of letters, digits, _ and -, a letter first; rename it."
     for option in entry:
         if option not in ENTRY_OPTIONS and option != WEIGHT:
             near = get_close_matches(str(option), [*ENTRY_OPTIONS, WEIGHT], n=1)
             there = f"did you mean {near[0]}?" if near else f"there are {', '.join([WEIGHT, *ENTRY_OPTIONS])}."
-            yield f"{place}.{option} is no option of a task; {there}"
+            yield f"{prefix}.{option} is no option of a task; {there}"
     if "dataset" in entry and str(entry["dataset"]) not in TASKS:
-        yield f"{place}.dataset={entry['dataset']} is not one of {', '.join(TASKS)}."
+        yield f"{prefix}.dataset={entry['dataset']} is not one of {', '.join(TASKS)}."
     weight = entry.get(WEIGHT, 1)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-        yield f"{place}.weight={weight} must be a number above 0."
+        yield f"{prefix}.weight={weight} must be a number above 0."
 
 
 def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:

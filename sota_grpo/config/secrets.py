@@ -30,20 +30,20 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
     >>> without_tokens(["seed=1", "model.hub_token=null"])
     ['seed=1']
     """
-    kept = []
+    others = []
     for override in overrides:
-        if given := _GIVEN.fullmatch(override):
-            token = given[2].strip().strip("'\"")
+        if match := _GIVEN.fullmatch(override):
+            token = match[2].strip().strip("'\"")
             if token.lower() not in ("", "null"):
-                os.environ[TOKENS[given[1]]] = _checked(TOKENS[given[1]], token)
+                os.environ[TOKENS[match[1]]] = _checked(TOKENS[match[1]], token)
         elif elsewhere := _ELSEWHERE.search(override):
             option = next(option for option in TOKENS if option.endswith(elsewhere[1]))
             variable = TOKENS[option]
             raise UserError(f"give {WHAT[variable]} as {option}=TOKEN and in no other form, or set {variable}.")
         else:
-            kept.append(override)
+            others.append(override)
     require_tokens()
-    return kept
+    return others
 
 
 def require_tokens() -> None:

@@ -16,8 +16,8 @@ from sota_grpo.config import (
     Config,
     ModelConfig,
     algorithm_rules,
+    max_support,
     memory_rules,
-    most_kept,
     num_steps,
     responses_per_step,
     reward_names,
@@ -37,7 +37,7 @@ from sota_grpo.engines import ENGINES, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rewards.judge.questions import CHAT
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
@@ -48,7 +48,7 @@ from sota_grpo.text import one_line
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
     for name, item, value in walk(config):
         choices = item.metadata["choices"]
-        of_a_file = name in ("algorithm.objective", "algorithm.baseline") and in_file(value)  # their own rules load it
+        of_a_file = name in ("algorithm.objective", "algorithm.baseline") and file_reference(value)
         known = not choices or value == item.default or value in choices
         if isinstance(value, str) and not known and not of_a_file:
             choices = [item.default, *(choice for choice in choices if choice != item.default)]
@@ -100,8 +100,8 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
     """The learner renormalises over the sampling support, so the engine has to return it for every token."""
     sampling, name = config.inference_model, config.engine.name
     support = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
-    if most_kept(config) and name in ENGINES and not ENGINES[name].tells_kept:
-        others = ", ".join(one for one, kind in ENGINES.items() if kind.tells_kept)
+    if max_support(config) and name in ENGINES and not ENGINES[name].reports_support:
+        others = ", ".join(engine for engine, spec in ENGINES.items() if spec.reports_support)
         yield (
             f"{support} truncate the distribution, and engine={name} does not return the sampling support, so every "
             f"importance ratio would be biased; use one of {others}, or top_p=1.0, top_k=0 and min_p=0.0."
@@ -140,8 +140,8 @@ def trained_weights_are_fine_enough_for_the_learning_rate(config: Config) -> Ite
 
 
 def _unused(name: str, value: Any, default: Any, where: str) -> str:
-    given, left = (one.partition("=")[2] for one in overrides_of({name: value}) + overrides_of({name: default}))
-    return f"{name}={given} has no effect {where}; leave it at {left}"
+    now, usual = (text.partition("=")[2] for text in overrides_of({name: value}) + overrides_of({name: default}))
+    return f"{name}={now} has no effect {where}; leave it at {usual}"
 
 
 def options_that_the_task_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
@@ -168,7 +168,7 @@ def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str
 
 
 def an_evaluation_has_problems(config: Config) -> Iterator[str]:
-    for env in (each.env for each in task_configs(config).values()):
+    for env in (task.env for task in task_configs(config).values()):
         has_test_split = env.dataset_path is None and "num_train" not in parameters(env.dataset)  # one on the hub
         if config.eval.mode == "on" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
             yield "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off, or give env.eval_path."
@@ -209,8 +209,8 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
 def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     env = config.env
     if env.mixture is not None and env.environment is not None:
-        given = f"env.environment={env.environment} applies to every task of env.mixture"
-        yield f"{given}; give it to the task whose rows it reads, as env.mixture.NAME.environment."
+        problem = f"env.environment={env.environment} applies to every task of env.mixture"
+        yield f"{problem}; give it to the task whose rows it reads, as env.mixture.NAME.environment."
     if env.mixture is not None or (env.tools is None and env.environment is None):
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
@@ -218,7 +218,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"env.tools={env.tools} and env.environment={value}: make the functions methods of the environment."
     if (server := server_of(env.environment)) is not None:
         yield from filter(None, [server.fault()])
-    elif value is not None and in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
+    elif value is not None and file_reference(value) is None and not value.endswith(PICKLED) and value != PASSED:
         servers = f", or {FORMS}" if env.tools is None else ""
         yield f"{option}={value} is no FILE.py:NAME; give the file, a colon and a name that it defines{servers}."
     if env.max_steps < 2:
@@ -230,9 +230,9 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
 
 def every_transform_and_sampler_is_in_a_file(config: Config) -> Iterator[str]:
     for value in config.env.transforms:
-        if in_file(value) is None:
+        if file_reference(value) is None:
             yield f"env.transforms has {value}, which is no FILE.py:NAME; name the file, a colon, and a transform."
-    if (sampler := config.train.sampler) is not None and in_file(sampler) is None:
+    if (sampler := config.train.sampler) is not None and file_reference(sampler) is None:
         yield f"train.sampler={sampler} is no FILE.py:NAME; name the file, a colon, and a sampler of TorchRL's."
 
 
@@ -333,7 +333,7 @@ def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
     options["inference_model.engine_kwargs"] = config.inference_model.engine_kwargs
     options["reward.judge.extra_body"] = config.reward.judge.extra_body
     for option, value in options.items():
-        if value is not None and not (isinstance(value, Mapping) and all(isinstance(one, str) for one in value)):
+        if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
             yield f"{option}={value} is no mapping of names; write {option}={{NAME: VALUE}}."
     for name in template or ():
         if name in _OF_TEMPLATES or name.endswith("_token"):
@@ -350,8 +350,8 @@ def every_stop_string_is_text(config: Config) -> Iterator[str]:
 
 
 def tasks_of_a_mixture_keep_the_rules(config: Config) -> Iterator[str]:
-    for name, each in task_configs(config).items() if config.env.mixture is not None else ():
-        yield from (f"env.mixture.{name}: {sentence}" for rule in RULES for sentence in rule(each))
+    for name, task in task_configs(config).items() if config.env.mixture is not None else ():
+        yield from (f"env.mixture.{name}: {sentence}" for rule in RULES for sentence in rule(task))
 
 
 def options_of_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterator[str]:
@@ -361,15 +361,15 @@ def options_of_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterato
 
 def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[str]:
     most, buffer = config.inference_model.max_tokens, config.algorithm.overlong_buffer
-    for name, each in task_configs(config).items() if config.env.mixture is not None else ():
-        limit, longest = each.inference_model.max_tokens, longest_response(config)
+    for name, task in task_configs(config).items() if config.env.mixture is not None else ():
+        limit, longest = task.inference_model.max_tokens, longest_response(config)
         if limit > most:
             option = f"env.mixture.{name}.max_tokens={limit}"
             yield f"{option} exceeds inference_model.max_tokens={most}; use inference_model.max_tokens={limit}."
-        if (own := limit * each.env.max_steps) < longest and buffer:
+        if (total := limit * task.env.max_steps) < longest and buffer:
             yield (
                 f"algorithm.overlong_buffer={buffer} counts back from {longest} tokens, the most of any task, and "
-                f"env.mixture.{name} (max_tokens={limit}, max_steps={each.env.max_steps}) ends at {own}; leave the "
+                f"env.mixture.{name} (max_tokens={limit}, max_steps={task.env.max_steps}) ends at {total}; leave the "
                 "buffer out, or give the tasks one limit."
             )
 

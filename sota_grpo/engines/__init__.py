@@ -189,7 +189,7 @@ class EngineSpec:
         server: samples in a process of its own, started here or reached by ``engine.url``.
         expandable_segments: works in memory that torch can grow, on a GPU.
         takes_kwargs: takes vLLM's further arguments, ``inference_model.engine_kwargs``.
-        tells_kept: reports from which tokens each was drawn where sampling is truncated (``Sample.kept``).
+        reports_support: reports from which tokens each was drawn where sampling is truncated (``Sample.support``).
         max_temperature: the largest that it samples at; None: any.
         verl: its name there; None: verl has no such engine.
     """
@@ -199,7 +199,7 @@ class EngineSpec:
     server: bool = False
     expandable_segments: bool = True
     takes_kwargs: bool = False
-    tells_kept: bool = False
+    reports_support: bool = False
     max_temperature: float | None = None
     verl: str | None = None
 
@@ -210,9 +210,9 @@ ENGINES: Registry[EngineSpec] = Registry(
     "sota_grpo.engines",
     {
         "vllm": EngineSpec(
-            "vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, tells_kept=True, max_temperature=2.0, verl="vllm"
+            "vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, reports_support=True, max_temperature=2.0, verl="vllm"
         ),
-        "transformers": EngineSpec("transformers_engine:transformers_engine", "transformers", tells_kept=True),
+        "transformers": EngineSpec("transformers_engine:transformers_engine", "transformers", reports_support=True),
         "scripted": EngineSpec("scripted:scripted_engine", "none"),
         "vllm_server": EngineSpec(
             "server_engine:server_engine", "vllm", server=True, takes_kwargs=True, max_temperature=2.0, verl="vllm"

@@ -118,7 +118,7 @@ class GroupCache(Cache):
         raise NotImplementedError
 
     def _attention(self) -> dict[str, Any]:
-        """Return the arguments of the model's call that tell what the next token attends to."""
+        """Return the arguments of the model's call that select what the next token attends to."""
         raise NotImplementedError
 
 
@@ -167,21 +167,21 @@ class SharedPrompts(GroupCache):
 
     Attributes:
         held: keys and values ``[groups, heads, P, width]`` by layer; empty if every prompt is a single token.
-        part: the groups over whose prompts the model is running; None between such passes.
+        prefilled: the groups over whose prompts the model is running; None between such passes.
     """
 
     def _prefill(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """Run the decoder over prompts of similar length together."""
         self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._biases: dict[int, torch.Tensor | None] = {}  # by heads
-        self.part: torch.Tensor | None = None
+        self.prefilled: torch.Tensor | None = None
         self._arrange()
         order = sorted(range(len(prompts)), key=lambda group: -len(prompts[group]))
         while order and (width := len(prompts[order[0]]) - 1):
             count = max(1, PREFILL_TOKENS // width)
             batch, order = order[:count], order[count:]
             ids = [torch.tensor(prompts[group][:-1], dtype=torch.int64) for group in batch]
-            self.part = torch.tensor(batch, device=self.device)
+            self.prefilled = torch.tensor(batch, device=self.device)
             model.get_decoder()(
                 input_ids=pad_sequence(ids, batch_first=True, padding_value=pad_token_id).to(self.device),
                 position_ids=torch.arange(width, device=self.device).unsqueeze(0),
@@ -189,13 +189,13 @@ class SharedPrompts(GroupCache):
                 use_cache=True,
                 **self._attention(),
             )
-        self.part = None
+        self.prefilled = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the prompts' keys and values, or append a token's to those of the rows, which are returned."""
-        if self.part is None:
+        if self.prefilled is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx not in self.held:
             # Zeros: the padding is read with weight 0, so it must be finite.
@@ -203,8 +203,8 @@ class SharedPrompts(GroupCache):
             self.held[layer_idx] = tuple(  # type: ignore[assignment]
                 states.new_zeros((*room, states.shape[3])) for states in (key_states, value_states)
             )
-        for kept, states in zip(self.held[layer_idx], (key_states, value_states)):
-            kept[self.part, :, : states.shape[2]] = states
+        for cache, states in zip(self.held[layer_idx], (key_states, value_states)):
+            cache[self.prefilled, :, : states.shape[2]] = states
         return key_states, value_states
 
     def bias(self, keys: torch.Tensor) -> torch.Tensor | None:
@@ -307,7 +307,7 @@ def decode_attention(
         unknown = [name for name in (*UNKNOWN, "sliding_window") if kwargs.get(name) is not None]
         if unknown:
             raise NotImplementedError(f"prompts cannot be shared by attention with {', '.join(unknown)}")
-        if prompts.part is None:
+        if prompts.prefilled is None:
             return _over_both(query, key, value, prompts, module.layer_idx, scale), None  # type: ignore[arg-type]
         attention_mask = None
     if query.shape[2] == 1 and query.shape[1] != key.shape[1] and kwargs.get("position_bias") is None:
@@ -338,12 +338,12 @@ def _over_both(
     """``[rows, 1, heads, width]`` of one token per row, over its prompt and over the row's own tokens."""
     folded = _folded(query, key)
     rows, heads, n, _ = folded.shape
-    out, own_lse = attend(folded.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None, scale)
+    out, response_lse = attend(folded.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None, scale)
     out = out.view(rows, heads, n, -1)
     if (held := prompts.held.get(layer)) is not None:
         bias = prompts.bias(held[0])
         of_prompt, lse = attend(prompts.spread(folded), held[0].flatten(0, 1), held[1].flatten(0, 1), bias, scale)
-        weight = torch.sigmoid(own_lse.view(rows, heads, n, 1) - prompts.collect(lse, n))
+        weight = torch.sigmoid(response_lse.view(rows, heads, n, 1) - prompts.collect(lse, n))
         out = torch.lerp(prompts.collect(of_prompt, n), out, weight)
     return _unfolded(out, query).to(value.dtype)
 

@@ -124,7 +124,7 @@ class ServerProcess:
                 os.killpg(self.pid, 0)
                 time.sleep(0.02)
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         """Return the log since this start."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
@@ -132,7 +132,7 @@ class ServerProcess:
 
     def died(self, doing: str) -> ServerDied:
         """Return the error to raise when the server has ended while ``doing`` something."""
-        lines = self.said().splitlines()
+        lines = self.log_text().splitlines()
         ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
         # The cause is often logged by a process that ended first, far above the last lines; warnings quote errors too.
         errors = (match[0] for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
@@ -227,13 +227,13 @@ class ServerEngine(SteppingEngine):
         self._aborter = threading.Thread(target=self._send_aborts, name=f"{self.name}-abort", daemon=True)
         try:
             with self._breaking("before it was used"):
-                allowed, wanted = self._connect(), options.max_model_len
-            if wanted is not None and wanted > allowed:
+                allowed, requested = self._connect(), options.max_model_len
+            if requested is not None and requested > allowed:
                 raise UserError(
-                    f"The server at {client.url} has a context of {allowed} tokens, max_model_len={wanted}; start it "
-                    "with more, or reduce max_model_len."
+                    f"The server at {client.url} has a context of {allowed} tokens, max_model_len={requested}; start "
+                    "it with more, or reduce max_model_len."
                 )
-            self.max_model_len = wanted or allowed
+            self.max_model_len = requested or allowed
         except BaseException:
             self.close()
             raise
@@ -314,7 +314,7 @@ class ServerEngine(SteppingEngine):
             except BaseException:
                 process.close()
                 raise
-            if attempt == _PORT_TRIES or "address already in use" not in process.said().lower():
+            if attempt == _PORT_TRIES or "address already in use" not in process.log_text().lower():
                 break
             logger.warning("Another program took port %d before the server did; trying the next one.", port)
             scratch.mkdir(mode=0o700, exist_ok=True)
@@ -583,7 +583,8 @@ class ServerEngine(SteppingEngine):
 
         None without :class:`~sota_grpo.engines.vllm_server.WeightSums`, and from several GPUs.
         """
-        body = {"method": "weight_sums", "kwargs": {"shapes": {name: list(own) for name, own in self._shapes.items()}}}
+        shapes = {name: list(dims) for name, dims in self._shapes.items()}
+        body = {"method": "weight_sums", "kwargs": {"shapes": shapes}}
         with self._between_steps():
             self._require_open()
             self._wake_now()
@@ -611,7 +612,7 @@ class ServerEngine(SteppingEngine):
         if self._process is not None:
             self._process.close()
         elif self._aborter.is_alive():
-            self._aborter.join(_ABORT_S)  # a server that was not started here must not go on sampling for us
+            self._aborter.join(_ABORT_S)  # a server that was not started here must not continue our samples
         self._client.close()
         self._weights.close()
 
@@ -638,7 +639,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     options = options.resolved()
     engine = SGLangEngine if options.engine == SGLangEngine.name else ServerEngine
     url, key, connections = options.url, options.api_key, options.max_rows + _CONTROL_CONNECTIONS
-    own: dict[str, Any] = {}
+    folder_options: dict[str, Any] = {}
     if url is not None:
         client = HttpClient(url, api_key=key, max_connections=connections)
         try:
@@ -650,7 +651,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
         except ServerError:
             pass  # it answers; what it lacks is found when the engine connects
         if not is_own_address(client.host):
-            own["base"] = Path(options.shared_folder)
+            folder_options["base"] = Path(options.shared_folder)
             if client.url.startswith("http:"):
                 logger.warning(
                     "The key and prompts go to %s unencrypted; where others share that network use https (vLLM's "
@@ -663,7 +664,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
             "(README.md, Install), or set engine.url to a running server."
         )
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
-    folder = WeightFolder(shapes, None if url is not None else getattr(torch, options.dtype), **own)
+    folder = WeightFolder(shapes, None if url is not None else getattr(torch, options.dtype), **folder_options)
     process, on_cpu = None, not torch.cuda.is_available()
     if url is None:
         try:

@@ -102,7 +102,7 @@ class SGLangEngine(ServerEngine):
 
     def _samples(self, answer: Any, flight: Flight, version: int) -> Sequence[Sample]:
         samples = []
-        for info in (each["meta_info"] for each in answer):
+        for info in (row["meta_info"] for row in answer):
             tokens = [(token, log_prob) for log_prob, token, *_ in info["output_token_logprobs"]]
             sent = {"version": self._label(version), "start": 0, "end": len(tokens)}
             samples.append(self._sample(tokens, info["finish_reason"]["type"], info.get("weight_versions", [sent])))

@@ -133,7 +133,7 @@ def result(future: Future[Result]) -> Generator[Future[Result], None, Result]:
     return future.result()
 
 
-def completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]]) -> Iterator[Result]:
+def as_completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]]) -> Iterator[Result]:
     """Call everything in ``begin``, then yield the results as they come, driving the engine of ``loop``.
 
     When the iterator is dropped, or ends by a failure, the unresolved futures are cancelled.
@@ -177,7 +177,7 @@ class Streams:
             ValueError: a prompt leaves no room for a response; raised at the call.
         """
         response_rooms(requests, sampling, self.max_model_len)
-        return completed(EventLoop(self), [partial(self.submit, request, sampling) for request in requests])
+        return as_completed(EventLoop(self), [partial(self.submit, request, sampling) for request in requests])
 
 
 class FairLock:
@@ -208,13 +208,13 @@ class Flight(NamedTuple):
     future: Future[GroupOutput]
 
 
-def are_drawn_alike(one: Sampling, other: Sampling) -> bool:
+def are_drawn_alike(first: Sampling, other: Sampling) -> bool:
     """Whether responses can be drawn together; only their lengths may differ (each flight's ``room``).
 
     >>> are_drawn_alike(Sampling(max_tokens=8), Sampling(max_tokens=9))
     True
     """
-    return replace(one, max_tokens=other.max_tokens) == other
+    return replace(first, max_tokens=other.max_tokens) == other
 
 
 class SteppingEngine(Streams, ABC):
@@ -461,7 +461,7 @@ class StopStrings:
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(text in decoded for text in self._texts)
 
-    def completed(self, ids: Sequence[int]) -> bool:
+    def is_complete(self, ids: Sequence[int]) -> bool:
         """Whether the last of ``ids`` completes the first stop string; the last ``window`` ids suffice."""
         return self._holds(ids[-self.window :])
 
@@ -479,8 +479,8 @@ class StopStrings:
             if end is None:
                 return sample
             columns = {name: getattr(sample, name)[:end].clone() for name in ("token_ids", "log_probs", "versions")}
-            kept = None if sample.kept is None else sample.kept.first(end)
-            return replace(sample, **columns, kept=kept, truncated=False)
+            support = None if sample.support is None else sample.support.first(end)
+            return replace(sample, **columns, support=support, truncated=False)
 
         return replace(output, samples=tuple(map(cut, output.samples)))
 

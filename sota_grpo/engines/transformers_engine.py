@@ -88,7 +88,7 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         sampling: temperature, top_p, top_k, min_p.
 
     Returns:
-        float32 ``[N, V]``, 0 outside the kept set.
+        float32 ``[N, V]``, 0 outside the sampling support.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751, section 3.1) for top-p, Fan et al. 2018 (arXiv:1805.04833) for
     top-k, Nguyen et al. 2024 (arXiv:2407.01082, section 3) for min-p.
@@ -218,7 +218,7 @@ class GroupDecoder:
         # Results, one row per sample; `_rows` maps the batch's rows to them.
         self._tokens = torch.zeros((num_rows, horizon), dtype=torch.int64, device=device)
         self._log_probs = torch.zeros((num_rows, horizon), dtype=torch.float32, device=device)
-        self._kept: list[list[torch.Tensor]] = [[] for _ in seeds]  # int32 ids of each token's set, if truncated
+        self._supports: list[list[torch.Tensor]] = [[] for _ in seeds]  # int32 ids of each token's set, if truncated
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._truncated = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._rows = torch.arange(num_rows, device=device)
@@ -239,7 +239,7 @@ class GroupDecoder:
     def drop(self, group: int) -> None:
         """Stop sampling a group; its rows leave the batch at the next step."""
         self._open_samples[group] = 0
-        dropped = torch.tensor([row for row, own in enumerate(self._group_of_row) if own == group])
+        dropped = torch.tensor([row for row, group_of_row in enumerate(self._group_of_row) if group_of_row == group])
         self._living = self._living & ~torch.isin(self._rows, dropped.to(self._rows.device))
 
     @torch.inference_mode()
@@ -261,9 +261,9 @@ class GroupDecoder:
         self._tokens[self._rows, t] = tokens
         self._log_probs[self._rows, t] = probs.gather(1, tokens[:, None]).squeeze(1).log()
         if self._sampling.is_truncated:
-            ids = (kept := probs > 0).nonzero()[:, 1].to(torch.int32).cpu()
-            for row, own in zip(self._rows.tolist(), ids.split(kept.sum(1).tolist())):
-                self._kept[row].append(own)
+            ids = (in_support := probs > 0).nonzero()[:, 1].to(torch.int32).cpu()
+            for row, support in zip(self._rows.tolist(), ids.split(in_support.sum(1).tolist())):
+                self._supports[row].append(support)
         self._versions.append(version)
         self._last_tokens = tokens
         return self._end_rows(tokens, t + 1)
@@ -274,7 +274,7 @@ class GroupDecoder:
             at_eos = torch.zeros_like(at_eos)
         if self._stops is not None:
             tails = self._tokens[self._rows, max(0, length - self._stops.window) : length].tolist()
-            at_eos |= torch.tensor([self._stops.completed(tail) for tail in tails], device=at_eos.device)
+            at_eos |= torch.tensor([self._stops.is_complete(tail) for tail in tails], device=at_eos.device)
         stops = self._living & (at_eos | (self._rooms[self._rows] == length))
         rows = self._rows[stops]
         if not len(rows):
@@ -300,14 +300,14 @@ class GroupDecoder:
         # Clones: a sample must neither pin the whole batch nor be an inference tensor, which autograd refuses.
         samples = []
         for i, length in enumerate(lengths):
-            own = self._kept[first + i][:length]
+            supports = self._supports[first + i][:length]
             sample = Sample(
                 token_ids=tokens[i, :length].clone(),
                 log_probs=log_probs[i, :length].clone(),
                 versions=versions[:length].clone(),
                 truncated=truncated[i],
-                kept=SamplingSupport(torch.cat(own), torch.tensor([*map(len, own)], dtype=torch.int32))
-                if own
+                support=SamplingSupport(torch.cat(supports), torch.tensor([*map(len, supports)], dtype=torch.int32))
+                if supports
                 else None,
             )
             samples.append(sample)
@@ -368,14 +368,14 @@ class TransformersEngine(SteppingEngine):
         self._pad_token_id = pad_token_id
         self._waiting: deque[dict[int, Flight]] = deque()  # groups to be decoded together, by ticket
         self._running: list[tuple[list[int], GroupDecoder]] = []  # the tickets of a decoder's groups
-        own: Any = copy.deepcopy(model) if copy_model else model
-        self._model: Any = own.to(device=device, dtype=dtype)
-        own.eval().requires_grad_(False)
-        self.device = own.device
+        engine_model: Any = copy.deepcopy(model) if copy_model else model
+        self._model: Any = engine_model.to(device=device, dtype=dtype)
+        engine_model.eval().requires_grad_(False)
+        self.device = engine_model.device
         self._can_sleep = self.device.type != "cpu"
-        self.weight_dtype = matrix_dtype(own.state_dict().values())
-        self._tied = tied_names(own)
-        self._shares_prompts = use_decode_attention(own)
+        self.weight_dtype = matrix_dtype(engine_model.state_dict().values())
+        self._tied = tied_names(engine_model)
+        self._shares_prompts = use_decode_attention(engine_model)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
         self._wake_now()
@@ -431,8 +431,8 @@ class TransformersEngine(SteppingEngine):
             num_rows += decoder.num_rows
 
     def _drop(self, flights: Mapping[int, Flight]) -> None:
-        kept = ({ticket: batch[ticket] for ticket in batch if ticket not in flights} for batch in self._waiting)
-        self._waiting = deque(batch for batch in kept if batch)
+        remaining = ({ticket: batch[ticket] for ticket in batch if ticket not in flights} for batch in self._waiting)
+        self._waiting = deque(batch for batch in remaining if batch)
         for known, decoder in self._running:
             for group, ticket in enumerate(known):
                 if ticket in flights:
@@ -448,14 +448,14 @@ class TransformersEngine(SteppingEngine):
         """
         model = self._model  # before the check: another thread may close this at any time
         self._require_open()
-        own = model.state_dict()
-        shapes = {name: tensor.shape for name, tensor in own.items()}
+        tensors = model.state_dict()
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
         pushed = checked_weights(self.whole(weights), shapes, self._tied, tied_required=False)
         with self._between_steps():
             self._require_open()
             for name, tensor in pushed.items():
                 if name not in self._tied:
-                    own[name].copy_(tensor)
+                    tensors[name].copy_(tensor)
             self.version = version
 
     def weight_sums(self) -> dict[str, Checksum]:

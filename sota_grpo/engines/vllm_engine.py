@@ -81,8 +81,8 @@ class VLLMEngine(SteppingEngine):
     Sample ``i`` of a request is drawn from vLLM's own stream of seed ``sample_seed(request.seed) + i``; equal calls
     give equal tokens if vLLM batches them alike. Log-probs are those of the sampled (processed) distribution.
 
-    With top-k the kept tokens are those of finite processed log-prob among the ``top_k + TIES`` most likely ones;
-    without top-k, the kept tokens of top-p and min-p are not reported: vLLM's ``return_sampling_mask`` needs its second
+    With top-k the support is the tokens of finite processed log-prob among the ``top_k + TIES`` most likely ones;
+    without top-k, the support of top-p and min-p is not reported: vLLM's ``return_sampling_mask`` needs its second
     model runner, which 0.32 has on GPUs only.
 
     Weights may be pushed from another thread or between two steps: running requests continue with the new weights, and
@@ -135,11 +135,11 @@ class VLLMEngine(SteppingEngine):
         self._wake_now()
         for ticket, (request, room, sampling, _) in flights.items():
             self._requests[ticket] = request
-            kept = {}
+            truncation = {}
             if sampling.is_truncated and sampling.top_k > 0:
-                kept = {"logprobs": min(sampling.top_k + TIES, self._vocab_size)}
+                truncation = {"logprobs": min(sampling.top_k + TIES, self._vocab_size)}
             params = SamplingParams(
-                **sampling_parameters(request, sampling, room, self._eos_token_ids) | self._stop | kept,
+                **sampling_parameters(request, sampling, room, self._eos_token_ids) | self._stop | truncation,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -280,7 +280,7 @@ def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
 
 
 def _sample(completion: Any, vocab: int) -> Sample:
-    log_probs, kept = sampled_and_kept(completion.logprobs, len(completion.token_ids), vocab)
+    log_probs, support = log_probs_and_support(completion.logprobs, len(completion.token_ids), vocab)
     spans = completion.weight_versions
     versions = [torch.full((span.end - span.start,), int(span.version), dtype=torch.int64) for span in spans]
     return Sample(
@@ -288,12 +288,12 @@ def _sample(completion: Any, vocab: int) -> Sample:
         log_probs=log_probs,
         versions=torch.cat(versions),
         truncated=completion.finish_reason == "length",
-        kept=kept,
+        support=support,
     )
 
 
-def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, SamplingSupport | None]:
-    """Return log-probs ``[R]`` of the sampled tokens, and their kept sets if these were requested.
+def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, SamplingSupport | None]:
+    """Return log-probs ``[R]`` of the sampled tokens, and their sampling supports if these were requested.
 
     Args:
         logprobs: vLLM's ``FlatLogprobs``: for each token itself, then equally many of the most likely ones, which may
@@ -307,8 +307,8 @@ def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor
     >>> from types import SimpleNamespace
     >>> ids, nothing = [5, 7, 5, 3], float("-inf")
     >>> flat = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -0.5, -1.0, nothing])
-    >>> log_probs, kept = sampled_and_kept(flat, num_tokens=1, vocab=100)
-    >>> log_probs.tolist(), kept.ids.tolist(), kept.counts.tolist()
+    >>> log_probs, support = log_probs_and_support(flat, num_tokens=1, vocab=100)
+    >>> log_probs.tolist(), support.ids.tolist(), support.counts.tolist()
     ([-1.0], [5, 7], [2])
     """
     log_probs = torch.tensor(logprobs.logprobs, dtype=torch.float32).view(num_tokens, -1)
@@ -321,9 +321,9 @@ def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor
             f"vLLM kept {count} tokens or more at one position, where more than {TIES} tie with the last one of top_k, "
             "and does not report the rest; use engine=transformers, or float32 weights (torch_dtype=float32)."
         )
-    kept = log_probs.isfinite()
-    kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
-    return log_probs[:, 0].clone(), SamplingSupport(ids[kept], kept.sum(1).to(torch.int32))
+    finite = log_probs.isfinite()
+    finite[:, 1:] &= ids[:, 1:] != ids[:, :1]
+    return log_probs[:, 0].clone(), SamplingSupport(ids[finite], finite.sum(1).to(torch.int32))
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import matrix_dtype
 from sota_grpo.errors import UserError
 from sota_grpo.policy.weight_pack import Checksum
-from sota_grpo.rl.records import MOST_KEPT, GroupRequest, Sampling, sample_seed
+from sota_grpo.rl.records import MAX_SUPPORT, GroupRequest, Sampling, sample_seed
 
 TIES = 64  # tokens that may tie with the last one of top-k: vLLM keeps them all
 _CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
@@ -42,7 +42,7 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MOST_KEPT + TIES,
+        "max_logprobs": MAX_SUPPORT + TIES,
         "enable_prefix_caching": True,
         "max_model_len": options.max_model_len,
         "dtype": options.dtype,
@@ -83,19 +83,19 @@ def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> 
     fused, dtype = getattr(model, "packed_modules_mapping", None) or {}, matrix_dtype(model.parameters())
     sums: dict[str, Checksum] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        parent, _, own = path.rpartition(".")
+        parent, _, attribute = path.rpartition(".")
         for kind, held in module.named_parameters(recurse=False):
-            names = [f"{parent}.{layer}.{kind}".lstrip(".") for layer in fused.get(own, (own,))]
+            names = [f"{parent}.{layer}.{kind}".lstrip(".") for layer in fused.get(attribute, (attribute,))]
             if not shapes.keys() >= {*names}:
                 continue
             rows, (_, *row) = [shapes[name][0] for name in names], shapes[names[0]]
             packed: Any = getattr(module, "cpu_linear", None) if kind == "weight" else None
-            is_looked_up = hasattr(module, "embedding_dim") and own != "lm_head"
+            is_looked_up = hasattr(module, "embedding_dim") and attribute != "lm_head"
             if packed is not None and not is_looked_up:
                 held = packed(torch.eye(*row, dtype=held.dtype), module.weight, None).t()
             if list(held.shape[1:]) == list(row) and len(held) >= sum(rows):  # a vocabulary may be padded
                 slices = held.split([*rows, len(held) - sum(rows)])
-                sums |= {name: Checksum.of(own_rows, dtype) for name, own_rows in zip(names, slices)}
+                sums |= {name: Checksum.of(slice_rows, dtype) for name, slice_rows in zip(names, slices)}
     return sums
 
 
@@ -105,7 +105,7 @@ class WeightSums:
     def weight_sums(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
         """Return the checksums as JSON values."""
         sums = weight_sums(self.get_model(), shapes)  # type: ignore[attr-defined]  # the worker's
-        return {name: [str(own.dtype).removeprefix("torch."), own.total, own.by_row] for name, own in sums.items()}
+        return {name: [str(one.dtype).removeprefix("torch."), one.total, one.by_row] for name, one in sums.items()}
 
 
 _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "tokens_only", "runner", "convert")
@@ -153,19 +153,19 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
     """
     ours = engine_arguments(replace(options, engine_kwargs={}, tensor_parallel_size=2, max_rows=1), on_cpu=on_cpu)
     for name in options.engine_kwargs:
-        said = f"inference_model.engine_kwargs has {name}"
+        problem = f"inference_model.engine_kwargs has {name}"
         if name in ours or name in _OURS:
-            raise UserError(f"{said}, which follows from other options; leave it out.")
+            raise UserError(f"{problem}, which follows from other options; leave it out.")
         for beginning, reason in _REFUSED.items():
             if name.startswith(beginning):
-                raise UserError(f"{said}: {reason}; leave it out.")
+                raise UserError(f"{problem}: {reason}; leave it out.")
     if find_spec("vllm") is None or not options.engine_kwargs:
         return
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
 
-    known = [one.name for one in fields(EngineArgs) if not one.name.startswith("_")]
+    known = [field.name for field in fields(EngineArgs) if not field.name.startswith("_")]
     for name in options.engine_kwargs:
         if name not in known:
             near = get_close_matches(name, known, n=1)

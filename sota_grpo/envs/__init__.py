@@ -36,7 +36,7 @@ __all__ = [
 class DatasetEnv(TaskEnv):
     """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows.
 
-    The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
+    The siblings of a prompt are always next to each other in one batch, whatever ``group_repeats``, and
     ``batch_size_dl``, ``ray_backend`` and ``dataloader_actor_name`` have no effect, because every environment holds the
     rows in its memory. Of a file all problems are drawn, but for ``num_heldout`` of them where that is given.
 
@@ -148,7 +148,7 @@ class IFEvalEnv(DatasetEnv):
     """IFEval with the keywords of ``torchrl.envs.llm.IFEvalEnv``.
 
     It trains on RLVR-IFeval, not on ``google/IFEval``, which is the test set and is refused. There is no system prompt
-    unless one is given, and ``<answer>`` tags are graded where they are and not asked for.
+    unless one is given, and ``<answer>`` tags are graded where they are; the prompt does not require them.
 
     Args:
         dataset: as in :class:`GSM8KEnv`.

@@ -7,8 +7,8 @@ Around the calls ``a(x=1)`` and ``b()`` the templates of Qwen, Llama and Mistral
     {"name": "a", "parameters": {"x": 1}}
     [TOOL_CALLS][{"name": "a", "arguments": {"x": 1}}, {"name": "b", ..}]
 
-Text is what :class:`~sota_grpo.envs.tool_calls.ToolCallReader` makes of ids: names of special tokens that count stand
-for tokens, characters that only spell them are broken by :data:`SPELLED`, other tokens are :data:`OTHER`. Both are
+Text is what :class:`~sota_grpo.envs.tool_calls.ToolCallReader` makes of ids: names of special tokens that count are
+tokens, characters that only spell them are broken by :data:`SPELLED`, other tokens are :data:`OTHER`. Both are
 halves of surrogate pairs, which no decoded text has.
 """
 
@@ -145,9 +145,9 @@ class MarkedCalls:
 
     def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Return the text outside of the calls, and the calls; an unreadable one has an error. Takes linear time."""
-        said: list[str] = []
+        texts: list[str] = []
         calls: list[ParsedCall] = []
-        spoken = False
+        text_seen = False
         call = re.escape(self.opening)
         if not self.opening and self.keys is not None:
             call = rf'\{{\s*+"{re.escape(self.keys[0])}"\s*+:'
@@ -155,19 +155,19 @@ class MarkedCalls:
         begins = re.compile(f"(?P<call>{call})|{marks}")  # whatever changes how the text behind it is read
         position = _after(text, self.thinks_until, 0) if self.thinks_until else 0
         while (match := begins.search(text, position)) is not None:
-            said.append(text[position : match.start()])
-            spoken = spoken or bool(said[-1].strip(f"{OTHER};, \t\r\n"))
+            texts.append(text[position : match.start()])
+            text_seen = text_seen or bool(texts[-1].strip(f"{OTHER};, \t\r\n"))
             if match.lastgroup != "call":
                 ends = dict(THINKING).get(match[0])
                 position = _after(text, ends, match.end()) if ends else match.end()
             elif self.opening:
                 position = self._opened(text, match.end(), calls)
-            elif spoken or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0:  # an object that is said
-                said.append(match[0])
-                spoken, position = True, match.end()
+            elif text_seen or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0:  # an object in text
+                texts.append(match[0])
+                text_seen, position = True, match.end()
             else:
                 position = self._opened(text, match.start(), calls)
-        return "".join((*said, text[position:])), calls
+        return "".join((*texts, text[position:])), calls
 
     def _opened(self, text: str, start: int, calls: list[ParsedCall]) -> int:
         """Add the calls after an opening text; return the position after them."""
@@ -298,7 +298,7 @@ class TemplateCalls:
             message = parse_response(text, timed, prefix=self._prefix)
         except Exception as error:  # whatever text and template make of each other
             return "", [ParsedCall("", {}, f"the turn cannot be read: {sentence(error)}")]
-        said = message.get("content")
+        content = message.get("content")
         raw = message.get("tool_calls") or []
         calls: list[ParsedCall] = []
         for entry in raw if isinstance(raw, list) else [raw]:
@@ -309,13 +309,13 @@ class TemplateCalls:
                 calls += self._call(entry, deadline)
             except Exception as error:
                 calls.append(ParsedCall("", {}, f"the call cannot be read: {sentence(error)}"))
-        return said if isinstance(said, str) else "", calls
+        return content if isinstance(content, str) else "", calls
 
     def _call(self, entry: Mapping[str, Any], deadline: float) -> list[ParsedCall]:
         from transformers.utils.chat_parsing.content_parsers import parse_content, process_field
 
         body = without_specials(entry["body"], self._specials)
-        captures = {name: without_specials(said, self._specials) for name, said in entry["captures"].items()}
+        captures = {name: without_specials(text, self._specials) for name, text in entry["captures"].items()}
         if len(body) > MAX_CHARS:
             raise BadCall(f"it has {len(body)} characters, more than {MAX_CHARS}")
         field = self._calls

@@ -72,10 +72,10 @@ class ChatTokens:
         ids = self._tokenizer(text, add_special_tokens=self._add_special_tokens)["input_ids"]
         framing = self._framing(messages)
         # a template may leave its own token out because a content has it, so equal specials prove nothing then
-        if self._specials_of(ids) != framing or any(self._replaced(each, " ") != dict(each) for each in messages):
-            said = json.dumps([*messages], ensure_ascii=False, default=str)
-            first = self._names.search(said)
-            name = first[0] if first else said[:60]
+        if self._specials_of(ids) != framing or any(self._replaced(turn, " ") != dict(turn) for turn in messages):
+            dumped = json.dumps([*messages], ensure_ascii=False, default=str)
+            first = self._names.search(dumped)
+            name = first[0] if first else dumped[:60]
             ids = self._read_as_text(messages, text)
             if self._specials_of(ids) != framing:
                 raise UserError(
@@ -218,7 +218,7 @@ class TurnTokens:
             if self._has_template:
                 message["role"] = self._role_of(message["role"])
             if message["role"] == "tool":
-                message.setdefault("tool_call_id", call_id(number))  # of a task's own, that no call has asked for
+                message.setdefault("tool_call_id", call_id(number))  # a task's reply, which answers no call
         return self._chat.ids(messages)
 
     def _supported(self, role: str) -> str:
@@ -254,4 +254,4 @@ def num_shared(sequences: Sequence[Sequence[Any]]) -> int:
     >>> num_shared([(1, 2, 3), (1, 2, 4, 5)]), num_shared(["<call>", "<call>"])
     (2, 6)
     """
-    return next((at for at, each in enumerate(zip(*sequences)) if len({*each}) > 1), min(map(len, sequences)))
+    return next((at for at, tokens in enumerate(zip(*sequences)) if len({*tokens}) > 1), min(map(len, sequences)))

@@ -52,7 +52,7 @@ from sota_grpo.tasks.wrappers import reward_inputs
 from sota_grpo.workers.base import resolve
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 
-Ask = Callable[[GroupRequest], Future[GroupOutput]]
+Submit = Callable[[GroupRequest], Future[GroupOutput]]
 
 
 class Episode(Protocol):
@@ -67,7 +67,7 @@ class Episode(Protocol):
 
     prompt_ids: tuple[int, ...] | None
 
-    async def answer(self, said: torch.Tensor) -> Messages | None: ...
+    async def answer(self, token_ids: torch.Tensor) -> Messages | None: ...
 
     async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None: ...
 
@@ -105,8 +105,8 @@ class GradedEpisode:
         self._grader, self._turns, self._example = grader, turns, example
         self._replies: list[Messages] = []
 
-    async def answer(self, said: torch.Tensor) -> Messages | None:
-        text = SampledText(self._turns.text(said), said.tolist())
+    async def answer(self, token_ids: torch.Tensor) -> Messages | None:
+        text = SampledText(self._turns.text(token_ids), token_ids.tolist())
         (score,) = await result(self._grader.scores([(text, self._example)]))
         if score.reply is None or score.error is not None:
             return None
@@ -119,7 +119,7 @@ class GradedEpisode:
     def leave(self) -> None: ...
 
 
-#: How a dialog may end beside :data:`~sota_grpo.rl.records.TURNS`: with an answer, cut, or without its instance.
+#: How a dialog may end, besides :data:`~sota_grpo.rl.records.TURNS`: with an answer, cut, or without its instance.
 ANSWERED, TRUNCATED, LOST = "answer", "truncated", "lost"
 
 
@@ -195,13 +195,13 @@ class ToolEpisode:
         self.prompt_ids = prompt_ids
         self._responder, self._key, self._error = responder, key, error
         self._messages: list[dict[str, Any]] = []
-        self._num_said = self._num_calls = 0
+        self._num_parsed = self._num_calls = 0
         self._failed: list[int] = []
         self._ended = ANSWERED if error is None else LOST
 
-    async def answer(self, said: torch.Tensor) -> Messages | None:
+    async def answer(self, token_ids: torch.Tensor) -> Messages | None:
         """Return the tools' answers in the order of the calls, errors included; None if the turn calls no tool."""
-        calls = self._heard(said)
+        calls = self._parse(token_ids)
         if not calls or self._error is not None:
             return None
         self._num_calls += len(calls)
@@ -226,8 +226,8 @@ class ToolEpisode:
         return replies
 
     async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None:
-        """Ask the instance for its reward, close it, and return the record."""
-        calls = () if unanswered is None else self._heard(unanswered)
+        """Submit the instance for its reward, close it, and return the record."""
+        calls = () if unanswered is None else self._parse(unanswered)
         if truncated:
             self._ended = TRUNCATED
         elif calls:
@@ -254,12 +254,12 @@ class ToolEpisode:
         if key is not None:
             self._responder.instances.drop(key)
 
-    def _heard(self, said: torch.Tensor) -> tuple[ToolCall, ...]:
-        turn = self._responder.reader.read(said.tolist())
+    def _parse(self, token_ids: torch.Tensor) -> tuple[ToolCall, ...]:
+        turn = self._responder.reader.read(token_ids.tolist())
         calls = tuple(
-            replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, self._num_said)
+            replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, self._num_parsed)
         )
-        self._num_said += len(calls)
+        self._num_parsed += len(calls)
         self._messages.append(message_of(turn.content, calls))
         return calls
 
@@ -326,7 +326,7 @@ class Dialog:
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
         """Add the tokens between two turns of the policy."""
-        self._parts.append(_heard(token_ids))
+        self._parts.append(_parse(token_ids))
         self.ids += token_ids
 
     def sample(self, common: int) -> Sample:
@@ -337,13 +337,13 @@ class Dialog:
         own = self.prompt_ids[common:]
         if self.num_turns == 1 and not own:
             return replace(self._parts[0], truncated=self.truncated, assistant_mask=None, record=self.record)
-        turns = [_heard(own), *self._parts] if own else self._parts
+        turns = [_parse(own), *self._parts] if own else self._parts
         fields = ("token_ids", "log_probs", "versions", "assistant_mask")
         ids, log_probs, versions, mask = (torch.cat([getattr(turn, name) for turn in turns]) for name in fields)
         return Sample(ids, log_probs, versions, self.truncated, mask, self.record, _joined(turns), turns[-1].text)
 
 
-def _heard(token_ids: Sequence[int]) -> Sample:
+def _parse(token_ids: Sequence[int]) -> Sample:
     """Tokens that the policy did not sample."""
     count = len(token_ids)
     heard, nothing = torch.tensor(token_ids, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
@@ -352,13 +352,13 @@ def _heard(token_ids: Sequence[int]) -> Sample:
 
 def _joined(turns: Sequence[Sample]) -> SamplingSupport | None:
     """Join the sampling supports of the policy's turns; inserted tokens have none."""
-    known = [turn.kept for turn in turns]
-    if not any(known):
+    supports = [turn.support for turn in turns]
+    if not any(supports):
         return None
     ids, counts = [], []
-    for turn, kept in zip(turns, known):
-        ids += [] if kept is None else [kept.ids]
-        counts.append(torch.zeros(len(turn.token_ids), dtype=torch.int32) if kept is None else kept.counts)
+    for turn, support in zip(turns, supports):
+        ids += [] if support is None else [support.ids]
+        counts.append(torch.zeros(len(turn.token_ids), dtype=torch.int32) if support is None else support.counts)
     return SamplingSupport(torch.cat(ids), torch.cat(counts))
 
 
@@ -375,9 +375,9 @@ class TurnOrder:
 
     >>> order, asked = TurnOrder(lambda n: n >= 2), []
     >>> first, second = order.expect(), order.expect()
-    >>> order.ask(second, lambda: asked.append("second")), order.release(), asked
+    >>> order.enqueue(second, lambda: asked.append("second")), order.release(), asked
     (None, False, [])
-    >>> order.ask(first, lambda: asked.append("first")), order.release(), asked
+    >>> order.enqueue(first, lambda: asked.append("first")), order.release(), asked
     (None, True, ['first', 'second'])
     """
 
@@ -397,7 +397,7 @@ class TurnOrder:
                 self._num_expected += 1
         return number
 
-    def ask(self, number: int, submit: Callable[[], None]) -> None:
+    def enqueue(self, number: int, submit: Callable[[], None]) -> None:
         """Call ``submit``, which must not raise, for the turn now or in :meth:`release`."""
         if self._may_start is None:
             submit()
@@ -431,13 +431,13 @@ class _Turn(Future[Future[GroupOutput]]):
     resolves it announces before the step after whether another turn may follow.
     """
 
-    def __init__(self, ask: Callable[[_Turn], None]):
+    def __init__(self, request: Callable[[_Turn], None]):
         super().__init__()
-        self._ask = ask
+        self._request = request
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         super().add_done_callback(function)
-        self._ask(self)
+        self._request(self)
 
 
 class GroupDialogs(Future[GroupOutput]):
@@ -451,18 +451,18 @@ class GroupDialogs(Future[GroupOutput]):
     Args:
         request: the group, with its example.
         rules: of its dialogs.
-        ask: submits a request to the engine.
+        submit: submits a request to the engine.
         order: of the submissions.
     """
 
-    def __init__(self, request: GroupRequest, rules: Rules, ask: Ask, order: TurnOrder):
+    def __init__(self, request: GroupRequest, rules: Rules, submit: Submit, order: TurnOrder):
         super().__init__()
-        self._request, self._rules, self._ask, self._order = request, rules, ask, order
+        self._request, self._rules, self._submit, self._order = request, rules, submit, order
         self._turns: dict[int, int] = {}  # of each sample, the number of the turn that may be next
         self._dialogs: dict[int, Dialog] = {}
         self._lock = threading.RLock()  # futures resolve on several threads; a cancel comes in the middle of anything
         self._num_open = request.num_samples
-        self._asked: dict[int, Future[GroupOutput]] = {}  # of each sample, its last turn
+        self._last_turns: dict[int, Future[GroupOutput]] = {}  # of each sample, its last turn
         self._finished = False
 
     def begin(self) -> None:
@@ -475,7 +475,7 @@ class GroupDialogs(Future[GroupOutput]):
             for index in range(self._request.num_samples):
                 self._expect(index)
                 dialog = Task(self._to_its_end(index), partial(self._go_on, index))
-                if dialog.done() and index not in self._asked:
+                if dialog.done() and index not in self._last_turns:
                     dialog.result()
         except BaseException:
             self.cancel()  # and with it those that it did not refuse
@@ -526,7 +526,7 @@ class GroupDialogs(Future[GroupOutput]):
     def _request_turn(self, index: int, request: GroupRequest, turn: _Turn) -> None:
         def submit() -> None:
             try:
-                self._asked[index] = future = self._ask(request)
+                self._last_turns[index] = future = self._submit(request)
             except BaseException as error:  # of one dialog
                 turn.set_exception(error)
                 return
@@ -534,7 +534,7 @@ class GroupDialogs(Future[GroupOutput]):
                 future.cancel()
             turn.set_result(future)
 
-        self._order.ask(self._turns[index], submit)
+        self._order.enqueue(self._turns[index], submit)
 
     def _is_left(self) -> bool:
         return self._finished or self.cancelled()
@@ -564,7 +564,7 @@ class GroupDialogs(Future[GroupOutput]):
 
     def _leave(self) -> None:
         """Cancel the pending requests, and leave the episodes."""
-        for future in list(self._asked.values()):  # nothing happens to those that are done
+        for future in list(self._last_turns.values()):  # nothing happens to those that are done
             future.cancel()
         for number in list(self._turns.values()):
             self._order.drop(number)

@@ -52,8 +52,8 @@ class PromptStream:
 
     def __init__(self, examples: Sequence[Example], *, seed: int = 0, shuffle: bool = True):
         #: The examples of each task of a mixture; without a mixture all of them under ``""``.
-        self.parts = examples.parts if isinstance(examples, MixedExamples) else {"": examples}
-        if not self.parts or not all(map(len, self.parts.values())):
+        self.examples_of = examples.examples_of if isinstance(examples, MixedExamples) else {"": examples}
+        if not self.examples_of or not all(map(len, self.examples_of.values())):
             raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.next_group_id = 0
@@ -91,7 +91,7 @@ class PromptStream:
             return self.examples[self._index(draw, len(self.examples), self.seed)]
         name, draw = self.examples.drawn(draw)
         seed = sample_seed(self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
-        return self.examples.example(name, self._index(draw, len(self.parts[name]), seed))
+        return self.examples.example(name, self._index(draw, len(self.examples_of[name]), seed))
 
     def reseed(self, seed: int) -> None:
         """Start again with another seed; group ids continue, so that they stay unique."""
@@ -129,7 +129,7 @@ class PromptStream:
     def _prompts(self) -> int:
         """A fingerprint of the prompts: of some of each task, spread evenly over it."""
         digest = hashlib.blake2b(digest_size=7)
-        for name, part in self.parts.items():
+        for name, part in self.examples_of.items():
             chosen = range(0, len(part), -(-len(part) // _FINGERPRINTED))
             digest.update(repr((name, [part[index].query for index in chosen])).encode())
         return int.from_bytes(digest.digest())
@@ -140,7 +140,7 @@ class PromptStream:
         if not isinstance(self.examples, MixedExamples):
             return own
         weights = self.examples.weights
-        return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in self.parts.items()}}
+        return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in self.examples_of.items()}}
 
 
 @lru_cache(maxsize=32)  # groups in flight reach into the previous epoch, and each task of a mixture has its own
@@ -212,8 +212,8 @@ class PromptSource:
         Raises:
             UserError: the prompt is longer than ``max_prompt_tokens``, or the template cannot render it.
         """
-        place = f" ({one_line(example.place)})" if example.place else ""
-        name = f"the prompt of {example.query[:60]!r}{place}"
+        location = f" ({one_line(example.place)})" if example.place else ""
+        name = f"the prompt of {example.query[:60]!r}{location}"
         key = (example.query, json.dumps(dict(example.extra), sort_keys=True))
         ids = None if observation else self._prompt_ids.get(key)
         if ids is None:
@@ -249,18 +249,18 @@ class PromptSource:
         """
         longest, left_out = 0, []
         for split in ("train", "heldout"):
-            examples, kept = getattr(self.task, split), []
+            examples, short = getattr(self.task, split), []
             for number, example in enumerate(examples, start=1):
                 try:
                     longest = max(longest, len(self.prompt_ids(example)))
-                    kept.append(example)
+                    short.append(example)
                 except UserError as error:
-                    if not skip or (not kept and number == len(examples)):
+                    if not skip or (not short and number == len(examples)):
                         raise
                     left_out.append((example, error))
-            if len(kept) < len(examples):
+            if len(short) < len(examples):
                 is_mixed = isinstance(examples, MixedExamples)
-                setattr(self.task, split, examples.only(kept, may_be_empty=split == "heldout") if is_mixed else kept)
+                setattr(self.task, split, examples.only(short, may_be_empty=split == "heldout") if is_mixed else short)
         if left_out:
             self.stream = PromptStream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
             rows: dict[str, list[str]] = {}  # by file

@@ -135,14 +135,14 @@ class TaskEnv(PromptSource, EnvBase):
             raise ValueError("both tools and environment are given; give the tools as methods of the environment.")
         if max_steps == 1 and has_tools:
             raise ValueError("max_steps=1 leaves no turn after a tool has answered; use max_steps=2 or more.")
-        own = kwargs = dict(template_kwargs or {})
+        fixed = kwargs = dict(template_kwargs or {})
         with ExitStack() as opened:
             if has_tools:
                 spec = _instance_spec(tools, environment, opened)
                 instances = opened.enter_context(closing(Instances(spec, timeout_s=tool_timeout_s)))
                 instances.wait_ready()
-                task = with_tools(task, has_reward=instances.has_reward, asks_task=not instances.has_reward)
-                kwargs = {**own, "tools": instances.schemas}
+                task = with_tools(task, has_reward=instances.has_reward, adds_task_terms=not instances.has_reward)
+                kwargs = {**fixed, "tools": instances.schemas}
             EnvBase.__init__(self, device=device, batch_size=(num_envs,))
             PromptSource.__init__(
                 self,
@@ -157,7 +157,9 @@ class TaskEnv(PromptSource, EnvBase):
                 template_kwargs=kwargs,
             )
             turns = TurnTokens(tokenizer, kwargs)
-            responder: Responder = ToolResponder(self, instances, own) if has_tools else GradedTurns(self.grader, turns)
+            responder: Responder = (
+                ToolResponder(self, instances, fixed) if has_tools else GradedTurns(self.grader, turns)
+            )
             bound = sys.maxsize if max_prompt_tokens is None else max_prompt_tokens + 1
             self._rules = Rules(responder, turns, max_steps, bound)
             self._opened = opened.pop_all()
@@ -238,8 +240,8 @@ class TaskEnv(PromptSource, EnvBase):
                 "step returned."
             )
         ids = response_ids(row).cpu()
-        said = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), self._truncated(ids))
-        return stepping.Task(dialog.follow(said))
+        sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), self._truncated(ids))
+        return stepping.Task(dialog.follow(sample))
 
     def _observation(self, index: int) -> dict[str, Any]:
         dialog = self._dialogs[index]
@@ -346,10 +348,10 @@ class TaskEnv(PromptSource, EnvBase):
 def _instance_spec(tools: Tools | None, environment: str | Callable[[], Any] | None, opened: ExitStack) -> InstanceSpec:
     """Describe the instances to start; objects are pickled to a file that ``opened`` removes."""
     kind = "functions" if environment is None else "factory"
-    given: Any = tools if environment is None else environment
-    if isinstance(given, str):
-        return instance_spec(given, kind)
-    functions = list(given) if kind == "functions" else [given]
+    tools_or_environment: Any = tools if environment is None else environment
+    if isinstance(tools_or_environment, str):
+        return instance_spec(tools_or_environment, kind)
+    functions = list(tools_or_environment) if kind == "functions" else [tools_or_environment]
     names = tuple(function.__name__ for function in functions)
     path = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_"))) / f"tools{PICKLED}"
     path.write_bytes(pickled(dict(zip(names, functions, strict=True))))
@@ -357,7 +359,7 @@ def _instance_spec(tools: Tools | None, environment: str | Callable[[], Any] | N
 
 
 @dataclass
-class _Gathered:
+class _OpenDialog:
     """What is known of a dialog; ``last`` is its last step, once it is there."""
 
     dialog: Dialog
@@ -390,7 +392,7 @@ class DialogRows:
 
     def __init__(self, tokenizer: Any, group_size: int = 1):
         self._tokenizer, self._group_size = tokenizer, group_size
-        self._groups: dict[int, dict[int, _Gathered]] = {}
+        self._groups: dict[int, dict[int, _OpenDialog]] = {}
 
     def add(self, steps: TensorDictBase) -> list[TensorDictBase]:
         """The rows of the groups whose last dialog has ended in these steps.
@@ -409,25 +411,25 @@ class DialogRows:
             if (group_id, sample_id) in ended:
                 continue
             group = self._groups.setdefault(group_id, {})
-            gathered = self._added(group, sample_id, step)
+            opened = self._added(group, sample_id, step)
             if step[keys.DONE].any():
-                gathered.last = step
+                opened.last = step
                 ended.add((group_id, sample_id))
-                if sum(one.last is not None for one in group.values()) == self._group_size:
+                if sum(dialog.last is not None for dialog in group.values()) == self._group_size:
                     complete.append(group_id)
         return [row for group_id in complete for row in self._finished(self._groups.pop(group_id))]
 
-    def _added(self, group: dict[int, _Gathered], sample_id: int, step: TensorDictBase) -> _Gathered:
+    def _added(self, group: dict[int, _OpenDialog], sample_id: int, step: TensorDictBase) -> _OpenDialog:
         prompt, turn = step[keys.PROMPT_TOKENS].tolist(), int(step.get(keys.TURN, torch.zeros(())))
         if turn == 0:
-            group[sample_id] = _Gathered(Dialog(None, prompt))
-        gathered = group.get(sample_id)
-        if gathered is None or gathered.dialog.num_turns != turn or gathered.last is not None:
+            group[sample_id] = _OpenDialog(Dialog(None, prompt))
+        opened = group.get(sample_id)
+        if opened is None or opened.dialog.num_turns != turn or opened.last is not None:
             raise ValueError(
                 f"turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not follow what was added "
                 "before it; add all steps of a dialog, in order."
             )
-        dialog = gathered.dialog
+        dialog = opened.dialog
         if prompt[: len(dialog.ids)] != dialog.ids:
             raise ValueError(
                 f"the prompt of turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not begin "
@@ -435,19 +437,19 @@ class DialogRows:
             )
         if turn:
             dialog.add_observation(prompt[len(dialog.ids) :])
-        dialog.add_turn(self._turn(gathered, step, len(prompt)))
-        return gathered
+        dialog.add_turn(self._turn(opened, step, len(prompt)))
+        return opened
 
-    def _turn(self, gathered: _Gathered, step: TensorDictBase, num_before: int) -> Sample:
+    def _turn(self, opened: _OpenDialog, step: TensorDictBase, num_before: int) -> Sample:
         ids = response_ids(step).cpu()
         log_probs = step.get(("log_probs", "response"), None)
         if log_probs is None and (full := step.get(keys.LOG_PROBS, None)) is not None:
             log_probs = full[num_before:]
         version = step.get(("next", "policy_version"), None)
         if log_probs is None:
-            gathered.has_log_probs, log_probs = False, torch.zeros(len(ids))
+            opened.has_log_probs, log_probs = False, torch.zeros(len(ids))
         if not isinstance(version, torch.Tensor):
-            gathered.has_versions, version = False, torch.zeros(())
+            opened.has_versions, version = False, torch.zeros(())
         return Sample(
             ids,
             known_log_probs(log_probs.cpu()),
@@ -455,25 +457,25 @@ class DialogRows:
             bool(step[keys.TRUNCATED].any()),
         )
 
-    def _finished(self, group: dict[int, _Gathered]) -> list[TensorDictBase]:
-        siblings = [one for _, one in sorted(group.items())]
-        common = num_shared([one.dialog.prompt_ids for one in siblings])
-        samples = [one.dialog.sample(common) for one in siblings]
+    def _finished(self, group: dict[int, _OpenDialog]) -> list[TensorDictBase]:
+        siblings = [dialog for _, dialog in sorted(group.items())]
+        common = num_shared([dialog.dialog.prompt_ids for dialog in siblings])
+        samples = [dialog.dialog.sample(common) for dialog in siblings]
         rows = []
-        for one, sample in zip(siblings, samples, strict=True):
-            assert one.last is not None
-            prompt = TensorDict({key: one.last.get(key) for key in _DRAWN}, [])
-            prompt[keys.PROMPT_TOKENS] = torch.tensor(one.dialog.prompt_ids[:common], dtype=torch.int64)
+        for dialog, sample in zip(siblings, samples, strict=True):
+            assert dialog.last is not None
+            prompt = TensorDict({key: dialog.last.get(key) for key in _DRAWN}, [])
+            prompt[keys.PROMPT_TOKENS] = torch.tensor(dialog.dialog.prompt_ids[:common], dtype=torch.int64)
             (row,) = finish_rows(prompt, [sample], self._tokenizer)
             for key in (keys.SAMPLE_ID, *_GRADED):
-                if (value := one.last.get(key, None)) is not None:
+                if (value := dialog.last.get(key, None)) is not None:
                     row.set(key, value)
             terms = row.get(keys.REWARD_TERMS, None)
             for name in [] if terms is None else [name for name, value in terms.items() if value.isnan().any()]:
                 del row[(*keys.REWARD_TERMS, name)]  # it does not apply
-            if not one.has_log_probs:
+            if not dialog.has_log_probs:
                 row.pop("log_probs")
-            if not one.has_versions:
+            if not dialog.has_versions:
                 del row[keys.TOKEN_VERSION], row[keys.POLICY_VERSION]
             rows.append(row)
         return rows

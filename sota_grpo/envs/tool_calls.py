@@ -41,9 +41,9 @@ from sota_grpo.text import first_line, one_line
 
 logger = logging.getLogger(__name__)
 
-_ASKED, _SAID, _RESULT = "whatwasasked", "whatwassaid", "whatthetoolsaid"  # plain letters, which no template changes
+_QUESTION_TEXT, _ANSWER, _RESULT = "whatwasasked", "whatwassaid", "whatthetoolsaid"  # which no template changes
 _TOOL = "probe_tool"
-_QUESTION = {"role": "user", "content": _ASKED}
+_QUESTION = {"role": "user", "content": _QUESTION_TEXT}
 _SIMPLE: dict[str, Any] = {"text": "probevalue", "number": 7}  # found wherever it is
 _HARD: dict[str, Any] = {"text": 'é日 "x" \\ \n <b> {[', "items": [{"deep": [1, 2.5, None, True]}, []]}
 _PROBES = ([_SIMPLE], [_SIMPLE, _SIMPLE], [_HARD], [_SIMPLE, _HARD])
@@ -139,22 +139,22 @@ class ToolCallReader:
         return self._read(token_ids, self._tools)
 
     def _read(self, token_ids: Iterable[int], tools: Mapping[str, Mapping[str, Any]]) -> PolicyTurn:
-        said, calls = self._format.scan(self._text(token_ids))
-        content = self._marks.sub("", said).replace(OTHER, "").replace(SPELLED, "").strip()
+        text, calls = self._format.scan(self._text(token_ids))
+        content = self._marks.sub("", text).replace(OTHER, "").replace(SPELLED, "").strip()
         return PolicyTurn(content, tuple(_checked(call, tools) for call in calls))
 
     def _text(self, token_ids: Iterable[int]) -> str:
         """Return text with names of the special tokens that count, :data:`OTHER` for others, broken spelled names."""
-        parts: list[str] = []
+        pieces: list[str] = []
         plain = range(self._num_ids)
         for is_plain, run in groupby(map(int, token_ids), lambda id: id in plain and id not in self._special):
             if is_plain:
                 text = self._tokenizer.decode([*run], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                parts.append(self._spelled.sub(rf"\1{SPELLED}", _HALVES.sub("\ufffd", text)))
+                pieces.append(self._spelled.sub(rf"\1{SPELLED}", _HALVES.sub("\ufffd", text)))
             else:
                 names = [self._special.get(number, OTHER) for number in run]
-                parts += [name if name in self._counting else OTHER for name in names]
-        return "".join(parts)
+                pieces += [name if name in self._counting else OTHER for name in names]
+        return "".join(pieces)
 
     # what the template writes, at construction -----------------------------------------------------------------------
 
@@ -184,55 +184,55 @@ class ToolCallReader:
     def _use_format(self) -> None:
         """Find the format that reads what the template writes."""
         prompt = self._probe("a prompt", [_QUESTION], [_SCHEMA], add_generation_prompt=True)
-        one, two, hard, both = (self._written(prompt, said) for said in _PROBES)
-        own = getattr(self._tokenizer, "response_template", None)
-        written = json.dumps(own, ensure_ascii=False).replace("\\", "") if own else ""
+        one, two, hard, both = (self._written(prompt, probe) for probe in _PROBES)
+        template = getattr(self._tokenizer, "response_template", None)
+        written = json.dumps(template, ensure_ascii=False).replace("\\", "") if template else ""
         marks = [*(mark for pair in THINKING for mark in pair), written, prompt, *filter(None, (one, two, hard, both))]
         names = {name for name in self._special.values() if len(name) > 1 and any(name in mark for mark in marks)}
         self._counting = names
         either = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
         self._marks = re.compile(either)
         self._spelled = re.compile(f"(?={either})(.)", re.DOTALL)  # each, also where two overlap
-        turns = [(text, said) for text, said in zip((one, two, hard, both), _PROBES) if text is not None]
-        for candidate in self._candidates(own, prompt, one, two):
+        turns = [(text, probe) for text, probe in zip((one, two, hard, both), _PROBES) if text is not None]
+        for candidate in self._candidates(template, prompt, one, two):
             self._format = candidate
-            if all(self._reads(text, said) for text, said in turns):
+            if all(self._reads(text, probe) for text, probe in turns):
                 return
         raise UserError(
             "the calls that the chat template writes cannot be read back, because they are not JSON behind a mark of "
             "their own; use a model whose template writes JSON, or set the tokenizer's response_template"
         )
 
-    def _written(self, prompt: str, said: Sequence[Mapping[str, Any]]) -> str | None:
+    def _written(self, prompt: str, probe: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the policy's turn with these calls; None if the template supports only one call per turn."""
-        calls = [ToolCall(_TOOL, arguments, id=call_id(number)) for number, arguments in enumerate(said)]
+        calls = [ToolCall(_TOOL, arguments, id=call_id(number)) for number, arguments in enumerate(probe)]
         turn = message_of("", calls)
         try:
             text = self._rendered([_QUESTION, turn], [_SCHEMA])
         except Exception:  # as in _probe, which has seen one call
             return None
-        return _behind(prompt, text) if text.count(_TOOL) - prompt.count(_TOOL) >= len(said) else None
+        return _after_prompt(prompt, text) if text.count(_TOOL) - prompt.count(_TOOL) >= len(probe) else None
 
     def _candidates(
-        self, own: Any, prompt: str, one: str | None, two: str | None
+        self, template: Any, prompt: str, one: str | None, two: str | None
     ) -> Iterator[MarkedCalls | TemplateCalls]:
         specials = tuple(sorted(self._counting))
-        if own:
+        if template:
             try:
-                yield TemplateCalls(own, prompt, specials)
+                yield TemplateCalls(template, prompt, specials)
             except Exception as error:  # of the tokenizer's authors
                 logger.warning("The tokenizer's response_template is of no use: %s", first_line(error))
-        plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _SAID}], [])
-        form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_SAID)[2])
+        plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _ANSWER}], [])
+        form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_ANSWER)[2])
         if form:
-            behind = prompt.rpartition(_ASKED)[2]
-            begun = [ends for begins, ends in THINKING if behind.rfind(begins) > behind.rfind(ends)]
+            after_question = prompt.rpartition(_QUESTION_TEXT)[2]
+            begun = [ends for begins, ends in THINKING if after_question.rfind(begins) > after_question.rfind(ends)]
             yield replace(form, specials=specials, thinks_until=next(iter(begun), ""))
 
-    def _reads(self, text: str, said: Sequence[Mapping[str, Any]]) -> bool:
+    def _reads(self, text: str, probe: Sequence[Mapping[str, Any]]) -> bool:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         calls = self._read(ids, parameters_by_name([_SCHEMA])).calls
-        return calls == tuple(ToolCall(_TOOL, arguments) for arguments in said)
+        return calls == tuple(ToolCall(_TOOL, arguments) for arguments in probe)
 
 
 _ID = re.compile("[A-Za-z0-9]{9}", re.ASCII)
@@ -248,25 +248,25 @@ def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
 
 
-def _behind(prompt: str, text: str) -> str:
+def _after_prompt(prompt: str, text: str) -> str:
     """Return the policy's text after a prompt, which may have begun thinking that is rendered differently later."""
     if text.startswith(prompt):
         return text[len(prompt) :]
     for begins, ends in THINKING:
-        head = prompt[: max(0, prompt.rfind(begins, prompt.rfind(_ASKED)))]
+        head = prompt[: max(0, prompt.rfind(begins, prompt.rfind(_QUESTION_TEXT)))]
         if head and text.startswith(head):
             rest = text[len(head) :]
             return rest.removeprefix(begins) if rest.startswith(begins) else ends + rest
-    before, tail = prompt.rpartition(_ASKED)[1:]
+    before, tail = prompt.rpartition(_QUESTION_TEXT)[1:]
     if before and tail.strip() and tail in text:  # a result is elsewhere than in the prompt
         return text.rpartition(tail)[2]
     return text[num_shared([prompt, text]) :]
 
 
-def _checked(said: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:
+def _checked(parsed: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:
     """Return the call, with its error if it is invalid."""
-    name, arguments, error, untyped, said_id = said
-    identity = said_id if isinstance(said_id, str) and _ID.fullmatch(said_id) else ""
+    name, arguments, error, untyped, given_id = parsed
+    identity = given_id if isinstance(given_id, str) and _ID.fullmatch(given_id) else ""
     if error is not None:
         return ToolCall("", {}, one_line(error, 300))
     if not isinstance(name, str) or name not in tools:

@@ -24,7 +24,7 @@ _PUBLIC = {
         *("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
         *("adapted_entropy_coef", "top_entropy_tokens"),
     ),
-    "kept_sets": ("KeptSets", "kept_log_probs"),
+    "sampling_support": ("SupportSets", "support_log_probs"),
     "log_probs": ("chunked_log_probs",),
     "micro_batches": ("loss_weights", "row_weights"),
     "staleness": ("max_groups_admitted",),

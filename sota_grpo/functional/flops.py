@@ -58,8 +58,8 @@ def shared_load(prompt: int, responses: Sequence[int]) -> Load:
     Load(positions=6, pairs=19, predicted=3)
     """
     completion_tokens = sum(responses)
-    own = sum(length * (length + 1) // 2 for length in responses)
-    pairs = prompt * (prompt + 1) // 2 + completion_tokens * prompt + own
+    within = sum(length * (length + 1) // 2 for length in responses)
+    pairs = prompt * (prompt + 1) // 2 + completion_tokens * prompt + within
     return Load(prompt + completion_tokens, pairs, completion_tokens)
 
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 LN2 = math.log(2.0)
 LOGITS_BYTES_ON_CPU = 8 * 2**20
 LOGITS_BYTES = 2**30
-KEPT_SHARE = 12  # part of a GPU's memory that probabilities may take from the head's forward to its backward pass
+SAVED_SHARE = 12  # part of a GPU's memory that probabilities may take from the head's forward to its backward pass
 ALIGNED = 128  # rows of a tile begin where matrix products on a GPU read fastest
 
 
@@ -179,9 +179,9 @@ def chunked_log_probs(
     a softcap ``c``, ``z = c tanh((hidden weight^T + bias) / c) / temperature`` (Gemma 2, arXiv:2408.00118, sec. 2).
 
     The backward pass computes the logits again tile by tile and carries ``(1[v = target] - p_v) g - p_v (log p_v +
-    entropy) h`` on to the inputs that ask for a gradient; on a CPU it leaves out rows whose ``g`` and ``h`` are 0.
-    Where ``hidden`` alone asks for one (LoRA: the head is frozen), the forward pass keeps ``d log_prob_m / d hidden_m``
-    instead. On CUDA it keeps ``2^(z - top)`` of every logit, where that takes at most :func:`kept_limit` bytes.
+    entropy) h`` on to the inputs that require a gradient; on a CPU it leaves out rows whose ``g`` and ``h`` are 0.
+    Where ``hidden`` alone requires one (LoRA: the head is frozen), the forward pass keeps ``d log_prob_m / d hidden_m``
+    instead. On CUDA it keeps ``2^(z - top)`` of every logit, where that takes at most :func:`max_saved_bytes` bytes.
 
     The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
     all after is float32, or float64 when ``hidden`` is. The size of tiles changes rounding only.
@@ -234,14 +234,14 @@ class VocabShard(NamedTuple):
     first: int  # id of its first row
     group: dist.ProcessGroup  # of the ranks, in the order of their rows
 
-    def joined(self, own: _Scan, has_target: Tensor) -> _Scan:
+    def joined(self, local: _Scan, has_target: Tensor) -> _Scan:
         """Combine the ranks' results over their columns; ``has_target`` where this rank has the target."""
-        top = own.top.clone()
+        top = local.top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
-        drop = own.top - top
+        drop = local.top - top
         scale = drop.exp2()
-        target = torch.where(has_target, own.own + drop, 0.0)
-        total = torch.stack((target, own.mass * scale, (own.moment + drop * own.mass) * scale))
+        target = torch.where(has_target, local.target + drop, 0.0)
+        total = torch.stack((target, local.mass * scale, (local.moment + drop * local.mass) * scale))
         dist.all_reduce(total, group=self.group)
         return _Scan(top, *total)
 
@@ -257,12 +257,12 @@ class _Options(NamedTuple):
     keeps_tiles: bool = False  # 2^(z - top), likewise
 
     def for_gradients(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Options:
-        """Slopes are kept where ``hidden`` alone asks for a gradient; those of a shard are of its own softmax."""
+        """Keep slopes where ``hidden`` alone requires a gradient; those of a shard are of its own softmax."""
         frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
         sufficient = not self.entropy_grad and self.softcap is None and self.vocab_shard is None
         if not (torch.is_grad_enabled() and hidden.requires_grad and sufficient):
             return self
-        fits = len(hidden) * len(weight) * hidden.element_size() <= kept_limit(hidden.device)
+        fits = len(hidden) * len(weight) * hidden.element_size() <= max_saved_bytes(hidden.device)
         return self._replace(keeps_slopes=frozen, keeps_tiles=not frozen and bias is None and fits)
 
     def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogitTiles:
@@ -296,16 +296,16 @@ class _TiledLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         tiles = options.tiles(hidden, weight, bias)
         targets = targets if options.vocab_shard is None else targets - options.vocab_shard.first
-        scan, kept = _score(tiles, hidden, targets.unsqueeze(1), options)
-        scan = _Scan(*(each.squeeze(1) for each in scan))
+        scan, to_save = _score(tiles, hidden, targets.unsqueeze(1), options)
+        scan = _Scan(*(column.squeeze(1) for column in scan))
         if options.vocab_shard is not None:
             scan = options.vocab_shard.joined(scan, (targets >= 0) & (targets < len(weight)))
         log_probs, entropy = scan.log_probs, scan.entropy
         ctx.options = options
         saved = (hidden, weight, bias, targets, scan.top, scan.mass, entropy)
         if options.keeps_tiles:
-            kept = [log_probs, *kept]
-        ctx.save_for_backward(*(kept if options.keeps_slopes else (*saved, *kept)))
+            to_save = [log_probs, *to_save]
+        ctx.save_for_backward(*(to_save if options.keeps_slopes else (*saved, *to_save)))
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy if options.with_entropy else None
@@ -322,7 +322,7 @@ class _TiledLogProbs(torch.autograd.Function):
         every = _Rows(hidden, targets, top, mass, entropy, g, h)
         if ctx.options.keeps_tiles:
             tiles = ctx.options.tiles(hidden, weight, bias)
-            return *_pull_kept(tiles, every, *vectors[4:]), None, None, None
+            return *_pull_saved(tiles, every, *vectors[4:]), None, None, None
         rows, active = every, None
         if not hidden.is_cuda:  # a row costs three products; a GPU would have to be waited for
             pulls = g if h is None else torch.cat((g, h), 1)
@@ -337,9 +337,9 @@ class _TiledLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def kept_limit(device: torch.device) -> int:
+def max_saved_bytes(device: torch.device) -> int:
     """Most bytes of kept ``2^(z - top)`` on ``device``: a twelfth of a GPU's memory, none on a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE if device.type == "cuda" else 0
+    return torch.cuda.get_device_properties(device).total_memory // SAVED_SHARE if device.type == "cuda" else 0
 
 
 def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options) -> tuple[_Scan, list[Tensor]]:
@@ -355,37 +355,37 @@ def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options
     wide = hidden.new_zeros(4, len(hidden), 1, dtype=tiles.wide)
     scan = _Scan(wide[0].fill_(torch.finfo(tiles.wide).min), *wide[1:])
     others = torch.zeros_like(hidden, dtype=tiles.wide) if options.keeps_slopes else None
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     for columns in tiles.columns:
         weight = tiles.weight[columns].to(hidden.dtype)
         whole = hidden.new_empty(len(hidden), len(weight)) if options.keeps_tiles else None
         for rows in tiles.rows:
-            so_far = _Scan(*(each[rows] for each in scan))
+            so_far = _Scan(*(column[rows] for column in scan))
             raw, last = tiles.raw(hidden[rows], weight, columns), so_far.top.clone()
             p = whole[rows] if whole is not None else tiles.narrow(raw) if others is not None else None
             _scan(tiles, raw, targets[rows], columns, so_far, options.with_entropy, p)
             if others is not None and p is not None:
                 add_product(others[rows].mul_((last - so_far.top).exp2()), p, weight)
         if whole is not None:
-            kept += [whole, scan.top.clone()]
+            saved += [whole, scan.top.clone()]
     if others is not None:
         weight = tiles.weight[targets.squeeze(1)].to(hidden.dtype).to(tiles.wide)
         slopes = others.div_(scan.mass).addcmul_(scan.log_probs.expm1(), weight).mul_(-tiles.slope)
-        kept = [slopes.to(hidden.dtype)]
-    return scan, kept
+        saved = [slopes.to(hidden.dtype)]
+    return scan, saved
 
 
 class _Scan(NamedTuple):
     """What the tiles so far say of their rows, each ``[R, 1]`` (all rows: ``[M]``); see :func:`_score`."""
 
     top: Tensor
-    own: Tensor
+    target: Tensor
     mass: Tensor
     moment: Tensor
 
     @property
     def log_probs(self) -> Tensor:
-        return (self.own - self.mass.log2()) * LN2
+        return (self.target - self.mass.log2()) * LN2
 
     @property
     def entropy(self) -> Tensor:
@@ -400,12 +400,12 @@ def _scan(
         index = targets - columns.start
         _kernels().scan(raw, index, *scan, factor=tiles.factor, with_entropy=entropy, weights=weights)
         return
-    last, own, mass, moment = scan
+    last, target, mass, moment = scan
     index, inside = tiles.find(targets, columns)
     top = torch.maximum(last, raw.amax(1, keepdim=True) * tiles.factor)
     drop, scale = last - top, (last - top).exp2()
     z = tiles.minus(raw, top)
-    own.copy_(torch.where(inside, z.gather(1, index), own + drop))
+    target.copy_(torch.where(inside, z.gather(1, index), target + drop))
     p = torch.exp2(z, out=tiles.buffer(-1, z))
     if entropy:
         moment.copy_((moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True))
@@ -422,7 +422,7 @@ def _kernels() -> ModuleType:
     return tile_kernels
 
 
-def _pull_kept(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
+def _pull_saved(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of ``sum(g log_probs)`` by hidden and weight, from each tile's ``2^(z - top)`` and its ``top``.
 
     With ``s = -g 2^(top_tile - top) / mass`` a tile adds ``s (kept weight)`` and ``kept^T (s hidden)``. The target's
@@ -431,7 +431,7 @@ def _pull_kept(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *kept: Tensor)
     hidden, weight, g = rows.hidden, tiles.weight, tiles.slope * rows.g
     grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=tiles.wide), torch.empty_like(weight)
     direct = grad_weight.dtype == tiles.wide and hidden.is_cuda
-    for columns, whole, top in zip(tiles.columns, kept[::2], kept[1::2]):
+    for columns, whole, top in zip(tiles.columns, saved[::2], saved[1::2]):
         tile_weight = weight[columns].to(hidden.dtype)
         scale = -g * (top - rows.top).exp2() / rows.mass
         pulled = (scale * hidden).to(hidden.dtype)
@@ -450,16 +450,16 @@ def _pull_kept(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *kept: Tensor)
     return grad_hidden.to(hidden.dtype), grad_weight
 
 
-def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def _pull_back(tiles: LogitTiles, rows: _Rows, needs_grad: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """Return gradients of ``sum(g log_probs + h entropy)`` by hidden, weight and bias, as far as wanted.
 
     Columns are the outer loop, so a tile of the weight's gradient is rounded once. It is summed transposed, which
     matrix libraries do faster.
     """
     hidden, weight, bias = rows.hidden, tiles.weight, tiles.bias
-    grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if wanted[0] else None
-    grad_weight = torch.empty_like(weight) if wanted[1] else None
-    grad_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+    grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if needs_grad[0] else None
+    grad_weight = torch.empty_like(weight) if needs_grad[1] else None
+    grad_bias = torch.empty_like(bias) if bias is not None and needs_grad[2] else None
     for columns in tiles.columns:
         tile_weight = weight[columns].to(hidden.dtype)
         to_weight = hidden.new_zeros(tile_weight.t().shape, dtype=tiles.wide)

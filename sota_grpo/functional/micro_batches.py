@@ -133,9 +133,9 @@ def fill(
         cuts = _first_fit(lengths, token_budget, slots_per_token, tokens=group.prompt)
         full += [group.subset(cut.members) for cut in cuts]
         shares = balanced_shares(group.responses, len(cuts))
-        parts = [group.subset(share) for share in shares]
-        fits = all(_Batch(0).weight(slots_per_token, *_size(part)) <= token_budget for part in parts)
-        even += parts if len(cuts) > 1 and fits else full[-len(cuts) :]
+        batches = [group.subset(share) for share in shares]
+        fits = all(_Batch(0).weight(slots_per_token, *_size(batch)) <= token_budget for batch in batches)
+        even += batches if len(cuts) > 1 and fits else full[-len(cuts) :]
     return min((_packed(pieces, token_budget, slots_per_token) for pieces in (even, full)), key=len)
 
 
@@ -210,22 +210,22 @@ def rank_shares(
         source, target = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[source] - loads[target]
         pieces = shares[source]
-        cuts = [_moved_and_kept(piece, (gap + cost(piece.subset([]))) / 2, cost) for piece in pieces]
+        cuts = [_moved_and_remaining(piece, (gap + cost(piece.subset([]))) / 2, cost) for piece in pieces]
         after = [
-            (loads[source] - cost(piece) + sum(map(cost, kept)), loads[target] + cost(moved))
-            for piece, (moved, kept) in zip(pieces, cuts)
+            (loads[source] - cost(piece) + sum(map(cost, remaining)), loads[target] + cost(moved))
+            for piece, (moved, remaining) in zip(pieces, cuts)
         ]
         best = min(range(len(pieces)), key=lambda index: max(after[index]))
         if max(after[best]) > loads[source] - 0.01 * mean:
             break
-        moved, kept = cuts[best]
-        pieces[best : best + 1] = kept
+        moved, remaining = cuts[best]
+        pieces[best : best + 1] = remaining
         shares[target].append(moved)
         loads[source], loads[target] = after[best]
     return shares
 
 
-def _moved_and_kept(
+def _moved_and_remaining(
     piece: PromptGroup, price: float, cost: Callable[[PromptGroup], float]
 ) -> tuple[PromptGroup, list[PromptGroup]]:
     """Return rows of cost ``price`` at most, longest first, else the shortest row alone; and the rest, if any."""
@@ -235,8 +235,8 @@ def _moved_and_kept(
         if cost(piece.subset([*moved, member])) <= price:
             moved.append(member)
     moved = moved or order[-1:]
-    kept = [member for member in order if member not in moved]
-    return piece.subset(moved), [piece.subset(kept)] if kept else []
+    remaining = [member for member in order if member not in moved]
+    return piece.subset(moved), [piece.subset(remaining)] if remaining else []
 
 
 def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:

@@ -297,13 +297,13 @@ SURROGATES = {
 
 def readers(term: str) -> str:
     """The surrogates that read ``term``, for messages."""
-    return " or ".join(name for name, one in SURROGATES.items() if one.reads(term))
+    return " or ".join(name for name, declared in SURROGATES.items() if declared.reads(term))
 
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
     """Call ``function`` with those of ``terms`` that its parameters name, with all where it takes any."""
     accepted = signature(function).parameters
-    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in accepted.values())
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in accepted.values())
     return function(**{name: value for name, value in terms.items() if takes_any or name in accepted})
 
 
@@ -329,9 +329,9 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
 
 def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the row's masked tokens, on each of them with the gradient of its own value; 0 off the mask."""
-    own = values.where(mask, 0.0)
-    mean = own.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return (mean + (own - own.detach())).where(mask, 0.0)
+    masked = values.where(mask, 0.0)
+    mean = masked.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (mean + (masked - masked.detach())).where(mask, 0.0)
 
 
 def _bounded(values: Tensor, lower: Tensor, upper: Tensor) -> Tensor:

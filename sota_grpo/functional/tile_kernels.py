@@ -21,7 +21,7 @@ WARPS = 8
 
 @triton.jit
 def _scan_row(
-    raw, index, top, own, mass, moment, weights, factor, columns,
+    raw, index, top, at_targets, mass, moment, weights, factor, columns,
     ENTROPY: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -43,7 +43,7 @@ def _scan_row(
     target = tl.load(index + row)
     here = (target >= 0) & (target < columns)
     at_target = tl.sum(tl.where(column == target, z, 0.0), 0)
-    tl.store(own + row, tl.where(here, at_target, tl.load(own + row) + drop))
+    tl.store(at_targets + row, tl.where(here, at_target, tl.load(at_targets + row) + drop))
     if WEIGHTS:
         others = tl.where(column == target, 0.0, p).to(weights.dtype.element_ty)
         tl.store(weights + row * columns + column, others, mask=inside)
@@ -68,7 +68,7 @@ def scan(
     raw: Tensor,
     index: Tensor,
     top: Tensor,
-    own: Tensor,
+    target: Tensor,
     mass: Tensor,
     moment: Tensor,
     *,
@@ -78,7 +78,7 @@ def scan(
 ) -> None:
     """Add a tile ``raw [r, c]`` (float32, contiguous; ``z = factor raw``) to the online softmax of its rows, in place.
 
-    ``index [r, 1]`` is the column of the target, outside ``[0, c)`` where another tile has it. ``top, own, mass,
+    ``index [r, 1]`` is the column of the target, outside ``[0, c)`` where another tile has it. ``top, target, mass,
     moment`` are float32 ``[r, 1]``: greatest logit so far, and, relative to it, the target's logit, ``sum 2^z`` and
     ``sum z 2^z`` (kept ``with_entropy``). ``weights [r, c]`` is filled with ``2^(z - top)``, 0 at the target, under the
     new ``top``.
@@ -86,7 +86,7 @@ def scan(
     rows, columns = raw.shape
     with _current(raw):
         _scan_row[(rows,)](
-            raw, index, top, own, mass, moment, raw if weights is None else weights, factor, columns,
+            raw, index, top, target, mass, moment, raw if weights is None else weights, factor, columns,
             ENTROPY=with_entropy, WEIGHTS=weights is not None, BLOCK=_block(columns), num_warps=WARPS,
         )  # fmt: skip
 

@@ -39,7 +39,7 @@ from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_pat
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import task_class
 from sota_grpo.text import one_line
 
@@ -126,8 +126,8 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
         write_parquet(folder / "heldout.parquet", verl_rows(task, heldout, "heldout"))
         if config.reward.path is not None:
             plain["reward"]["path"] = _copied(Path(config.reward.path).expanduser(), folder)
-        if (own := in_file(config.env.dataset)) is not None:
-            plain["env"]["dataset"] = f"{_copied(own[0], folder)}:{own[1]}"
+        if (reference := file_reference(config.env.dataset)) is not None:
+            plain["env"]["dataset"] = f"{_copied(reference[0], folder)}:{reference[1]}"
         (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
         (folder / "reward.py").write_text(_VERL_REWARD.format(name=facts.name), encoding="utf-8")
         script = folder / "run_verl.sh"
@@ -144,7 +144,7 @@ def _copied(source: Path, folder: Path) -> str:
 
 
 def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) -> None:
-    """Ask for consent to copy files outside the run, which an untrusted config may name."""
+    """Require consent to copy files outside the run, which an untrusted config may name."""
     home = run_dir.resolve()
     acts = [
         f"copy the {what} of {one_line(path)} into the export ({name})"
@@ -310,7 +310,7 @@ def published(config: Config) -> Config:
         elif name in _PATHS and isinstance(value, str) and Path(value).is_absolute():
             OmegaConf.update(node, name, Path(value).name)
         elif name in _PATHS and isinstance(value, list):
-            OmegaConf.update(node, name, [Path(one).name for one in value])
+            OmegaConf.update(node, name, [Path(path).name for path in value])
     for task, entry in (config.env.mixture or {}).items():
         for option in ENTRY_PATHS:
             if Path(str(entry.get(option) or "")).is_absolute():

@@ -21,7 +21,7 @@ from typing import Any
 
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
-from sota_grpo.config import AlgorithmConfig, Config, most_kept, responses_per_step
+from sota_grpo.config import AlgorithmConfig, Config, max_support, responses_per_step
 from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.memory_rules import device_count, learner_ranks, micro_batch_tokens, shares_devices
 from sota_grpo.config.mixture import READERS, longest_response
@@ -30,7 +30,7 @@ from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.rewards.grading import guarded_scores
-from sota_grpo.rl.objective_files import in_file, surrogate
+from sota_grpo.rl.custom_objectives import file_reference, surrogate
 from sota_grpo.rl.records import Example, total_reward
 from sota_grpo.rl.task import Task
 
@@ -131,7 +131,7 @@ class Facts:
     num_train: int  # training problems
 
 
-class Beside(str):
+class ScriptPath(str):
     """A path in the folder of the script (``$HERE``), as opposed to a text from the config."""
 
 
@@ -200,7 +200,7 @@ def verl_script(options: Mapping[str, Any], report: Report, heading: Sequence[st
 
     def word(name: str, value: Any) -> str:
         """``name=value`` as one word of the shell, the value as Hydra reads it."""
-        return f"{name}=\"'{value}'\"" if isinstance(value, Beside) else shlex.quote(f"{name}={quoted(value)}")
+        return f"{name}=\"'{value}'\"" if isinstance(value, ScriptPath) else shlex.quote(f"{name}={quoted(value)}")
 
     comment = [*heading, "", *report.lines()]
     lines = ["#!/usr/bin/env bash", *(f"# {line}".rstrip() for line in comment), "set -euo pipefail"]
@@ -342,7 +342,7 @@ def _amounts(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
     repeats, size, per_step = config.env.repeats, ours["train.optim_batch_size"], responses_per_step(config)
     if size % repeats:
         ours.comment("train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step.")
-    if most_kept(config):
+    if max_support(config):
         text = "verl takes log-probs over the whole vocabulary, so its ratio is biased."
         ours.comment("inference_model.top_p", text)
     longest, budget = facts.longest_prompt + longest_response(config), micro_batch_tokens(config)
@@ -368,9 +368,9 @@ def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
     steps = ours["train.total_dialog_turns"] // per_step
     is_on, every = ours["eval.mode"] == "on", ours["eval.every"]
     options: dict[str, Any] = {
-        "data.train_files": Beside("$HERE/train.parquet"),
-        "data.val_files": Beside("$HERE/heldout.parquet"),
-        "reward.custom_reward_function.path": Beside("$HERE/reward.py"),
+        "data.train_files": ScriptPath("$HERE/train.parquet"),
+        "data.val_files": ScriptPath("$HERE/heldout.parquet"),
+        "reward.custom_reward_function.path": ScriptPath("$HERE/reward.py"),
         "reward.custom_reward_function.name": "compute_score",
         "trainer.total_training_steps": steps,
         "trainer.total_epochs": math.ceil(steps / max(1, facts.num_train // (per_step // config.env.repeats))),
@@ -380,7 +380,7 @@ def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
         "trainer.val_before_train": is_on,
         "trainer.test_freq": (every or steps) if is_on else -1,
         "trainer.experiment_name": ours["logging.run_name"] or facts.name,
-        "trainer.default_local_dir": Beside("$HERE/checkpoints"),
+        "trainer.default_local_dir": ScriptPath("$HERE/checkpoints"),
         "trainer.v1.trainer_mode": "sync",
     }
     if ours["mode"] == "sync":
@@ -450,8 +450,8 @@ def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
     config = load_config(folder, trust=True)
     if config.reward.path is not None:
         config.reward.path = str(folder / config.reward.path)
-    if (own := in_file(config.env.dataset)) is not None:
-        config.env.dataset = f"{folder / own[0]}:{own[1]}"
+    if (reference := file_reference(config.env.dataset)) is not None:
+        config.env.dataset = f"{folder / reference[0]}:{reference[1]}"
     task = task_of(config, bare=True)
 
     def compute_score(

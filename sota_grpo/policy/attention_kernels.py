@@ -119,7 +119,7 @@ def _forward_tile(
     real = (i < end)[:, None] & (column < WIDTH)[None, :]
     start = tl.load(starts + i, mask=i < end, other=0)
     low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
-    asked = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
+    q = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
     key += head // GROUP * WIDTH
     value += head // GROUP * WIDTH
     total = tl.zeros([QUERIES, PADDED], tl.float32)
@@ -130,23 +130,23 @@ def _forward_tile(
     whole = prompt + (prompt_end - prompt) // KEYS * KEYS
     middle = high + (first - high) // KEYS * KEYS
     total, peak, mass = _attend(
-        total, peak, mass, asked, key, value, key_row, value_row, prompt, whole, i, start, further, window, factor, cap,
+        total, peak, mass, q, key, value, key_row, value_row, prompt, whole, i, start, further, window, factor, cap,
         False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     total, peak, mass = _attend(
-        total, peak, mass, asked, key, value, key_row, value_row, whole, prompt_end, i, start, further, window, factor,
+        total, peak, mass, q, key, value, key_row, value_row, whole, prompt_end, i, start, further, window, factor,
         cap, False, True, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     total, peak, mass = _attend(
-        total, peak, mass, asked, key, value, key_row, value_row, low, high, i, start, nearer, window, factor, cap,
+        total, peak, mass, q, key, value, key_row, value_row, low, high, i, start, nearer, window, factor, cap,
         True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     total, peak, mass = _attend(
-        total, peak, mass, asked, key, value, key_row, value_row, high, middle, i, start, nearer, window, factor, cap,
+        total, peak, mass, q, key, value, key_row, value_row, high, middle, i, start, nearer, window, factor, cap,
         False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     total, peak, mass = _attend(
-        total, peak, mass, asked, key, value, key_row, value_row, middle, end, i, start, nearer, window, factor, cap,
+        total, peak, mass, q, key, value, key_row, value_row, middle, end, i, start, nearer, window, factor, cap,
         True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     row = tl.num_programs(1) * WIDTH
@@ -218,7 +218,7 @@ def _by_query_tile(
     real = (i < end)[:, None] & (column < WIDTH)[None, :]
     start = tl.load(starts + i, mask=i < end, other=0)
     low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
-    asked = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
+    q = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
     at = (i[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
     pulls = tl.load(grad + at, mask=real, other=0.0)
     sums = tl.load(lse + head * length + i, mask=i < end, other=0.0)
@@ -231,23 +231,23 @@ def _by_query_tile(
     whole = prompt + (prompt_end - prompt) // KEYS * KEYS
     middle = high + (first - high) // KEYS * KEYS
     total = _pull_query(
-        total, asked, key, value, pulls, sums, means, key_row, value_row, prompt, whole, i, start, further, window,
+        total, q, key, value, pulls, sums, means, key_row, value_row, prompt, whole, i, start, further, window,
         factor, cap, False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     total = _pull_query(
-        total, asked, key, value, pulls, sums, means, key_row, value_row, whole, prompt_end, i, start, further, window,
+        total, q, key, value, pulls, sums, means, key_row, value_row, whole, prompt_end, i, start, further, window,
         factor, cap, False, True, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     total = _pull_query(
-        total, asked, key, value, pulls, sums, means, key_row, value_row, low, high, i, start, nearer, window, factor,
+        total, q, key, value, pulls, sums, means, key_row, value_row, low, high, i, start, nearer, window, factor,
         cap, True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     total = _pull_query(
-        total, asked, key, value, pulls, sums, means, key_row, value_row, high, middle, i, start, nearer, window,
+        total, q, key, value, pulls, sums, means, key_row, value_row, high, middle, i, start, nearer, window,
         factor, cap, False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     total = _pull_query(
-        total, asked, key, value, pulls, sums, means, key_row, value_row, middle, end, i, start, nearer, window, factor,
+        total, q, key, value, pulls, sums, means, key_row, value_row, middle, end, i, start, nearer, window, factor,
         cap, True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
     )  # fmt: skip
     tl.store(by_query + at, (total * scale).to(by_query.dtype.element_ty), mask=real)
@@ -264,11 +264,11 @@ def _pull_key(
     for n in range(first, end, QUERIES):
         i = n + tl.arange(0, QUERIES)
         real = (i < end)[:, None] & (column < WIDTH)[None, :]
-        asked = tl.load(query + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
+        q = tl.load(query + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
         pulls = tl.load(grad + i[:, None] * grad_row + column[None, :], mask=real, other=0.0)
         sums = tl.load(lse + i, mask=i < end, other=float("inf"))
         means = tl.load(delta + i, mask=i < end, other=0.0)
-        scores = _scaled(tl.dot(keys, tl.trans(asked)), factor, cap, CAPPED)
+        scores = _scaled(tl.dot(keys, tl.trans(q)), factor, cap, CAPPED)
         p = tl.exp2(scores - sums[None, :])
         if OWN or WINDOWED:
             start = tl.load(starts + i, mask=i < end, other=0)
@@ -281,7 +281,7 @@ def _pull_key(
         by_score = p * (tl.dot(values, tl.trans(pulls)) - means[None, :])
         if CAPPED:
             by_score *= 1 - (scores / cap) * (scores / cap)
-        by_key = tl.dot(by_score.to(asked.dtype), asked, by_key)
+        by_key = tl.dot(by_score.to(q.dtype), q, by_key)
     return by_key, by_value
 
 
@@ -297,7 +297,7 @@ def _by_key_tile(
     if first >= end:
         return
     end = tl.minimum(end, first + KEYS)
-    asked, masked = tl.load(tiles + 7 * tile + 2), tl.load(tiles + 7 * tile + 3)
+    unmasked, masked = tl.load(tiles + 7 * tile + 2), tl.load(tiles + 7 * tile + 3)
     last, slot = tl.load(tiles + 7 * tile + 4), tl.load(tiles + 7 * tile + 5)
     prompt_end = tl.load(tiles + 7 * tile + 6)
     j, column = first + tl.arange(0, KEYS), tl.arange(0, PADDED)
@@ -307,11 +307,11 @@ def _by_key_tile(
     to_key, to_value = tl.zeros([KEYS, PADDED], tl.float32), tl.zeros([KEYS, PADDED], tl.float32)
     heads = tl.num_programs(1) * GROUP
     for member in range(GROUP):
-        own = head * GROUP + member
-        queries, pulls = query + own * WIDTH, grad + own * WIDTH
-        sums, means = lse + own * length, delta + own * length
+        query_head = head * GROUP + member
+        queries, pulls = query + query_head * WIDTH, grad + query_head * WIDTH
+        sums, means = lse + query_head * length, delta + query_head * length
         to_key, to_value = _pull_key(
-            to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH, asked,
+            to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH, unmasked,
             masked, j, prompt_end, window, factor, cap, True, CAPPED, WINDOWED, WIDTH, PADDED, QUERIES,
         )  # fmt: skip
         to_key, to_value = _pull_key(
@@ -400,7 +400,7 @@ def backward(
     launch, rows = _launch(query), (query.stride(0), key.stride(0), value.stride(0))
     delta = torch.empty_like(lse)
     by_query, by_key, by_value = (
-        torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)
     )
     key_sums, value_sums = query.new_empty(2, tables.sizes[3], *key.shape[1:], dtype=torch.float32)
     padded = _padded(width)

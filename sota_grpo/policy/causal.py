@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError
-from sota_grpo.functional.kept_sets import KeptSets, kept_log_probs
 from sota_grpo.functional.log_probs import VocabShard, chunked_log_probs
+from sota_grpo.functional.sampling_support import SupportSets, support_log_probs
 from sota_grpo.policy.shared_prompt import (
     LAYER_TYPES,
     SHARED_ATTENTION,
@@ -55,8 +55,8 @@ class CausalPolicy(TensorDictModuleBase):
     elsewhere. Rows with the same prompt compute it once, and nothing is padded (:mod:`sota_grpo.policy.shared_prompt`),
     where the model's attention allows it; else, with a warning that says why, rows are padded. The LM head runs only at
     the positions that predict an assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are float32;
-    autocast is the caller's. Where sampling was truncated (``keys.KEPT_IDS``), softmax and entropy are over the kept
-    tokens alone (:mod:`sota_grpo.functional.kept_sets`). :func:`sota_grpo.policy.sharding.shard` spreads it over ranks.
+    autocast is the caller's. Where sampling was truncated (``keys.SUPPORT_IDS``), softmax and entropy are over
+    the support alone (:mod:`sota_grpo.functional.sampling_support`). :func:`sota_grpo.policy.sharding.shard` spreads it
 
     Args:
         model: a transformers causal language model, with or without LoRA.
@@ -139,15 +139,15 @@ class CausalPolicy(TensorDictModuleBase):
         device = next(self.parameters()).device
         if layout is not None:
             return self.scorer(layout.to(device))
-        sets = _kept_sets(rows)
+        sets = _support_sets(rows)
         padded = [rows.get(key).to(device) for key in self.in_keys]
-        return self.scorer(None, *padded, kept=None if sets is None else sets.to(device))
+        return self.scorer(None, *padded, support=None if sets is None else sets.to(device))
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
         """Return how the rows ``[N, T]`` will be packed, on the CPU; None for rows or a model that cannot be.
 
         Raises:
-            ValueError: the first token of a row is an assistant token, or a token was not drawn from its kept set.
+            ValueError: the first token of a row is an assistant token, or a token is not in its support.
         """
         tokens, attention_mask, assistant_mask = (rows.get(key).cpu() for key in self.in_keys)
         if bool(assistant_mask[:, 0].any()):
@@ -156,24 +156,24 @@ class CausalPolicy(TensorDictModuleBase):
         if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
         layout = pack(tokens, attention_mask, assistant_mask)
-        layout.kept = _kept_sets(rows)
+        layout.support = _support_sets(rows)
         return layout
 
 
-def kept_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
-    """The kept ids ``[N, K]`` and counts ``[N, T]`` of padded rows, where they have them."""
-    ids, counts = rows.get(keys.KEPT_IDS, None), rows.get(keys.KEPT_COUNTS, None)
+def support_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
+    """The ids of the sampling support ``[N, K]`` and counts ``[N, T]`` of padded rows, where they have them."""
+    ids, counts = rows.get(keys.SUPPORT_IDS, None), rows.get(keys.SUPPORT_COUNTS, None)
     return None if ids is None or counts is None else (ids, counts)
 
 
-def _kept_sets(rows: TensorDictBase) -> KeptSets | None:
+def _support_sets(rows: TensorDictBase) -> SupportSets | None:
     """The sets of the assistant tokens, row after row, on the CPU."""
-    if (kept := kept_of(rows)) is None:
+    if (support := support_of(rows)) is None:
         return None
     tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu()
-    ids, counts = (each.cpu() for each in kept)
+    ids, counts = (tensor.cpu() for tensor in support)
     real = torch.arange(ids.shape[1]) < counts.sum(1, keepdim=True)
-    return KeptSets.of(ids[real], counts[mask], tokens[mask])
+    return SupportSets.of(ids[real], counts[mask], tokens[mask])
 
 
 class Scorer(nn.Module):
@@ -202,22 +202,22 @@ class Scorer(nn.Module):
             base.set_attn_implementation(SHARED_ATTENTION)  # padded rows too: transformers' SDPA leaves out the cap
 
     def forward(
-        self, layout: Layout | None, *rows: Tensor, kept: KeptSets | None = None
+        self, layout: Layout | None, *rows: Tensor, support: SupportSets | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CausalPolicy.log_probs`: of a layout, or of padded ``rows``; all on the model's device."""
         model = base_model(self.model)
         if layout is not None:
             hidden = packed_hidden(model, layout).index_select(0, layout.predicting)
-            log_probs, entropy = self._head(hidden, layout.targets, layout.kept)
+            log_probs, entropy = self._head(hidden, layout.targets, layout.support)
             return layout.scatter(log_probs), None if entropy is None else layout.scatter(entropy)
         tokens, attention_mask, mask = rows
         hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][mask[:, 1:]]
-        log_probs, entropy = self._head(hidden, tokens[:, 1:][mask[:, 1:]], kept)
+        log_probs, entropy = self._head(hidden, tokens[:, 1:][mask[:, 1:]], support)
         nothing = log_probs.new_zeros(mask.shape)
         padded = nothing.masked_scatter(mask, log_probs)
         return padded, None if entropy is None else nothing.masked_scatter(mask, entropy)
 
-    def _head(self, hidden: Tensor, targets: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor | None]:
+    def _head(self, hidden: Tensor, targets: Tensor, support: SupportSets | None) -> tuple[Tensor, Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
         weight, shard = head.weight, None
         if isinstance(weight, DTensor):  # this rank's rows of a head that tensor parallelism divides
@@ -226,8 +226,9 @@ class Scorer(nn.Module):
         options: dict[str, Any] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
         options["temperature"] = self.temperature / self.logit_scale
         options |= {"bias": head.bias, "softcap": self.softcap}
-        if kept is not None:  # a few logits per token: ranks that divide the head compute all of them, over the whole
-            return kept_log_probs(hidden, head.weight if shard is None else head.weight.full_tensor(), kept, **options)
+        if support is not None:  # a few logits per token: each rank of a divided head computes all of them
+            weight = weight if shard is None else head.weight.full_tensor()
+            return support_log_probs(hidden, weight, support, **options)
         return chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
 
 
@@ -336,8 +337,8 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
         reason = next((difference for half in autocasts if (difference := _difference(model, config, half))), None)
     except Exception as error:  # any model's own code runs here: what it cannot do is no reason to end
         *_, frame = traceback.extract_tb(error.__traceback__)
-        own = Path(frame.filename).is_relative_to(Path(__file__).parent)
-        if own and isinstance(error, (TypeError, AttributeError, NameError)):
+        is_ours = Path(frame.filename).is_relative_to(Path(__file__).parent)
+        if is_ours and isinstance(error, (TypeError, AttributeError, NameError)):
             raise  # a mistake of ours, or another torch than was tested
         reason = f"{type(error).__name__}: {error}"
     finally:
@@ -360,10 +361,10 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     tokens = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [8, 9, 4, 0, 0]])
     layout = pack(tokens, tokens > 0, torch.tensor([[False, False, False, True, True]]).expand(3, -1) & (tokens > 0))
     length = len(layout.tokens)
-    own = torch.Generator().manual_seed(0)  # rank 0 alone is here: its other random numbers stay those of the others
-    query, key, value = (torch.randn(1, count, length, width, generator=own) for count in (heads, key_heads, key_heads))
+    rng = torch.Generator().manual_seed(0)  # rank 0 alone is here: its other random numbers stay those of the others
+    query, key, value = (torch.randn(1, count, length, width, generator=rng) for count in (heads, key_heads, key_heads))
     expected, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
-    query, key, value = (each.to(device, torch.bfloat16) for each in (query, key, value))
+    query, key, value = (tensor.to(device, torch.bfloat16) for tensor in (query, key, value))
     try:
         layout = layout.to(device)
         there, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
@@ -380,13 +381,13 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
     picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
     tokens = nn.utils.rnn.pad_sequence([ids[row] for row in picked], batch_first=True)
-    place = torch.arange(tokens.shape[1], device=device)
+    position = torch.arange(tokens.shape[1], device=device)
     lengths, prompts = torch.tensor([[[7], [6], [9]], [[4], [2], [4]]], device=device)
-    real = place < lengths
-    layout = pack(tokens, real, real & (place >= prompts)).to(device)
-    eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not tell their windows
+    real = position < lengths
+    layout = pack(tokens, real, real & (position >= prompts)).to(device)
+    eagerly = torch.compiler.set_stance("force_eager")  # compiled layers hide their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        packed = packed_hidden(model, layout)[layout.place.to(device)[real]].float()
+        packed = packed_hidden(model, layout)[layout.packed_at.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
         return "not every layer asks transformers' attention interface"

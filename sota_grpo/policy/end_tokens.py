@@ -19,16 +19,16 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
     Raises:
         UserError: the generation config names something else than a number.
     """
-    own = getattr(tokenizer, "eos_token_id", None)
+    eos = getattr(tokenizer, "eos_token_id", None)
     known = getattr(tokenizer, "known_ends", None)
     if known is None or generation_config is not None:
         named = getattr(generation_config, "eos_token_id", None)
         known = {*(named if isinstance(named, (list, tuple)) else [named]), end_of_turn(tokenizer)}
-        if odd := [each for each in known - {None} if not isinstance(each, int)]:
+        if odd := [token for token in known - {None} if not isinstance(token, int)]:
             raise UserError(f"generation_config.json has eos_token_id={odd[0]!r}, which is no token's number.")
         with suppress(AttributeError):  # of a class with slots: asked again each time
             tokenizer.known_ends = known
-    return tuple(sorted({*known, own} - {None}))
+    return tuple(sorted({*known, eos} - {None}))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -37,16 +37,16 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     turns = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]
     try:
-        _, said, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_SAID)
+        _, mark, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_SAID)
     except Exception:  # a template is a program that came with the model; one that prompts need says so there
         return None
     added = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
-    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if said else []
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if mark else []
     return next((number for number in ids if number in added), None)
 
 
 def response_text(tokenizer: Any, token_ids: Any) -> str:
     """Return the text of a response ``[R]`` without end tokens and padding; other special tokens are written."""
     left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
-    said = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-    return tokenizer.decode([number for number in said if number not in left_out], skip_special_tokens=False)
+    ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    return tokenizer.decode([number for number in ids if number not in left_out], skip_special_tokens=False)

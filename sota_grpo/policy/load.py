@@ -194,8 +194,8 @@ def _fill(model: nn.Module) -> None:
             for name, value in table.items():
                 if value is not None and value.is_meta:
                     if id(value) not in made:
-                        one = torch.tensor(0.01).to(value.dtype).expand(value.shape)
-                        made[id(value)] = nn.Parameter(one) if isinstance(value, nn.Parameter) else one
+                        number = torch.tensor(0.01).to(value.dtype).expand(value.shape)
+                        made[id(value)] = nn.Parameter(number) if isinstance(value, nn.Parameter) else number
                     table[name] = made[id(value)]  # type: ignore[assignment]
 
 
@@ -206,11 +206,11 @@ def set_dropout(config: PretrainedConfig, rates: Sequence[Mapping[str, float]] =
     """
     before = []
     text = config.get_text_config()
-    for index, part in enumerate([config] if text is config else [config, text]):
-        values = vars(part)
-        own = {key: rate for key, rate in values.items() if isinstance(rate, float) and re.search("drop|jitter", key)}
-        values.update(rates[index] if rates else dict.fromkeys(own, 0.0))
-        before.append(own)
+    for index, section in enumerate([config] if text is config else [config, text]):
+        values = vars(section)
+        drops = {key: rate for key, rate in values.items() if isinstance(rate, float) and re.search("drop|jitter", key)}
+        values.update(rates[index] if rates else dict.fromkeys(drops, 0.0))
+        before.append(drops)
     return before
 
 
@@ -241,9 +241,9 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
             raise UserError(
                 f"model.name={name} brings Python code of its own; read it, and set model.trust_remote_code=true."
             ) from error
-        said = first_line(error) if isinstance(error, OSError) else sentence(error)
+        cause = first_line(error) if isinstance(error, OSError) else sentence(error)
         raise ModelNotFoundError(
-            f"model.name={name} could not be loaded from {path} ({said}); give the folder of a saved model, check the "
+            f"model.name={name} could not be loaded from {path} ({cause}); give the folder of a saved model, check the "
             "network and the hub id, or use model.name=tiny"
         ) from error
 
@@ -330,21 +330,21 @@ def save_hf(
     try:
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
             raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
-        own, inner.generation_config = inner.generation_config, GenerationConfig()  # some that it reads are not written
+        saved, inner.generation_config = inner.generation_config, GenerationConfig()  # not all it reads is written
         stored_dropout = getattr(inner, "stored_dropout", None)
         rates = set_dropout(inner.config, stored_dropout) if stored_dropout else []
         try:
             with atomic_folder(target) as partial:
                 _write_weights(inner, partial, chain([first], weights), written)
                 tokenizer.save_pretrained(partial)
-                ending = copy.deepcopy(own) or GenerationConfig()  # with every end token of training after its own
+                ending = copy.deepcopy(saved) or GenerationConfig()  # with every end token of training after its own
                 named = ending.eos_token_id if isinstance(ending.eos_token_id, list) else [ending.eos_token_id]
                 ends = list(dict.fromkeys([*named, *end_token_ids(tokenizer, ending)]))
-                ends = [each for each in ends if each is not None]
+                ends = [end for end in ends if end is not None]
                 ending.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
                 ending.to_json_file(partial / "generation_config.json")
         finally:
-            inner.generation_config = own
+            inner.generation_config = saved
             if rates:
                 set_dropout(inner.config, rates)
     finally:
@@ -356,17 +356,17 @@ def save_hf(
 def _write_weights(
     model: PreTrainedModel, folder: Path, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> None:
-    def as_written(own: torch.dtype) -> torch.dtype:
-        return dtype if own == model.dtype else own  # what a model keeps in float32 on purpose stays so
+    def as_written(stored: torch.dtype) -> torch.dtype:
+        return dtype if stored == model.dtype else stored  # what a model keeps in float32 on purpose stays so
 
     weights = ((name, weight.to(as_written(weight.dtype))) for name, weight in weights)
     if getattr(model, "_weight_conversions", None) != []:  # transformers' own; None: it was not loaded by it
         model.save_pretrained(folder, state_dict=dict(weights))
     else:
         model.save_pretrained(folder, state_dict={})  # its configuration
-        layout = {name: replace(kept, dtype=as_written(kept.dtype)) for name, kept in engine_layout(model).items()}
+        layout = {name: replace(piece, dtype=as_written(piece.dtype)) for name, piece in engine_layout(model).items()}
         write_model(folder, layout, (weight.cpu() for name, weight in weights if name in layout))
-    before, now = (f'"dtype": "{one}"'.replace("torch.", "") for one in (model.dtype, dtype))
+    before, now = (f'"dtype": "{kind}"'.replace("torch.", "") for kind in (model.dtype, dtype))
     config = folder / "config.json"
     config.write_text(config.read_text().replace(before, now))
 
@@ -382,12 +382,12 @@ def require_whole(name: str, folder: str | Path, option: str = "model.name") -> 
 
 def require_causal(name: str, config: PretrainedConfig, option: str = "model.name") -> None:
     """Raise ``UserError`` unless a model is a causal language model with attention whose weights are not quantised."""
-    own_code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    remote_class = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     text: Any = config.get_text_config()
     what = None
     if config.is_encoder_decoder:
         what = "has an encoder and a decoder"
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote_class:
         what = "has no causal language model of text in transformers"
     elif getattr(text, "num_attention_heads", None) is None:
         what = "has no attention"

@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import base_model, decoder_layers
 from sota_grpo.policy.optimizers import require_installed
-from sota_grpo.policy.sharding import divided, gathered, replicated
-from sota_grpo.policy.tensor_files import Kept
+from sota_grpo.policy.sharding import divided, gather, replicated
+from sota_grpo.policy.tensor_files import Piece
 from sota_grpo.policy.weight_pack import WeightPack, padded, rounded, rounded_dtype
 
 if TYPE_CHECKING:  # where bitsandbytes is installed peft imports it, a second that runs without an adapter save
@@ -58,8 +58,8 @@ def add_lora(
 
     if target_modules is not None:
         head = model.get_output_embeddings()
-        layers = ((name, one) for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)))
-        linear = dict.fromkeys(name.rpartition(".")[2] for name, one in layers if one is not head)
+        layers = ((name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)))
+        linear = dict.fromkeys(name.rpartition(".")[2] for name, module in layers if module is not head)
         if missing := [name for name in target_modules if name not in linear]:
             raise UserError(
                 f"train_model.lora.target_modules names {', '.join(missing)}; an adapter can be on {', '.join(linear)}."
@@ -72,7 +72,7 @@ def add_lora(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    in_4_bits: Any = any(getattr(each, "quant_state", None) is not None for each in model.parameters())
+    in_4_bits: Any = any(getattr(parameter, "quant_state", None) is not None for parameter in model.parameters())
     model.is_loaded_in_4bit = in_4_bits  # asked by peft, which has layers for it
     return get_peft_model(model, config)
 
@@ -153,8 +153,8 @@ def engine_weights(
     for name, value, layer in _parts(inner, base):
         if names is not None and name not in names:
             continue
-        own = dequantized(value) if layer is None or not merged else _merged(layer, value)
-        whole = tied[id(value)] if id(value) in tied else gathered(rounded(own, dtype))
+        weight = dequantized(value) if layer is None or not merged else _merged(layer, value)
+        whole = tied[id(value)] if id(value) in tied else gather(rounded(weight, dtype))
         if uses[id(value)] > 1:
             tied[id(value)] = whole
         progress()
@@ -171,8 +171,8 @@ def packed_weights(
     **options: Any,
 ) -> WeightPack:
     """:func:`engine_weights` in one buffer of the host, filled one by one; of a sharded model, rank 0's."""
-    own = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
-    room = sum(_room(value, dtype) for value in own)
+    values = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
+    room = sum(_room(value, dtype) for value in values)
     return WeightPack.of(engine_weights(model, base=base, dtype=dtype, names=names, **options), room=room)
 
 
@@ -201,17 +201,17 @@ def weight_slices(
     return slices
 
 
-def engine_layout(model: nn.Module) -> dict[str, Kept]:
+def engine_layout(model: nn.Module) -> dict[str, Piece]:
     """Shapes and dtypes of :func:`engine_weights` before any is computed or gathered; a tied weight once."""
-    first: dict[int, tuple[str, Kept]] = {}
+    first: dict[int, tuple[str, Piece]] = {}
     for name, value, _ in _parts(base_model(model), base=True):
         if id(value) not in first:
-            first[id(value)] = name, Kept.of(dequantized(value))
+            first[id(value)] = name, Piece.of(dequantized(value))
     return dict(first.values())
 
 
 def _is_adapted(module: nn.Module) -> TypeGuard[LoraLayer]:
-    """Whether peft has put its matrices beside those of this layer."""
+    """Whether peft has added its matrices to those of this layer."""
     return hasattr(module, "lora_A") and hasattr(module, "active_adapters")
 
 
@@ -238,7 +238,7 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for adapter in layer.active_adapters:
         if isinstance(weight, DTensor) and weight.device_mesh.ndim > 1:  # every rank has both factors for a moment
-            first, second = (replicated(each[adapter].weight) for each in (layer.lora_A, layer.lora_B))
+            first, second = (replicated(factors[adapter].weight) for factors in (layer.lora_A, layer.lora_B))
             delta = divided((second @ first) * layer.scaling[adapter], weight)
         else:
             delta = layer.get_delta_weight(adapter)
@@ -259,7 +259,7 @@ def adapter_pack(model: nn.Module) -> WeightPack:
             (adapter,) = module.active_adapters
             scales[f"{name}.weight"] = float(module.scaling[adapter])
             factors: list[Any] = [module.lora_A[adapter], module.lora_B[adapter]]
-            first, second = (gathered(factor.weight) for factor in factors)
+            first, second = (gather(factor.weight) for factor in factors)
             if first is not None and second is not None:
                 if getattr(module, "fan_in_fan_out", False):  # its weight is kept transposed: (B A)^T = A^T B^T
                     first, second = second.T, first.T

@@ -84,10 +84,10 @@ class OptimizerKind:
 
 def decay_groups(parameters: Sequence[torch.Tensor], rates: Rates) -> list[dict[str, Any]]:
     """``parameters`` as groups of an optimizer: norms and biases, of one dimension, do not decay."""
-    flat = [one for one in parameters if one.dim() < 2]
+    flat = [p for p in parameters if p.dim() < 2]
     if not flat or rates.weight_decay == 0:
         return [{"params": list(parameters)}]
-    return [{"params": [one for one in parameters if one.dim() >= 2]}, {"params": flat, "weight_decay": 0.0}]
+    return [{"params": [p for p in parameters if p.dim() >= 2]}, {"params": flat, "weight_decay": 0.0}]
 
 
 def _adamw(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:

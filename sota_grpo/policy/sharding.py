@@ -61,7 +61,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+def gather(tensor: torch.Tensor) -> torch.Tensor | None:
     """The whole of a sharded tensor on rank 0's CPU and None on the others; collective. Any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -78,18 +78,18 @@ def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
     """Whether this rank is the first of those that hold the same shard of a tensor; rank 0 is, of a whole one."""
     if not isinstance(tensor, DTensor):
         return ranks.leads
-    places: Any = tensor.device_mesh.get_coordinate()
-    return not any(place for place, how in zip(places, tensor.placements) if how.is_replicate())
+    coordinate: Any = tensor.device_mesh.get_coordinate()
+    return not any(index for index, how in zip(coordinate, tensor.placements) if how.is_replicate())
 
 
-def own_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+def local_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
     """Return this rank's shard to write, uncopied, and its offset in the whole tensor; None: nothing."""
     if not is_first_holder(tensor, ranks):
         return None
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
-    own = tensor.to_local()
-    return (own, _bounds(tensor)[1]) if own.numel() else None
+    local = tensor.to_local()
+    return (local, _bounds(tensor)[1]) if local.numel() else None
 
 
 def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -98,7 +98,7 @@ def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``whole``, which every rank can read, cut as ``like`` is: the inverse of :func:`gathered`.
+    """Return ``whole``, which every rank can read, cut as ``like`` is: the inverse of :func:`gather`.
 
     No message is sent. Of a stored tensor this rank reads its own rows. A shard is a copy.
     """
@@ -109,12 +109,12 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
     cut = tuple(slice(start, start + size) for size, start in zip(*_bounds(like)))
     contiguous = torch.contiguous_format
     shard = whole.block(cut) if isinstance(whole, StoredTensor) else whole[cut].clone(memory_format=contiguous)
-    places = like.device_mesh, like.placements
-    return DTensor.from_local(shard.to(like.device), *places, run_check=False, shape=like.shape, stride=like.stride())
+    layout = like.device_mesh, like.placements
+    return DTensor.from_local(shard.to(like.device), *layout, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, whole: Callable[[torch.Tensor], torch.Tensor | None] = gathered
+    optimizer: torch.optim.Optimizer, whole: Callable[[torch.Tensor], torch.Tensor | None] = gather
 ) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with whole tensors, on rank 0; collective, one tensor at a time."""
     state = optimizer.state_dict()
@@ -129,16 +129,16 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
     """Load an :func:`optimizer_state` on any number of ranks; the moments are copied."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def own(value: Any, parameter: torch.Tensor) -> Any:
+    def local(value: Any, parameter: torch.Tensor) -> Any:
         if isinstance(value, Mapping):  # what bitsandbytes quantised is a level deeper, and whole: one process has it
-            return {name: in_memory(one) if isinstance(one, StoredTensor) else one for name, one in value.items()}
+            return {name: in_memory(part) if isinstance(part, StoredTensor) else part for name, part in value.items()}
         if not isinstance(value, (torch.Tensor, StoredTensor)):
             return value
         # moments have the shape of their parameter; the count of steps is a scalar that every rank keeps
         return divided(value, parameter) if value.shape == parameter.shape else in_memory(value).clone()
 
     entries = {
-        index: {name: own(value, parameters[index]) for name, value in entry.items()}
+        index: {name: local(value, parameters[index]) for name, value in entry.items()}
         for index, entry in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": entries})
@@ -201,17 +201,17 @@ class Ranks:
         counts = torch.zeros(self.num_shares, dtype=torch.int64)
         counts[self.share] = len(values)
         ends = self.sum(counts).cumsum(0).tolist()
-        own = slice(ends[self.share] - len(values), ends[self.share])
+        local = slice(ends[self.share] - len(values), ends[self.share])
         every = torch.zeros(ends[-1], dtype=values.dtype)
-        every[own] = values
-        return self.sum(every).cpu(), own
+        every[local] = values
+        return self.sum(every).cpu(), local
 
     def mesh(self) -> DeviceMesh:
         """The mesh of the ranks (see the module), without dimensions of one rank but for ``shard``."""
         shards = self.fsdp_size or self.num_shares
         sizes = {"replicate": self.num_shares // shards, "shard": shards, "tensor": self.tensor_parallel}
-        kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-        mesh = init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        used = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        mesh = init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
         groups = mesh.get_all_groups()
         if self.tensor_parallel > 1:
             groups.append(mesh["shard", "tensor"]._flatten().get_group())  # adds norms of gradients in one message
@@ -314,9 +314,9 @@ def _send(module: nn.Module, ranks: Ranks) -> None:
 
 def _of_rank_0(value: Any, ranks: Ranks) -> Any:
     """What rank 0 has as ``value``; collective."""
-    said = [value]
-    dist.broadcast_object_list(said, src=0, device=ranks.device)
-    return said[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0, device=ranks.device)
+    return values[0]
 
 
 def reduce_gradients(policy: CausalPolicy, now: bool) -> None:
@@ -384,8 +384,8 @@ class WholeWeights(ParallelStyle):
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     """This rank's part of a parameter that every rank has whole; nothing is sent."""
-    own = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+    local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def divide_layer(layer: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -439,6 +439,6 @@ def divide_ends(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     parallelize_module(embedding, mesh, by_ids, src_data_rank=None)
     head.weight = embedding.weight if tied else _cut(head.weight, mesh, Shard(0))
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if any(not isinstance(parameter, DTensor) for parameter in own):
+        parameters = list(module.parameters(recurse=False))
+        if any(not isinstance(parameter, DTensor) for parameter in parameters):
             parallelize_module(module, mesh, WholeWeights(Replicate()), src_data_rank=None)

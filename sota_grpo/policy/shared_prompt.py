@@ -39,8 +39,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sota_grpo.functional.kept_sets import KeptSets
 from sota_grpo.functional.log_probs import builds_kernels
+from sota_grpo.functional.sampling_support import SupportSets
 from sota_grpo.policy.weight_pack import copy_to
 
 SHARED_ATTENTION = "sota_grpo_shared"
@@ -64,24 +64,24 @@ class Layout:
     predicting: Tensor  # int64 [M], index of each assistant token's predecessor in the sequence, row by row
     targets: Tensor  # int64 [M], these assistant tokens
     slots: Tensor  # int64 [M], their flat positions in [N, T]
-    place: Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
+    packed_at: Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
     blocks: tuple[Block, ...]  # prompts and their responses, in the order of the packed sequence
     windows: list[int | None] = field(default_factory=list)  # the sliding window of each layer
-    kept: KeptSets | None = None  # of the M assistant tokens, where sampling was truncated
+    support: SupportSets | None = None  # of the M assistant tokens, where sampling was truncated
 
     def tensors(self) -> list[Tensor]:
         """What a GPU computes with; see :meth:`on`."""
-        kept = [] if self.kept is None else self.kept[:4]
-        return [self.tokens, self.positions, self.predicting, self.targets, self.slots, self.tables.flat, *kept]
+        support = [] if self.support is None else self.support[:4]
+        return [self.tokens, self.positions, self.predicting, self.targets, self.slots, self.tables.flat, *support]
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
-        kept = self.kept
-        if kept is not None:
+        support = self.support
+        if support is not None:
             ids, rows, columns, drawn = tensors[6:]
-            kept = KeptSets(ids, rows, columns, drawn, kept.largest)
+            support = SupportSets(ids, rows, columns, drawn, support.largest)
         tokens, positions, predicting, targets, slots = tensors[:5]
-        moved = Layout(tokens, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
+        moved = Layout(tokens, positions, predicting, targets, slots, self.packed_at, self.blocks, support=support)
         moved.tables = replace(self.tables, flat=tensors[5])
         return moved
 
@@ -90,7 +90,7 @@ class Layout:
 
     def scatter(self, values: Tensor) -> Tensor:
         """``values [M]`` as ``[N, T]``, 0 where there is none."""
-        return values.new_zeros(self.place.shape).put(self.slots, values)  # no view: FSDP2's hooks are on this tensor
+        return values.new_zeros(self.packed_at.shape).put(self.slots, values)  # no view: FSDP2 hooks this tensor
 
     @cached_property
     def tables(self) -> Tables:
@@ -135,7 +135,7 @@ class Tables:
 
     - ``starts [L]``: the first token of each token's span.
     - ``query_tiles [N, 4]``: queries ``[first, end)`` of one prompt, or of its responses; the prompt's keys
-      ``[prompt, prompt_end)`` that they see beside their own span's (none: 0, 0).
+      ``[prompt, prompt_end)`` that they see besides those of their own span (none: 0, 0).
     - ``key_tiles [N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` see those of their span up to themselves,
       and ``[masked, last)`` all; the row of a buffer for sums that are joined later, or -1; the prompt's end, or
       ``NO_PROMPT``.
@@ -176,8 +176,8 @@ def attention_tables(blocks: Sequence[Block], length: int) -> Tables:
     for block in blocks:
         starts[block.start : block.end], ends[block.start : block.end] = block.start, block.end
         for run in block.runs:
-            own = np.arange(run.start, run.end, run.length, dtype=np.int32).repeat(run.length)
-            starts[run.start : run.end], ends[run.start : run.end] = own, own + run.length
+            span_starts = np.arange(run.start, run.end, run.length, dtype=np.int32).repeat(run.length)
+            starts[run.start : run.end], ends[run.start : run.end] = span_starts, span_starts + run.length
         for first, end in _tiles(block.start, block.end):
             query_tiles.append((first, end, 0, 0))
             piece = max(PIECE, -(-(block.stop - end) // MOST_PIECES))
@@ -232,7 +232,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
     completion_mask = assistant_mask & attention_mask
     prompts = torch.where(completion_mask.any(-1), completion_mask.int().argmax(-1), lengths)
     total, prompt, width = lengths.tolist(), prompts.tolist(), tokens.shape[1]
-    ids, place = tokens.numpy(), np.zeros(tokens.shape, np.int64)
+    ids, packed = tokens.numpy(), np.zeros(tokens.shape, np.int64)
     source: list[Any] = []  # flat positions in [N, T] from which packed tokens are taken
     positions: list[Any] = []
     blocks: list[Block] = []
@@ -245,7 +245,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
         source.append(np.arange(shared) + rows[0] * width)
         positions.append(np.arange(shared))
         start, end = end, end + shared
-        place[rows, :shared] = np.arange(start, end)
+        packed[rows, :shared] = np.arange(start, end)
         prompt_end, runs = end, []
         rows = sorted((row for row in rows if total[row] > shared), key=total.__getitem__)
         for length, equal in groupby(rows, key=lambda row: total[row] - shared):
@@ -254,20 +254,20 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
                 here = np.arange(shared, shared + length)
                 source.append(here + row * width)
                 positions.append(here)
-                place[row, shared : shared + length] = np.arange(end, end + length)
+                packed[row, shared : shared + length] = np.arange(end, end + length)
                 count, end = count + 1, end + length
             runs.append(Run(first, count, length))
         if end > start:  # a row of padding alone has no token, and kernels divide by their number
             blocks.append(Block(start, prompt_end, tuple(runs)))
-    said, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
-    where = torch.from_numpy(place)
+    predicted, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
+    where = torch.from_numpy(packed)
     return Layout(
         tokens=tokens.flatten()[torch.from_numpy(np.concatenate(source))],
         positions=torch.from_numpy(np.concatenate(positions)).unsqueeze(0),
-        predicting=where[said, column],
-        targets=tokens[said, column + 1],
-        slots=said * width + column + 1,
-        place=where,
+        predicting=where[predicted, column],
+        targets=tokens[predicted, column + 1],
+        slots=predicted * width + column + 1,
+        packed_at=where,
         blocks=tuple(blocks),
     )
 
@@ -323,7 +323,7 @@ def shared_attention(
         return out.transpose(1, 2), None
     if not torch.compiler.is_compiling():
         layout.windows.append(sliding_window)
-    rows = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
+    rows = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
     out, _ = packed_attention(*rows, tables.flat, [*tables.sizes], scale, softcap or 0.0, sliding_window or 0)
     return out.unsqueeze(0), None
 
@@ -361,18 +361,18 @@ class _FlashShared(torch.autograd.Function):
         out = _like_rows(query)
         lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for block in layout.blocks:
-            prompt, behind = _cut(block.start, block.end), _cut(block.end, block.stop)
-            for queries, causal in ((prompt, True), (behind, False))[: 2 if block.runs else 1]:
+            prompt, responses = _cut(block.start, block.end), _cut(block.end, block.stop)
+            for queries, causal in ((prompt, True), (responses, False))[: 2 if block.runs else 1]:
                 attended, attended_lse = _flash(queries(query), prompt(key), prompt(value), 0.0, causal, scale=scale)
                 queries(out).copy_(attended)
                 queries(lse).copy_(attended_lse)
             for run in block.runs:  # joined to what out and lse have of their prompt
-                own = _cut(run.start, run.end, run.count)
-                attended, attended_lse = _flash(own(query), own(key), own(value), 0.0, True, scale=scale)
-                whole = torch.logaddexp(own(lse), attended_lse)
-                of_prompt, of_own = ((each - whole).exp_().unsqueeze(-1) for each in (own(lse), attended_lse))
-                own(out).copy_(own(out) * of_prompt + attended * of_own)
-                own(lse).copy_(whole)
+                of_run = _cut(run.start, run.end, run.count)
+                attended, attended_lse = _flash(of_run(query), of_run(key), of_run(value), 0.0, True, scale=scale)
+                whole = torch.logaddexp(of_run(lse), attended_lse)
+                of_prompt, of_responses = ((each - whole).exp_().unsqueeze(-1) for each in (of_run(lse), attended_lse))
+                of_run(out).copy_(of_run(out) * of_prompt + attended * of_responses)
+                of_run(lse).copy_(whole)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
@@ -382,15 +382,15 @@ class _FlashShared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, lse = ctx.saved_tensors
         wide = lse.dtype  # torch's kernel takes two to seven times as long in half precision
-        query, key, value, out, grad = (each.to(wide) for each in (*saved, grad))
-        totals = [_like_rows(each).zero_() for each in (query, key, value)]
+        query, key, value, out, grad = (tensor.to(wide) for tensor in (*saved, grad))
+        totals = [_like_rows(tensor).zero_() for tensor in (query, key, value)]
 
         def add(queries: View, keys: View, causal: bool) -> None:
-            of_queries = [queries(each) for each in (grad, query, out, lse)]
-            of_keys = [keys(each) for each in (key, value)]
+            of_queries = [queries(tensor) for tensor in (grad, query, out, lse)]
+            of_keys = [keys(tensor) for tensor in (key, value)]
             grads = _flash_backward(*of_queries[:2], *of_keys, *of_queries[2:], 0.0, causal, scale=ctx.scale)
-            for view, total, each in zip((queries, keys, keys), totals, grads):
-                view(total).add_(each)
+            for view, total, tensor in zip((queries, keys, keys), totals, grads):
+                view(total).add_(tensor)
 
         for block in ctx.layout.blocks:
             prompt = _cut(block.start, block.end)
@@ -398,9 +398,9 @@ class _FlashShared(torch.autograd.Function):
             if block.runs:
                 add(_cut(block.end, block.stop), prompt, False)
             for run in block.runs:
-                own = _cut(run.start, run.end, run.count)
-                add(own, own, True)
-        return *(total.to(each.dtype) for total, each in zip(totals, saved)), None, None
+                of_run = _cut(run.start, run.end, run.count)
+                add(of_run, of_run, True)
+        return *(total.to(tensor.dtype) for total, tensor in zip(totals, saved)), None, None
 
 
 def _cut(start: int, end: int, count: int = 1) -> View:
@@ -493,18 +493,18 @@ def _plain(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """``[1, heads, L, width]``, response by response, through torch's own autograd."""
-    parts = []
+    outputs = []
     for block in layout.blocks:
         prompt = _cut(block.start, block.end)
         keys, values = prompt(key), prompt(value)
-        parts.append(_attend(prompt(query), keys, values, scale, softcap, window=window))
+        outputs.append(_attend(prompt(query), keys, values, scale, softcap, window=window))
         for run in block.runs:
-            own, many = _cut(run.start, run.end, run.count), (run.count, -1, -1, -1)
-            whole = torch.cat([keys.expand(many), own(key)], dim=2)
-            held = torch.cat([values.expand(many), own(value)], dim=2)
-            attended = _attend(own(query), whole, held, scale, softcap, window=window)
-            parts.append(attended.transpose(0, 1).flatten(1, 2).unsqueeze(0))
-    return torch.cat(parts, dim=2)
+            of_run, many = _cut(run.start, run.end, run.count), (run.count, -1, -1, -1)
+            whole = torch.cat([keys.expand(many), of_run(key)], dim=2)
+            held = torch.cat([values.expand(many), of_run(value)], dim=2)
+            attended = _attend(of_run(query), whole, held, scale, softcap, window=window)
+            outputs.append(attended.transpose(0, 1).flatten(1, 2).unsqueeze(0))
+    return torch.cat(outputs, dim=2)
 
 
 def _attend(
@@ -520,10 +520,10 @@ def _attend(
     """Plain attention of the last ``T`` of ``K`` positions: ``seen`` (bool ``[.., T, K]``), or causal and windowed."""
     if seen is None:
         queries, keys = query.shape[2], key.shape[2]
-        place = torch.arange(keys, device=query.device)
-        distance = place[keys - queries :].unsqueeze(1) - place
+        position = torch.arange(keys, device=query.device)
+        distance = position[keys - queries :].unsqueeze(1) - position
         seen = (distance >= 0) & (distance < (window or keys))
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     if softcap is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))

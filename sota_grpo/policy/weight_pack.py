@@ -1,6 +1,6 @@
 """Weights between learner and engines: one block of memory (:class:`WeightPack`) or a folder (:class:`WeightFolder`).
 
-Also rows on their way to a GPU (:func:`copy_to`), and checksums that tell which weights an engine holds.
+Also rows on their way to a GPU (:func:`copy_to`), and checksums that identify the weights of an engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SOCKET_BYTES = len("/sota-grpo-vllm-12345678/") + 36  # a server in such a fold
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferView:
     """Dtype by name, shape and first byte of a tensor in a buffer."""
 
     dtype: str
@@ -42,7 +42,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor, offset: int) -> Place:
+    def of(cls, tensor: Tensor, offset: int) -> BufferView:
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
 
 
@@ -62,7 +62,7 @@ class WeightPack:
     {'a': [0.0, 1.0, 2.0], 'b': [1.0, 1.0]}
     """
 
-    parts: tuple[tuple[np.ndarray, Mapping[str, Place]], ...]  # buffers and the tensors in each
+    buffers: tuple[tuple[np.ndarray, Mapping[str, BufferView]], ...]  # buffers and the tensors in each
     scales: Mapping[str, float] = field(default_factory=dict)  # alpha / r of an adapter's weights
 
     @classmethod
@@ -82,26 +82,26 @@ class WeightPack:
             room = sum(padded(tensor.numel() * rounded_dtype(tensor, dtype).itemsize) for _, tensor in weights)
         buffer = np.empty(room, dtype=np.uint8)  # unwritten pages take no memory
         whole = torch.from_numpy(buffer)
-        places: dict[str, Place] = {}
-        seen: dict[tuple[int, torch.dtype, torch.Size], tuple[Place, StorageWeakRef]] = {}
+        view_of: dict[str, BufferView] = {}
+        seen: dict[tuple[int, torch.dtype, torch.Size], tuple[BufferView, StorageWeakRef]] = {}
         end = 0
         for name, tensor in weights:
             flat = tensor.detach().contiguous()
             identity = (flat.data_ptr(), flat.dtype, flat.shape)
-            place, storage = seen.get(identity, (None, None))
-            if place is None or storage is None or storage.expired():  # a merged weight frees its address to the next
+            view, storage = seen.get(identity, (None, None))
+            if view is None or storage is None or storage.expired():  # a merged weight frees its address to the next
                 sent = rounded(flat, dtype)
-                place = Place.of(sent, end)
-                seen[identity] = place, StorageWeakRef(flat.untyped_storage())
+                view = BufferView.of(sent, end)
+                seen[identity] = view, StorageWeakRef(flat.untyped_storage())
                 if sent.nbytes:
                     copy_to_host(whole[end : end + sent.nbytes], as_bytes(sent))
                 end += padded(sent.nbytes)
-            places[name] = place
-        return cls(((buffer[:end], places),))
+            view_of[name] = view
+        return cls(((buffer[:end], view_of),))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield views of the buffers, under the names and in the order of packing."""
-        return chain.from_iterable(views(places, readable(buffer)) for buffer, places in self.parts)
+        return chain.from_iterable(views(view_of, readable(buffer)) for buffer, view_of in self.buffers)
 
     def merged(self, base: Iterable[tuple[str, Tensor]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight of ``base`` on its own device: where this adapter has it, ``W + scale * B A``.
@@ -179,12 +179,12 @@ class WeightFolder:
         return folder
 
 
-def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+def views(view_of: Mapping[str, BufferView], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield views of the tensors in ``whole`` (uint8 ``[num_bytes]``, any device)."""
-    for name, place in places.items():
-        dtype: torch.dtype = getattr(torch, place.dtype)
-        stop = place.offset + dtype.itemsize * torch.Size(place.shape).numel()
-        yield name, whole[place.offset : stop].view(dtype).view(place.shape)
+    for name, view in view_of.items():
+        dtype: torch.dtype = getattr(torch, view.dtype)
+        stop = view.offset + dtype.itemsize * torch.Size(view.shape).numel()
+        yield name, whole[view.offset : stop].view(dtype).view(view.shape)
 
 
 def readable(array: np.ndarray) -> Tensor:
@@ -253,8 +253,8 @@ def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     block = torch.empty(end, dtype=torch.uint8, pin_memory=True)
     for offset, tensor in zip(offsets, tensors):
         block[offset : offset + tensor.nbytes].copy_(as_bytes(tensor))
-    places = {str(index): Place.of(tensor, offsets[index]) for index, tensor in enumerate(tensors)}
-    return [tensor for _, tensor in views(places, block.to(device, non_blocking=True))]
+    view_of = {str(index): BufferView.of(tensor, offsets[index]) for index, tensor in enumerate(tensors)}
+    return [tensor for _, tensor in views(view_of, block.to(device, non_blocking=True))]
 
 
 def copy_to_host(target: Tensor, source: Tensor) -> None:

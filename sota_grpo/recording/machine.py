@@ -94,7 +94,7 @@ def in_words(start: Mapping[str, Any]) -> str:
     if start.get("working_tree") == start.get("commit"):
         del words["working_tree"]
     before, last = (
-        [text.format(start[name]) for name, text in each.items() if name in start] for each in (words, after)
+        [text.format(start[name]) for name, text in texts.items() if name in start] for texts in (words, after)
     )
     return " · ".join([*before, *numbers, *last])
 

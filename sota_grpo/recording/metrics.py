@@ -30,7 +30,7 @@ class Metric:
 #: Metrics of each task: of a mixture, of reasoning-gym, or of reasoning-gym within an entry of a mixture.
 OF_TASK = ("reward", "success", "truncated", "response_tokens", "responses")
 _TASK = r"[A-Za-z_][\w-]*"
-#: What the placeholders in names stand for; in a mixture the name of the task precedes that of a term or number.
+#: Patterns of the placeholders in names; in a mixture the name of the task precedes that of a term or number.
 _PLACEHOLDERS = {
     "<term>": rf"({_TASK}/)?[A-Za-z_][\w.-]*",
     "<name>": rf"({_TASK}/)?[\w.-]+",
@@ -52,7 +52,7 @@ _DECLARED = (
     Metric(
         "grader/<name>",
         "mean",
-        "Mean of a number that the grader gave beside the terms, over the responses that have it.",
+        "Mean of a number that the grader returned besides the terms, over the responses that have it.",
     ),
     Metric("grader/tool_calls", "mean", "Calls of tools in a dialog.", "calls"),
     Metric("grader/tool_errors", "mean", "Calls of tools in a dialog that failed, or could not be made.", "calls"),
@@ -125,7 +125,7 @@ _DECLARED = (
     Metric(
         "eval/first_turn_accuracy",
         "last",
-        "Where a wrong answer is asked about again (env.reasoning), the accuracy without what that helped.",
+        "Accuracy of the first turns, before a wrong answer gets another turn (env.reasoning).",
         "share",
     ),
     Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "share"),
@@ -147,7 +147,7 @@ _DECLARED = (
     Metric("time/generate_s", "sum", "Time in which responses were being sampled.", "s"),
     Metric("time/score_s", "sum", "Time in which rewards were waited for.", "s"),
     Metric("time/ref_s", "sum", "Time in which reference log-probs were being computed.", "s"),
-    Metric("time/wait_s", "sum", "Time in which the learner waited for a batch; beside it the phases overlap.", "s"),
+    Metric("time/wait_s", "sum", "Time that the learner waited for a batch, during which other phases run.", "s"),
     Metric("time/learn_s", "sum", "Time of forward, backward and optimizer steps.", "s"),
     Metric("time/publish_s", "sum", "Time until every engine served the new weights.", "s"),
     Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),
@@ -163,7 +163,7 @@ _DECLARED = (
 
 METRICS: dict[str, Metric] = {item.name: item for item in _DECLARED}
 _PATTERNS = {
-    name: re.compile(re.sub("<.*>", lambda found: _PLACEHOLDERS[found[0]], name), re.ASCII)
+    name: re.compile(re.sub("<.*>", lambda match: _PLACEHOLDERS[match[0]], name), re.ASCII)
     for name in METRICS
     if "<" in name
 }

@@ -135,7 +135,7 @@ class Progress:
         self._marks.append((done, now))
         verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
         hidden = {"success"} if self._by_reward and not any(verdicts) else set()
-        parts = [f"step {done}/{self.total}"]
+        items = [f"step {done}/{self.total}"]
         for name, style in (
             ("reward", "reward {:.2f}"),
             ("success", "success {:.0%}"),
@@ -144,13 +144,13 @@ class Progress:
         ):
             value = None if name in hidden else metrics.get(name)
             if value is not None:
-                parts.append(style.format(value).replace("%", " %"))
+                items.append(style.format(value).replace("%", " %"))
         if failed := metrics.get("reward_errors"):
-            parts.append(f"{failed:.0f} not graded")
+            items.append(f"{failed:.0f} not graded")
         (first, began), (last, now) = self._marks[0], self._marks[-1]
         if last > first:
-            parts.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
-        line = "  ".join(parts)
+            items.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
+        line = "  ".join(items)
         if self._live is not None:
             from rich.text import Text
 
@@ -230,10 +230,10 @@ def closing_table(
     from rich.console import Console, Group
 
     gains = figures("held out", "before", "after", "gain")
-    own = [name.removeprefix("eval/task/") for name in {**before, **after} if name.startswith("eval/task/")]
+    tasks = [name.removeprefix("eval/task/") for name in {**before, **after} if name.startswith("eval/task/")]
     for label, mean, stderr in (
         ("greedy", "eval/accuracy", "eval/stderr"),
-        *((f"  {name}", f"eval/task/{name}", f"eval/task_stderr/{name}") for name in own),
+        *((f"  {name}", f"eval/task/{name}", f"eval/task_stderr/{name}") for name in tasks),
         (f"avg@{avg_at_k}", "eval/avg_at_k", "eval/avg_at_k_stderr"),
     ):
         old, new = before.get(mean), after.get(mean)

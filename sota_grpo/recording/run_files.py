@@ -236,7 +236,7 @@ def _is_replay(record: Any) -> bool:
     """Return whether a record is text and tables of text, all rows of a table as long as its head."""
 
     def texts(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
     if not (isinstance(record, dict) and texts([record.get("title")]) and texts(record.get("notes"))):
         return False

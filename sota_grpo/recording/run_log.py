@@ -170,9 +170,9 @@ class RunLog:
                 with (
                     atomic_file(path, durable=True) as temporary,
                     path.open("rb") as lines,
-                    temporary.open("wb") as kept,
+                    temporary.open("wb") as file,
                 ):
-                    kept.writelines(itertools.compress(lines, is_kept))
+                    file.writelines(itertools.compress(lines, is_kept))
             dropped += is_kept.count(False)
         for sink in self._sinks:
             sink.rewind(first_step)
@@ -180,7 +180,7 @@ class RunLog:
         return dropped
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the sinks; ``exit_code`` tells them whether the run succeeded. Idempotent."""
+        """Close the sinks; ``exit_code`` 0 means that the run succeeded. Idempotent."""
         for sink in self._sinks:
             sink.close(exit_code)
 

@@ -293,7 +293,7 @@ def as_markdown(row: Mapping[str, Any]) -> str:
     return f"{head}\n\n{code(row['prompt'])}\n\nResponse:\n\n{code(row['response'])}"
 
 
-#: By the names in ``logging.sinks``; and ``wandb``, which ``logging.wandb`` asks for.
+#: By the names in ``logging.sinks``; and ``wandb``, which ``logging.wandb`` selects.
 SINKS: Registry[type[CopySink]] = Registry(
     "sota_grpo.sinks",
     {
@@ -315,7 +315,7 @@ def require_sinks(config: Config) -> None:
                 f"logging.sinks={name}: no installed package has the entry point {name} of sota_grpo.sinks; there are "
                 f"{', '.join(one for one in SINKS if one != 'wandb')}, and W&B is logging.wandb=online."
             )
-    for name, _, missing in _asked(config):
+    for name, _, missing in _configured(config):
         if missing is not None and (name, config.logging.wandb) != ("wandb", "offline"):
             raise ConfigError(missing)
 
@@ -323,7 +323,7 @@ def require_sinks(config: Config) -> None:
 def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
     """Return the configured sinks; one that is not installed is left out with a warning."""
     sinks: list[CopySink] = []
-    for _, sink, missing in _asked(config):
+    for _, sink, missing in _configured(config):
         if missing is None:
             sinks.append(sink.from_config(config, run_dir))
         else:
@@ -331,14 +331,14 @@ def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
     return sinks
 
 
-def _asked(config: Config) -> Iterator[tuple[str, type[CopySink], str | None]]:
+def _configured(config: Config) -> Iterator[tuple[str, type[CopySink], str | None]]:
     """Yield the name and class of each configured sink, and a sentence where its package is not installed."""
     mode = config.logging.wandb
-    asked = [("wandb", f"logging.wandb={mode}", "set logging.wandb=disabled")] if mode != "disabled" else []
-    asked += [(name, f"logging.sinks=[{name}]", "leave it out") for name in dict.fromkeys(config.logging.sinks)]
-    for name, given, fix in asked:
+    configured = [("wandb", f"logging.wandb={mode}", "set logging.wandb=disabled")] if mode != "disabled" else []
+    configured += [(name, f"logging.sinks=[{name}]", "leave it out") for name in dict.fromkeys(config.logging.sinks)]
+    for name, setting, fix in configured:
         sink, missing = SINKS[name], ""
         if sink.package is not None and find_spec(sink.package) is None:
             package = f"`pip install 'sota-grpo[{sink.package}]'`"
-            missing = f"{given} needs {sink.package}, which is not installed: {package}, or {fix}."
+            missing = f"{setting} needs {sink.package}, which is not installed: {package}, or {fix}."
         yield name, sink, missing or None

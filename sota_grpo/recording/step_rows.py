@@ -22,8 +22,8 @@ Messages = Sequence[Mapping[str, str]]
 def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     """Return the metrics of a batch; ``version`` is that of the policy that trains on it. Means are over responses."""
     lengths = batch.sums(keys.ASSISTANT_MASK).float()
-    said = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
-    turns = (said[1:] & ~said[:-1]).sum() / len(batch)
+    sampled = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
+    turns = (sampled[1:] & ~sampled[:-1]).sum() / len(batch)
     prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
     reward, success, truncated = (_column(batch, key) for key in (keys.REWARD, keys.SUCCESS, keys.TRUNCATED))
     age = version - _column(batch, keys.POLICY_VERSION)
@@ -43,8 +43,8 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
-    if batch.has(keys.KEPT_COUNTS):
-        values["kept_tokens"] = batch.flat(keys.KEPT_COUNTS).sum() / said.sum().clamp(min=1)
+    if batch.has(keys.SUPPORT_COUNTS):
+        values["kept_tokens"] = batch.flat(keys.SUPPORT_COUNTS).sum() / sampled.sum().clamp(min=1)
     means = {name: float(value) for name, value in values.items()}
     rows = batch.rows(
         keys.EXTRA, keys.REWARD_INFO, *((*keys.REWARD_TERMS, name) for name in batch.names(keys.REWARD_TERMS))
@@ -56,11 +56,11 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     ]
     means |= {term_metric(name): value for name, value in _means([_terms(row) for row in rows]).items()}
     means |= _means(numbers)
-    own = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
+    columns = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
     tasks = [metric_tasks(extra) for extra in extras]
-    for task in sorted({task for each in tasks for task in each}):
-        mask = torch.tensor([task in each for each in tasks])
-        means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in own.items()}
+    for task in sorted({task for names in tasks for task in names}):
+        mask = torch.tensor([task in names for names in tasks])
+        means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in columns.items()}
         means[f"task/{task}/responses"] = float(mask.sum())
     return means
 
@@ -147,14 +147,14 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
         turns   assistant 3, tool 2, assistant 1
     """
     ids = row[keys.RESPONSE_TOKENS]
-    said = row[keys.ASSISTANT_MASK][-len(ids) :]
+    sampled = row[keys.ASSISTANT_MASK][-len(ids) :]
     record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else None
-    if record is None and bool(said.all()):
+    if record is None and bool(sampled.all()):
         return None
     turns, start = [], 0
     calls_and_replies, replied = iter(_calls(record or {})), ["user"]  # a turn before the policy's first is a user's
-    for trained, each in groupby(said.tolist()):
-        count = len(list(each))
+    for trained, run in groupby(sampled.tolist()):
+        count = len(list(run))
         text = tokenizer.decode(ids[start : start + count])
         turn = {"role": "assistant", "trained": trained, "tokens": count, "text": text}
         if trained:

@@ -69,17 +69,17 @@ class StoredStep:
     def samples(self) -> list[dict[str, Any]]:
         """Per row its fields, and lists with one entry per token after the prompt.
 
-        ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``log_probs`` (of the behaviour policy),
+        ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``probs`` (of the behaviour policy),
         ``policy_log_probs``, ``ref_log_probs``, ``entropy`` (nats, 0 off the assistant mask; None where not known).
         """
         samples = []
         measured: Sequence[Any] = self.measured or [(None, None)] * len(self.rows)
-        for row, fields, pieces, (own, entropy) in zip(self.rows, self.fields, self.pieces, measured, strict=True):
+        for row, fields, pieces, (probs, entropy) in zip(self.rows, self.fields, self.pieces, measured, strict=True):
             start = len(row[keys.PROMPT_TOKENS])
             values = {
                 "assistant": row[keys.ASSISTANT_MASK],
                 "log_probs": row[keys.LOG_PROBS],
-                "policy_log_probs": own,
+                "policy_log_probs": probs,
                 "ref_log_probs": row.get(keys.REF_LOG_PROBS, None),
                 "entropy": entropy,
             }
@@ -216,7 +216,7 @@ class StoredSteps:
             metrics=metrics,
             rows=batch,
             fields=fields,
-            pieces=[text_pieces(ids.tolist(), decode) for ids in batch.parts(keys.RESPONSE_TOKENS)],
+            pieces=[text_pieces(ids.tolist(), decode) for ids in batch.cells(keys.RESPONSE_TOKENS)],
             measured=list(measured.split(batch.lengths(keys.FULL_TOKENS), dim=-1)),
             origin=origin,
         )
@@ -239,7 +239,7 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
         names = ("path", "rows", "shapes", "values")
         saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in content["columns"]]
         rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
-        full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
+        full = list(zip(rows.cells(keys.FULL_TOKENS), prompt_tokens))
         rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
         rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
         for name, column in zip(_ROW_TEXTS, json.loads(content["row_texts"]), strict=True):

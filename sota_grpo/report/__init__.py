@@ -34,7 +34,7 @@ MAX_BYTES = 9_500_000  # of the file; plotly is half of it
 _MOST_DATA = 4_500_000
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("base", "lines", "curves", "runs", "tokens", "dialogs", "groups", "tables", "start")  # in this order
-_PLACE = re.compile(r"@@(\w+)@@")
+_PLACEHOLDER = re.compile(r"@@(\w+)@@")
 _HIDDEN = "(hidden)"  # pages are passed on
 _SHARE = 0.005  # of the run's time at most
 _FIRST_S = 0.3  # assumed cost of the first page
@@ -81,13 +81,13 @@ def _html(library: str, data: str) -> str:
     def asset(name: str) -> str:
         return (_ASSETS / name).read_text(encoding="utf-8")
 
-    own = "".join(asset(f"{name}.js") for name in _SCRIPTS)
+    scripts = "".join(asset(f"{name}.js") for name in _SCRIPTS)
     library, script = (  # the parser makes one line end of two characters, and looks for </script
         re.sub(r"</(?=script)", r"<\\/", text.replace("\r\n", "\n").replace("\r", "\n"), flags=re.IGNORECASE)
-        for text in (library, f'(() => {{\n"use strict";\n{own}}})();\n')
+        for text in (library, f'(() => {{\n"use strict";\n{scripts}}})();\n')
     )
     known = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)]
-    parts = {
+    values = {
         "POLICY": f"default-src 'none'; script-src 'sha256-{known[0]}' 'sha256-{known[1]}'; "
         "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'",
         "STYLE": asset("report.css"),
@@ -95,7 +95,7 @@ def _html(library: str, data: str) -> str:
         "LIBRARY": library,
         "SCRIPT": script,
     }
-    return _PLACE.sub(lambda match: parts[match[1]], asset("page.html"))
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], asset("page.html"))
 
 
 def _plotly() -> str:
@@ -165,14 +165,14 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     ordered = [name for name in schema if name in present] + [name for name in present if name not in schema]
     rows = []
     for name in ordered:
-        says, default = schema.get(name, ("", None))
+        help_line, default = schema.get(name, ("", None))
         secret = name.endswith(("_token", "_secret", "password", "api_key"))  # of another program
         values = [
             None if name not in config else _HIDDEN if secret and config[name] is not None else shown(config[name])
             for config in configs
         ]
         differs = len(set(values)) > 1
-        rows.append({"name": name, "help": says, "default": default, "values": values, "differs": differs})
+        rows.append({"name": name, "help": help_line, "default": default, "values": values, "differs": differs})
     return rows
 
 
@@ -257,7 +257,7 @@ class TrainingReport:
         except Exception as error:  # a page is not worth a run
             self._enabled = False
             logger.warning(
-                "The report could not be written (%s); training goes on, and sota-grpo report %s writes it later.",
+                "The report could not be written (%s); training continues, and sota-grpo report %s writes it later.",
                 *(sentence(error), self._run_dir),
             )
         self._last = self._clock() - began

@@ -230,13 +230,13 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     ``steps``, ``responses`` and ``seconds`` are the three x-axes; ``columns`` and ``errors`` have, by metric, either
     ``{"v": values}``, aligned with them, or ``{"i": positions, "v": values}`` where most steps lack it.
     """
-    seconds, kept = 0.0, []
+    seconds, points = 0.0, []
     last = len(run.rows) - 1
     for index, row in enumerate(run.rows):
         seconds += _number(row, "time/step_s") + _number(row, "time/eval_s")
         if index % stride == 0 or index == last or "eval/accuracy" in row:
-            kept.append((row, seconds))
-    rows = [row for row, _ in kept]
+            points.append((row, seconds))
+    rows = [row for row, _ in points]
     responses = [number(row.get("dialog_turns")) or 0 for row in rows]
     columns = {name: _column([row.get(name) for row in rows]) for name in names(rows)}
     tasks = {name: name.replace(EVAL_TASK, EVAL_TASK_ERROR) for name in columns if name.startswith(EVAL_TASK)}
@@ -245,7 +245,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     return {
         "steps": [row["step"] for row in rows],
         "responses": list(accumulate(responses, max)),  # an evaluation has no count
-        "seconds": [number(spent) for _, spent in kept],
+        "seconds": [number(spent) for _, spent in points],
         "columns": {name: column for name, column in columns.items() if column},
         "errors": {name: column for name, column in errors.items() if column},
     }
@@ -275,10 +275,10 @@ def family(name: str) -> str:
     >>> family("reward"), family("reward/format"), family("eval/num_samples"), family("zeal")
     ('What it learned', 'Rewards and advantages', 'Evaluation beside its accuracy', 'Other')
     """
-    return [*(title for title, _ in FAMILIES), "Other"][place_of(name)[0]]
+    return [*(title for title, _ in FAMILIES), "Other"][position_of(name)[0]]
 
 
-def place_of(name: str) -> tuple[int, int]:
+def position_of(name: str) -> tuple[int, int]:
     """Return the index of the metric's section, and its own in it; a full name counts before a prefix."""
     for index, (_, members) in enumerate(FAMILIES):
         if name in members:
@@ -304,16 +304,16 @@ def charts(metrics: Iterable[str]) -> list[dict[str, Any]]:
     lr [('', 'lr')]
     """
     lines: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for name in sorted(metrics, key=place_of):
+    for name in sorted(metrics, key=position_of):
         key, within, label = _split(name)
         lines.setdefault((key, within), []).append((label, name))
 
-    def place(chart: tuple[str, str]) -> tuple[int, str, int]:
+    def position(chart: tuple[str, str]) -> tuple[int, str, int]:
         key, within = chart
-        index, member = place_of(_plain(key))
+        index, member = position_of(_plain(key))
         return index, within, member
 
-    return [_chart(key, within, sorted(lines[key, within])) for key, within in sorted(lines, key=place)]
+    return [_chart(key, within, sorted(lines[key, within])) for key, within in sorted(lines, key=position)]
 
 
 def _split(name: str) -> tuple[str, str, str]:
@@ -327,10 +327,10 @@ def _split(name: str) -> tuple[str, str, str]:
         if name.startswith(prefix):
             task, _, last = name.removeprefix(prefix).rpartition("/")
             return (f"{prefix}{_OF_A_TASK}/{last}", "", task) if task else (name, "", "")
-    before, is_family, behind = (metric.name if metric else name).partition("<")
+    before, is_family, suffix = (metric.name if metric else name).partition("<")
     if metric is None or not is_family or metric.name == name:
         return name, "", ""
-    after = behind.partition(">")[2]
+    after = suffix.partition(">")[2]
     within, _, label = name[len(before) : len(name) - len(after)].rpartition("/")
     return f"{before}{_OF_A_TASK}{after}", within, label
 
@@ -383,8 +383,8 @@ def phases(run: RunData) -> dict[str, Any]:
     """
     spent = {name: sum(_number(row, name) for row in run.rows) for name in METRICS if name.startswith("time/")}
     total = spent.pop("time/step_s") + spent["time/eval_s"]
-    parts = {name[len("time/") : -len("_s")]: number(seconds) for name, seconds in spent.items() if seconds}
-    return {"total": number(total), "parts": parts, "other": number(max(0.0, total - sum(spent.values())))}
+    seconds_of = {name[len("time/") : -len("_s")]: number(seconds) for name, seconds in spent.items() if seconds}
+    return {"total": number(total), "parts": seconds_of, "other": number(max(0.0, total - sum(spent.values())))}
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ Line = tuple[int, int, int]  # its number, its offset in the file and its size
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
     """Return the tokens after the prompt with their values, or None where the row has no tokens.
 
-    ``pieces`` is the text; ``said`` is 1 for tokens of the policy, and missing where all are; ``ratio``, ``kl`` and
+    ``pieces`` is the text; ``sampled`` is 1 for tokens of the policy, and missing where all are; ``ratio``, ``kl`` and
     ``entropy`` are missing where they were not stored, and null for other tokens; ``gap`` is the position and number
     of the tokens left out of a very long response.
 
@@ -43,8 +43,8 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
     >>> token_columns(row, "k3")
     {'pieces': ['4', '2'], 'ratio': [1, 1.65], 'entropy': [0.5, 1]}
     """
-    pieces, said = row.get("pieces"), row.get("assistant")
-    if not pieces or said is None:
+    pieces, sampled = row.get("pieces"), row.get("assistant")
+    if not pieces or sampled is None:
         return None
     behaviour, policy, reference = (row.get(name) for name in ("log_probs", "policy_log_probs", "ref_log_probs"))
     figures = {"ratio": None, "entropy": row.get("entropy"), "kl": None}
@@ -59,11 +59,11 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
         pair = torch.tensor([newest, reference], dtype=torch.float64)
         figures["kl"] = KL_ESTIMATORS.get(estimator, kl_k3)(*pair).tolist()
     columns: dict[str, Any] = {"pieces": _ends(pieces)}
-    if not all(said):
-        columns["said"] = _ends([int(one) for one in said])
+    if not all(sampled):
+        columns["said"] = _ends([int(flag) for flag in sampled])
     for name, values in figures.items():
         if values is not None:
-            columns[name] = _ends([number(value, _DIGITS) if wrote else None for value, wrote in zip(values, said)])
+            columns[name] = _ends([number(value, _DIGITS) if wrote else None for value, wrote in zip(values, sampled)])
     left = len(pieces) - _FIRST - _LAST
     return columns | ({"gap": [_FIRST, left]} if left > 0 else {})
 
@@ -87,7 +87,7 @@ def choose_groups(run: RunData, budget: int) -> Groups:
     path = run.path / ROLLOUTS_FILE
     lines, ages = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
-    weight = sum(size for own in lines.values() for *_, size in own)
+    weight = sum(size for rows in lines.values() for *_, size in rows)
     most = max(budget // 2, budget - weight)
     stored, left = _stored(run.path, estimator, most)
     rest = [key for key in _in_order(lines) if key not in stored]
@@ -213,9 +213,9 @@ def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tupl
     if not lines:  # nor a file, perhaps
         return
     with open_file(path) as file:
-        for key, own in lines.items():
+        for key, sizes in lines.items():
             rows = []
-            for line_number, offset, size in own:
+            for line_number, offset, size in sizes:
                 file.seek(offset)
                 rows.append(json_line(file.read(size), path, line_number))
             yield key, safe_json(plain_group(rows, whole=False))
@@ -272,19 +272,19 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(dialog, dict):
         return None
 
-    def call(asked: Mapping[str, Any]) -> dict[str, Any]:
-        reply, arguments = asked.get("reply"), asked.get("arguments")
+    def call(request: Mapping[str, Any]) -> dict[str, Any]:
+        reply, arguments = request.get("reply"), request.get("arguments")
         fields = arguments if isinstance(arguments, dict) else {"": arguments}
         return {
-            "name": clipped_name(asked.get("name")),
+            "name": clipped_name(request.get("name")),
             "arguments": {clipped_name(name): clipped(shown(value)) for name, value in fields.items()},
             "reply": None if reply is None else clipped(shown(reply)),
-            "error": asked.get("error") is True,
+            "error": request.get("error") is True,
         }
 
     turns = []
     for turn in _dicts(dialog.get("turns"))[:_MOST_TURNS]:
-        calls = [call(each) for each in _dicts(turn.get("calls"))[:_MOST_CALLS]]
+        calls = [call(record) for record in _dicts(turn.get("calls"))[:_MOST_CALLS]]
         turns.append(
             {
                 "role": clipped_name(turn.get("role")),
@@ -317,4 +317,4 @@ def clipped_name(name: Any, most: int = _MOST_NAME) -> str:
 
 
 def _dicts(values: Any) -> Sequence[Mapping[str, Any]]:
-    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []

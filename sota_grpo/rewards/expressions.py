@@ -24,7 +24,7 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression: its exact value, and the numbers that stand in it from left to right, without signs."""
+    """A parsed expression: its exact value, and the numbers in it from left to right, without signs."""
 
     value: Fraction
     numbers: tuple[Fraction, ...]

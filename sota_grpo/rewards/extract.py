@@ -1,4 +1,4 @@
-"""Finds the final answer of a response where the task asked for it, and reads numbers exactly.
+"""Finds the final answer of a response where the prompt requires it, and reads numbers exactly.
 
 Model text is untrusted: nothing here calls ``eval`` or a computer algebra system, the length of what is parsed is
 bounded, and every regular expression is linear (its alternatives start with different characters or are bounded).
@@ -41,7 +41,7 @@ def parse_number(text: str) -> Fraction | None:
     """The value of ``text`` when it holds exactly one number, else None.
 
     Thousands commas, a dollar sign, a percent sign, units and words around the number, and a trailing period are
-    read over; ``18%`` is 18, as a percentage is asked for as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
+    read over; ``18%`` is 18, as prompts expect a percentage as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
     fractions, ``3 1/2`` and ``3½`` mixed numbers; ``1.8k``, ``18 million`` and ``2 dozen`` are 1800, 18000000 and 24.
     Of worked numbers, ``6*3 = 18``, the last side counts. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a
     response may not hedge, and nothing is computed (``5!``, ``18²``).
@@ -57,7 +57,7 @@ def parse_number(text: str) -> Fraction | None:
         text = text.replace(old, new)
     text = _UNIT_POWER.sub(r"\1", CALCULATION.sub("", text))
     text = _GROUPED.sub(lambda number: number[1] + re.sub(r"\s", "", number[2]), _WORKED.sub("", text))
-    text = _VULGAR.sub(lambda part: f"{part[1]} {unicodedata.normalize('NFKC', part[2]).replace('⁄', '/')}", text)
+    text = _VULGAR.sub(lambda match: f"{match[1]} {unicodedata.normalize('NFKC', match[2]).replace('⁄', '/')}", text)
     text = _LEADING_MINUS.sub("-", text)
     text = _MIXED_NUMBER.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
@@ -103,7 +103,7 @@ def answers_equal(answer: str, gold: str) -> bool:
     """Whether two answers are the same number, the same choice, or the same text.
 
     In texts, letter case, spacing, a last period, quotation marks, asterisks and LaTeX's text commands do not count; a
-    choice may have brackets, and what it stands for after it. Units are read over where the gold answer has none, or
+    choice may have brackets, and its text after it. Units are read over where the gold answer has none, or
     where the answer has none and the gold answer is a number with its unit; so ``11`` is not ``Apollo 11``, and
     ``3 am`` is not ``3 pm``.
 
@@ -257,7 +257,7 @@ def _boxes(text: str) -> list[_Span]:
 
 
 def _joined(text: str, spans: Iterable[_Span]) -> list[_Span]:
-    """The spans, those as one answer between which only a comma, "and", "or" or a union stands.
+    """The spans, those as one answer that only a comma, "and", "or" or a union separates.
 
     >>> text = "$x=1$ or $x=2$; so $3$."
     >>> [span.answer for span in _joined(text, _mathematics(text))]
@@ -284,7 +284,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _mathematics(text: str) -> list[_Span]:
-    """What stands between ``$``, ``$$``, ``\\( \\)`` or ``\\[ \\]``."""
+    """The text between ``$``, ``$$``, ``\\( \\)`` or ``\\[ \\]``."""
     matches = _MATHEMATICS.finditer(text)
     return [_Span(*match.span(), [match[match.lastgroup].strip()]) for match in matches if match.lastgroup]
 
@@ -319,16 +319,16 @@ def find_mathematics(text: str) -> str | None:
 
 def _said(text: str, begin: int, *, plainly: bool = False) -> str:
     """What a sentence says from there on; ``plainly`` is a number with its unit, a pair, a choice or a name."""
-    said = _SAID_END.split(text[begin : begin + _MAX_SAID_CHARS], maxsplit=1)[0].strip(_QUOTES)
-    if plainly and (len(_SAID_WORD.findall(said)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(said)):
+    phrase = _SAID_END.split(text[begin : begin + _MAX_SAID_CHARS], maxsplit=1)[0].strip(_QUOTES)
+    if plainly and (len(_SAID_WORD.findall(phrase)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(phrase)):
         return ""
-    return said if not plainly or _SAID_NUMBER.match(said) or not any(map(str.isdigit, said)) else ""
+    return phrase if not plainly or _SAID_NUMBER.match(phrase) or not any(map(str.isdigit, phrase)) else ""
 
 
 def _said_last(text: str) -> str | None:
     """What "the answer is" says last, whatever it is."""
-    said = (_said(text, cue.end()) for cue in reversed(list(_ANSWER_IS.finditer(text))))
-    return next(filter(None, said), None)
+    phrases = (_said(text, cue.end()) for cue in reversed(list(_ANSWER_IS.finditer(text))))
+    return next(filter(None, phrases), None)
 
 
 def _hash(text: str) -> str | None:

@@ -39,7 +39,7 @@ TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "environments", "l
 
 Functions = Mapping[str, Callable[..., Any]]
 
-NEEDS_ENVIRONMENTS = "asks for environments, which only env.environment=FILE.py:FACTORY has"
+NEEDS_ENVIRONMENTS = "requires environments, which only env.environment=FILE.py:FACTORY has"
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _LOOP: list[Any] = []  # the event loop of all coroutines, and the process that made it
 _LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and take turns to run the loop
@@ -77,16 +77,16 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
     file = Path(path)
     require_file(file)
     members = load_python(file, "reward.path", RewardFunctionError)
-    own = [
+    defined = [
         name
         for name, value in members.items()
         if inspect.isfunction(value) and value.__module__ == members["__name__"] and not name.startswith("_")
     ]
-    if list(names) == [DEFAULT_NAME] and len(own) == 1 and not callable(members.get(DEFAULT_NAME)):
-        names = own
+    if list(names) == [DEFAULT_NAME] and len(defined) == 1 and not callable(members.get(DEFAULT_NAME)):
+        names = defined
     for name in names:
         if not callable(members.get(name)):
-            raise RewardFunctionError(no_function(path, name, own))
+            raise RewardFunctionError(no_function(path, name, defined))
     return [recognise(members[name], name, path) for name in names]
 
 
@@ -101,12 +101,12 @@ def require_file(path: Path) -> None:
         raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (now in {Path.cwd()}).")
 
 
-def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction:
-    """Return a callable as a reward function; its parameters tell its form.
+def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunction:
+    """Return a callable as a reward function; its parameters determine its form.
 
     Args:
         name: of its reward term.
-        place: its origin, for messages.
+        location: its origin, for messages.
 
     Raises:
         RewardFunctionError: its parameters are neither verl's nor TRL's.
@@ -122,15 +122,15 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
     keywords = {p.name for p in named if p.kind is not p.POSITIONAL_ONLY}
     required = tuple(p.name for p in named if p.default is p.empty)
     taken = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
-    written = f"{place}: {name}({', '.join(map(str, parameters))})"
+    written = f"{location}: {name}({', '.join(map(str, parameters))})"
     if "solution_str" in keywords:
         form, reason = VERL, "nothing here has"
         missing = [name for name in required if name not in _VERL_PARAMETERS]
-    else:  # the columns that a function of TRL's form asks for are checked where the rows are known
+    else:  # the columns that a function of TRL's form requires are checked where the rows are known
         form, reason = TRL, "a grader, which reads responses only, does not have"
         missing = [name for name in required if name in ("prompt_ids", "trainer_state")]
     if missing:
-        raise RewardFunctionError(f"{written} asks for {', '.join(missing)}, which {reason}; give it a default value.")
+        raise RewardFunctionError(f"{written} requires {', '.join(missing)}, which {reason}; give it a default value.")
     if form == TRL and not keywords & {"completions", "completion_ids", "prompts", "environments"}:
         raise RewardFunctionError(
             f"{written} is neither verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
@@ -206,18 +206,18 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
     if function.form == VERL:
         calls = [
             {
-                "data_source": one.data_source,
-                "solution_str": one.response,
-                "ground_truth": one.ground_truth,
-                "extra_info": one.columns.get("extra_info", dict(one.columns)),
+                "data_source": inputs.data_source,
+                "solution_str": inputs.response,
+                "ground_truth": inputs.ground_truth,
+                "extra_info": inputs.columns.get("extra_info", dict(inputs.columns)),
             }
-            for one in group
+            for inputs in group
         ]
         return [_read(function, path, result) for result in _results(function, calls)]
     reason = None
-    if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
-        reason = "asks for completion_ids, which only a response of an engine has"
-    elif "environments" in function.required and any(one.environment is None for one in group):
+    if "completion_ids" in function.required and any(inputs.completion_ids is None for inputs in group):
+        reason = "requires completion_ids, which only a response of an engine has"
+    elif "environments" in function.required and any(inputs.environment is None for inputs in group):
         reason = NEEDS_ENVIRONMENTS
     if reason is not None:
         return [RewardOutput(error=f"TypeError: {function.name} {reason}")] * len(group)
@@ -240,8 +240,8 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
     if fault is not None:
         return [RewardOutput(error=fault)] * len(group)
     return [
-        RewardOutput(info=own) if value is None else _read_number(function, value, own)
-        for value, own in zip(values, info, strict=True)
+        RewardOutput(info=row_info) if value is None else _read_number(function, value, row_info)
+        for value, row_info in zip(values, info, strict=True)
     ]
 
 
@@ -255,10 +255,10 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
     def log_metric(name: str, value: Any) -> None:
         log_extra(name, [value] * len(info))
 
-    def completion(one: RewardInputs) -> str | list[Mapping[str, Any]]:
-        if one.turns is not None:
-            return copy.deepcopy([*one.turns])
-        return one.response if isinstance(one.prompt, str) else [{"role": "assistant", "content": one.response}]
+    def completion(row: RewardInputs) -> str | list[Mapping[str, Any]]:
+        if row.turns is not None:
+            return copy.deepcopy([*row.turns])
+        return row.response if isinstance(row.prompt, str) else [{"role": "assistant", "content": row.response}]
 
     ids = [list(one.completion_ids) for one in group if one.completion_ids is not None]
     states = [EnvironmentState(one.environment) for one in group if one.environment is not None]
@@ -434,8 +434,8 @@ class _Describer:
             return ["set", *sorted(json.dumps(self.of(item)) for item in value)]
         if isinstance(value, Mapping):
             return ["map", *([self.of(key), self.of(item)] for key, item in value.items())]
-        parts = self._parts(value)
-        return parts if isinstance(parts, str) else [self.of(each) for each in parts]
+        description = self._parts(value)
+        return description if isinstance(description, str) else [self.of(part) for part in description]
 
     def _parts(self, value: Any) -> str | list[Any]:
         """Return the content of an object; the name of one that does not belong to the home module."""
@@ -462,11 +462,11 @@ class _Describer:
         state = dict(vars(value)) if named is not value and hasattr(value, "__dict__") else {}
         # methods, properties by their getter, and other members, without those of every class
         members = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(named).items()}
-        own = {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
-        return [name, own, named.__bases__, state]
+        shown = {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
+        return [name, shown, named.__bases__, state]
 
 
 def _globals_read(code: CodeType) -> set[str]:
     """Return the globals that ``code`` and the functions inside it read."""
-    names = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
     return names.union(*(_globals_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

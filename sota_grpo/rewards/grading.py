@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from sota_grpo.rl.records import LARGEST, Example, Score, task_of_example
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
 from sota_grpo.text import one_line
-from sota_grpo.workers.base import WorkerSpec, promised, resolve, starter
+from sota_grpo.workers.base import WorkerSpec, pending_future, resolve, starter
 from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 
@@ -74,7 +74,7 @@ def guarded_scores(
         try:
             answers = score_group(pairs)
             if len(answers) == len(pairs):
-                scores = [_checked(one, term_names, example) for one, (_, example) in zip(answers, pairs)]
+                scores = [_checked(answer, term_names, example) for answer, (_, example) in zip(answers, pairs)]
             else:
                 reason = f"ValueError: the grader returned {len(answers)} scores for {len(pairs)} responses"
                 scores = [failed_score(term_names, reason, example) for _, example in pairs]
@@ -168,7 +168,7 @@ class LocalGrader:
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """One score per pair; the future is done already."""
-        scores = promised()
+        scores = pending_future()
         resolve(scores, lambda: list(map(self._failures.add, guarded_scores(self._score, self._term_names, pairs))))
         return scores
 
@@ -321,12 +321,12 @@ class GradingPool:
 
 def done(value: Any) -> Future[Any]:
     """A future that has its result."""
-    future = promised()
+    future = pending_future()
     future.set_result(value)
     return future
 
 
-def own_grader(grader: Grader) -> Grader:
+def task_grader(grader: Grader) -> Grader:
     """The grader of the task's own terms, where ``grader`` adds those of a judge; else ``grader``."""
     return getattr(grader, "grader", grader)
 

@@ -214,11 +214,11 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.strip().splitlines()]
 
-    passed: list[bool] = []
+    results: list[bool] = []
     for test in [tests] if isinstance(tests, str) else tests:
         if isinstance(test, Mapping):
             ran = runner.run(program, str(test.get("stdin", "")))
-            passed.append(ran.ended and lines(ran.stdout) == lines(str(test["stdout"])))
+            results.append(ran.ended and lines(ran.stdout) == lines(str(test["stdout"])))
             continue
         # All assertions in one run. A program cannot guess the marks, but one that searches its process for them finds
         # them, and an object that equals everything passes every comparison: only outputs of pairs are compared outside
@@ -227,8 +227,8 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
         marks = {id(node): secrets.token_hex(16) for node in counted}
         steps = [(marks.get(id(node), ""), ast.unparse(node)) for node in body]
         printed = runner.run(_TESTING, json.dumps({"code": program, "steps": steps})).stdout.split()
-        passed += [mark in printed for mark in marks.values()]
-    return passed
+        results += [mark in printed for mark in marks.values()]
+    return results
 
 
 def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
@@ -249,10 +249,10 @@ def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
 @cache
 def _libraries() -> list[str]:
     """Folders of Python and of the system's libraries; no site-packages."""
-    wanted = ["/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/bin", "/etc/ld.so.cache", sys.base_prefix]
-    wanted += [name for name in ("/lib", "/lib64") if not os.path.islink(name)]
-    kept: list[str] = []
-    for name in wanted:
-        if Path(name).exists() and not any(Path(name).is_relative_to(other) for other in kept):
-            kept.append(name)
-    return kept
+    candidates = ["/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/bin", "/etc/ld.so.cache", sys.base_prefix]
+    candidates += [name for name in ("/lib", "/lib64") if not os.path.islink(name)]
+    folders: list[str] = []
+    for name in candidates:
+        if Path(name).exists() and not any(Path(name).is_relative_to(other) for other in folders):
+            folders.append(name)
+    return folders

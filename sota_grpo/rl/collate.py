@@ -50,8 +50,8 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.LOSS_WEIGHT, 0.0),
     (keys.OBJECTIVE_MASK, False),
     (keys.TOKEN_VERSION, -1),
-    (keys.KEPT_COUNTS, 0),
-    (keys.KEPT_IDS, -1),  # in a width of its own
+    (keys.SUPPORT_COUNTS, 0),
+    (keys.SUPPORT_IDS, -1),  # in a width of its own
 )
 _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)
 
@@ -94,7 +94,7 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     lengths = [len(ids) + len(response) for response in responses]
 
     def behind_prompt(prompt: Tensor, of_responses: Iterable[Tensor]) -> Tensor:
-        return torch.cat([piece for own in of_responses for piece in (prompt, own)])
+        return torch.cat([piece for response in of_responses for piece in (prompt, response)])
 
     off = torch.zeros_like(ids, dtype=torch.bool)
     masks = ((s.token_ids, s.assistant_mask) for s in samples)
@@ -121,9 +121,9 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     texts = [response_text(tokenizer, last_turn(one)) if one.text is None else one.text for one in samples]
     rows.set(keys.RESPONSE_TEXT, texts)
     rows.set(keys.DIALOG, [None if one.record is None else json.dumps(one.record) for one in samples])
-    if any(sample.kept is not None for sample in samples):
-        rows.set(keys.KEPT_IDS, [one.kept and one.kept.ids for one in samples])
-        rows.set(keys.KEPT_COUNTS, [one.kept and torch.cat([off.int(), one.kept.counts]) for one in samples])
+    if any(sample.support is not None for sample in samples):
+        rows.set(keys.SUPPORT_IDS, [one.support and one.support.ids for one in samples])
+        rows.set(keys.SUPPORT_COUNTS, [one.support and torch.cat([off.int(), one.support.counts]) for one in samples])
     return rows
 
 
@@ -146,7 +146,7 @@ def last_turn(sample: Sample) -> Tensor:
 def done_entries(truncated: Tensor) -> dict[str, Tensor]:
     """Return ``done``, ``terminated`` and ``truncated``, each bool ``[G, 1]``, from ``truncated`` ``[G]``."""
     flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
-    return {name: each.unsqueeze(1) for name, each in flags.items()}
+    return {name: flag.unsqueeze(1) for name, flag in flags.items()}
 
 
 def response_ids(row: TensorDictBase) -> Tensor:
@@ -234,7 +234,7 @@ def set_loss_weights(
     if drop_truncated:
         lengths = torch.where(rows.get(keys.TRUNCATED).flatten(), 0, lengths)
     weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
-    masks = rows.parts(keys.ASSISTANT_MASK)
+    masks = rows.cells(keys.ASSISTANT_MASK)
     rows.set(keys.LOSS_WEIGHT, [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)])
 
 
@@ -304,14 +304,14 @@ def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
     """
     real = batch.get(keys.ATTENTION_MASK).bool()
     rows = []
-    others = batch.exclude(keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS, keys.KEPT_IDS)
+    others = batch.exclude(keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS, keys.SUPPORT_IDS)
     for index, (mask, row) in enumerate(zip(real, others.unbind(0), strict=True)):
         cut = row.clone(recurse=False)
         for key, value in row.items(include_nested=True, leaves_only=True):
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == mask.shape[0]:
                 cut.set(key, value[mask])
-        if batch.get(keys.KEPT_IDS, None) is not None:
-            cut.set(keys.KEPT_IDS, batch.get(keys.KEPT_IDS)[index, : int(row.get(keys.KEPT_COUNTS).sum())])
+        if batch.get(keys.SUPPORT_IDS, None) is not None:
+            cut.set(keys.SUPPORT_IDS, batch.get(keys.SUPPORT_IDS)[index, : int(row.get(keys.SUPPORT_COUNTS).sum())])
         rows.append(cut)
     return lazy_stack(rows, 0)
 
@@ -334,8 +334,8 @@ def micro_batches(
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
     listed = row_list(rows)
     prompts = row_prompts(listed)
-    places = filled(prompts, range(len(prompts)), token_budget=token_budget, shared_prompt=shared_prompt)
-    return [[listed[index] for index in part] for part in places]
+    batches = filled(prompts, range(len(prompts)), token_budget=token_budget, shared_prompt=shared_prompt)
+    return [[listed[index] for index in batch] for batch in batches]
 
 
 def filled(
@@ -370,13 +370,13 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
     """The prompt of each row."""
     names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
     listed: Any = rows.rows(*names, keys.LOG_PROBS) if isinstance(rows, RowTable) else rows
-    found = []
+    prompts = []
     for row in listed:
         completion_mask, tokens = (row[name].cpu().numpy() for name in names)
         sampled = int(known_tokens(row).count_nonzero())
         length = int(completion_mask.argmax()) if completion_mask.any() else len(tokens)
-        found.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
-    return found
+        prompts.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
+    return prompts
 
 
 def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:

@@ -22,7 +22,7 @@ from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, 
 from sota_grpo.functional.micro_batches import loss_weights
 from sota_grpo.functional.surrogates import TENSORS, of_terms, sequence_log_ratio
 from sota_grpo.rl.collate import pad_rows, unpad_rows
-from sota_grpo.rl.objective_files import ObjectiveError, surrogate
+from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
 
 TORCHRL_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "sequence", "none": "none"}
 _CHOICES: dict[str, Collection[Any]] = {
@@ -336,8 +336,8 @@ class GRPOLoss(LossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        own = [getattr(self.tensor_keys, name) for name in ("action", "sample_log_prob", "advantage", "mask")]
-        return list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
+        names = [getattr(self.tensor_keys, name) for name in ("action", "sample_log_prob", "advantage", "mask")]
+        return list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *names]))
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -463,13 +463,11 @@ class GRPOLoss(LossModule):
             raise ValueError(f"the batch has the shape {list(batch.batch_size)}; give one of rows, batch.reshape(-1).")
         wrapper_methods = ("get_dist", f"_get_{self.masking_strategy}_dist")
         is_wrapper = any(hasattr(self.actor_network, name) for name in wrapper_methods)
-        own_keys = (
-            (keys.FULL_TOKENS, keys.ASSISTANT_MASK) if is_wrapper else getattr(self.actor_network, "in_keys", None)
-        )
+        fields = (keys.FULL_TOKENS, keys.ASSISTANT_MASK) if is_wrapper else getattr(self.actor_network, "in_keys", None)
         for name in ("action", "mask"):
-            if own_keys and (key := getattr(self.tensor_keys, name)) not in own_keys:
+            if fields and (key := getattr(self.tensor_keys, name)) not in fields:
                 raise ValueError(
-                    f"set_keys gave {name}={key!r}, but actor_network reads {', '.join(map(_dotted, own_keys))}; "
+                    f"set_keys gave {name}={key!r}, but actor_network reads {', '.join(map(_dotted, fields))}; "
                     "rename the entry of the batch."
                 )
         read = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
@@ -503,10 +501,10 @@ class GRPOLoss(LossModule):
         return {**stored, "log_prob": log_prob, "mask": mask, "entropy": out.get("entropy", None)}
 
     def _read_wrapper(self, batch: TensorDictBase) -> dict[str, Any]:
-        if keys.KEPT_COUNTS in batch.keys(include_nested=True):
+        if keys.SUPPORT_COUNTS in batch.keys(include_nested=True):
             raise ValueError(
-                "The rows were sampled by top-p, top-k or min-p, and TorchRL's wrappers know no kept sets, over which "
-                "log-probs have to be; train a CausalPolicy on them."
+                "The rows were sampled by top-p, top-k or min-p, and TorchRL's wrappers know no sampling "
+                "support, over which log-probs have to be; train a CausalPolicy on them."
             )
         actor: Any = self.actor_network
         ragged = isinstance(batch, LazyStackedTensorDict)
@@ -522,8 +520,8 @@ class GRPOLoss(LossModule):
         if keys.ASSISTANT_MASK in visible.keys(include_nested=True):
             # the wrapper would mask by the *padded* prompt's width, which is right only if all are equally long
             visible = visible.exclude(keys.PROMPT_TOKENS)
-        own = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
-        dist = actor.get_dist(visible, logits_key="logits") if own is None else own(visible)
+        get_dist = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
+        dist = actor.get_dist(visible, logits_key="logits") if get_dist is None else get_dist(visible)
         action = visible.get(self.tensor_keys.action, as_padded_tensor=True, padding_side=side, padding_value=-100)
         return {
             **stored,
@@ -586,8 +584,8 @@ def derivative(loss: Tensor, log_prob: Tensor) -> Tensor:
     """``d loss / d log_prob``; 0 where there is no graph. The graph remains for ``backward``."""
     if not (loss.requires_grad and log_prob.requires_grad):
         return torch.zeros_like(log_prob)
-    (found,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(log_prob) if found is None else found
+    (slope,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(log_prob) if slope is None else slope
 
 
 def _total(value: Tensor, mask: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
     return names
 
 
-VERDICTS = ("success", "acc", "correct")  # what a reward function gives beside the reward says whether it is right
+VERDICTS = ("success", "acc", "correct")  # fields of a reward function's result that say whether the response is right
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 
 
@@ -65,8 +65,7 @@ class Score:
         success: whether the response is right.
         error: why the grader failed, if it did.
         info: further results (JSON-serialisable); numbers are logged as metrics, all of it is in the rollouts.
-        reply: the turn (``role``, ``content``) that answers the response where a dialog of several turns goes on; None
-            ends it.
+        reply: the turn (``role``, ``content``) that answers the response where a dialog continues; None ends it.
     """
 
     terms: Mapping[str, float | None]
@@ -94,7 +93,7 @@ def rewarded(score: Score) -> Score:
 class SampledText(str):
     """A response's text with the ids that it was decoded from, for a grader that counts tokens; else a plain text.
 
-    Of a dialog with tools it is the last turn, and ``record`` tells of the whole (:class:`Sample`).
+    Of a dialog with tools it is the last turn, and ``record`` describes the whole (:class:`Sample`).
 
     >>> text = SampledText("4", [52, 2])
     >>> import pickle
@@ -159,8 +158,8 @@ class GroupRequest:
     first_sample: int = 0
 
 
-#: Most tokens of a kept set, 4 KiB of ids: above, a sample's sets would take more than all else of it together.
-MOST_KEPT = 1024
+#: Most tokens of a sampling support, 4 KiB of ids: larger supports would take more than the rest of a sample.
+MAX_SUPPORT = 1024
 
 
 class SamplingSupport(NamedTuple):
@@ -187,8 +186,8 @@ class Sample:
     turns ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, of log-prob 0 and version -1; None
     means that the policy produced every token. ``record`` (JSON-serialisable) is what an episode with tools passes to
     its grader (:class:`~sota_grpo.envs.dialogs.ToolEpisode`); of another dialog of several turns it is ``replies``, the
-    environment's turns (``role``, ``content``). ``kept`` is set where sampling was truncated and the engine reports it;
-    log-probs are then those over the kept sets. ``text`` is the response without end tokens and padding, where a
+    environment's turns (``role``, ``content``). ``support`` is set where sampling was truncated and the engine reports
+    it; log-probs are then those over the supports. ``text`` is the response without end tokens and padding, where a
     rollout worker has decoded it.
     """
 
@@ -198,7 +197,7 @@ class Sample:
     truncated: bool
     assistant_mask: torch.Tensor | None = None
     record: Mapping[str, Any] | None = None
-    kept: SamplingSupport | None = None
+    support: SamplingSupport | None = None
     text: str | None = None
 
 

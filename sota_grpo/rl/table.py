@@ -67,7 +67,7 @@ class Column(NamedTuple):
             return cls(list(values), None, rows)
         return cls(torch.cat(list(values)), list(map(len, values)), rows)
 
-    def parts(self) -> Sequence[Any]:
+    def cells(self) -> Sequence[Any]:
         """The values, one per row that has the entry; views."""
         if self.lengths is not None:
             return self.values.split(self.lengths)
@@ -80,7 +80,7 @@ class Column(NamedTuple):
         start = sum(self.lengths[:row])
         return self.values[start : start + self.lengths[row]]
 
-    def places(self, num_rows: int) -> Sequence[int]:
+    def indices(self, num_rows: int) -> Sequence[int]:
         """Return the indices of the rows that have the entry."""
         return range(num_rows) if self.rows is None else self.rows
 
@@ -91,31 +91,31 @@ class Column(NamedTuple):
         sizes = [self.values.shape[1:].numel()] * len(self.values)
         return self._replace(values=self.values.flatten(), lengths=sizes)
 
-    def take(self, places: Sequence[int]) -> Column:
-        """Return the column of the rows ``places``, in this order."""
+    def take(self, indices: Sequence[int]) -> Column:
+        """Return the column of the rows ``indices``, in this order."""
         if self.rows is not None:
             known = {row: at for at, row in enumerate(self.rows)}
-            rows = [new for new, place in enumerate(places) if place in known]
-            taken = self._at([known[places[new]] for new in rows])
-            return taken._replace(rows=rows if len(rows) < len(places) else None)
-        return self._at(places)
+            rows = [new for new, index in enumerate(indices) if index in known]
+            taken = self._at([known[indices[new]] for new in rows])
+            return taken._replace(rows=rows if len(rows) < len(indices) else None)
+        return self._at(indices)
 
-    def _at(self, places: Sequence[int]) -> Column:
+    def _at(self, indices: Sequence[int]) -> Column:
         if isinstance(self.values, list):
-            return Column([self.values[place] for place in places])
+            return Column([self.values[index] for index in indices])
         if self.lengths is None:
-            return Column(self.values[torch.tensor(places, dtype=torch.int64)])
+            return Column(self.values[torch.tensor(indices, dtype=torch.int64)])
         ends = list(accumulate(self.lengths, initial=0))
-        pieces = [self.values[ends[first] : ends[last]] for first, last in _runs(places)]
-        return Column(torch.cat(pieces or [self.values[:0]]), [self.lengths[place] for place in places])
+        pieces = [self.values[ends[first] : ends[last]] for first, last in _runs(indices)]
+        return Column(torch.cat(pieces or [self.values[:0]]), [self.lengths[index] for index in indices])
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Neighbours together, as ``(first, last + 1)``."""
     start = 0
-    for end in range(1, len(places) + 1):
-        if end == len(places) or places[end] != places[end - 1] + 1:
-            yield places[start], places[end - 1] + 1
+    for end in range(1, len(indices) + 1):
+        if end == len(indices) or indices[end] != indices[end - 1] + 1:
+            yield indices[start], indices[end - 1] + 1
             start = end
 
 
@@ -127,7 +127,7 @@ def _joined(columns: Sequence[Column]) -> tuple[Any, list[int] | None]:
         alike = all(column.lengths is not None or column.values.dim() == 2 for column in columns)
         columns = [column.flat() for column in columns] if alike else columns
     if not alike:
-        return [value for column in columns for value in column.parts()], None
+        return [value for column in columns for value in column.cells()], None
     lengths = None if columns[0].lengths is None else [n for column in columns for n in column.lengths or ()]
     return torch.cat([column.values for column in columns]), lengths
 
@@ -152,15 +152,15 @@ class RowTable(Sequence[Row]):
             return rows
         if isinstance(rows, TensorDictBase) and _is_dense(rows):
             return cls(len(rows), {key: Column(value) for key, value in _entries(rows)})
-        found: dict[Key, tuple[list[int], list[Any]]] = {}
+        entries: dict[Key, tuple[list[int], list[Any]]] = {}
         listed = _plain_rows(rows)
         for index, row in enumerate(listed):
             for key, value in row.items():
-                at, values = found.setdefault(key, ([], []))
+                at, values = entries.setdefault(key, ([], []))
                 at.append(index)
                 values.append(value)
         number = len(listed)
-        columns = {key: Column.of(values, at if len(at) < number else None) for key, (at, values) in found.items()}
+        columns = {key: Column.of(values, at if len(at) < number else None) for key, (at, values) in entries.items()}
         return cls(number, columns)
 
     @classmethod
@@ -169,10 +169,10 @@ class RowTable(Sequence[Row]):
         *starts, num_rows = accumulate((len(table) for table in tables), initial=0)
         columns = {}
         for key in dict.fromkeys(key for table in tables for key in table.columns):
-            own = [(start, table) for start, table in zip(starts, tables) if key in table.columns and len(table)]
-            if own:
-                rows = [start + row for start, table in own for row in table.columns[key].places(len(table))]
-                joined = _joined([table.columns[key] for _, table in own])
+            have = [(start, table) for start, table in zip(starts, tables) if key in table.columns and len(table)]
+            if have:
+                rows = [start + row for start, table in have for row in table.columns[key].indices(len(table))]
+                joined = _joined([table.columns[key] for _, table in have])
                 columns[key] = Column(*joined, rows if len(rows) < num_rows else None)
         return cls(num_rows, columns)
 
@@ -242,20 +242,20 @@ class RowTable(Sequence[Row]):
         counted = torch.cat([ends[:1], column.values.cumsum(0)])
         return counted[ends].diff()
 
-    def parts(self, key: Key) -> Sequence[Any]:
+    def cells(self, key: Key) -> Sequence[Any]:
         """The entry of each row, None where it has none; views."""
         column = self.columns[key]
         if column.rows is None:
-            return column.parts()
-        values = dict(zip(column.rows, column.parts()))
+            return column.cells()
+        values = dict(zip(column.rows, column.cells()))
         return [values.get(row) for row in range(len(self))]
 
-    def take(self, places: Sequence[int]) -> RowTable:
-        """Return the rows ``places``, in this order."""
-        if list(places) == list(range(len(self))):
+    def take(self, indices: Sequence[int]) -> RowTable:
+        """Return the rows ``indices``, in this order."""
+        if list(indices) == list(range(len(self))):
             return self
-        taken = {key: column.take(places) for key, column in self.columns.items()}
-        return RowTable(len(places), {key: column for key, column in taken.items() if column.rows != []})
+        taken = {key: column.take(indices) for key, column in self.columns.items()}
+        return RowTable(len(indices), {key: column for key, column in taken.items() if column.rows != []})
 
     def without(self, *names: Key) -> RowTable:
         """Return the table without the named entries."""
@@ -275,8 +275,8 @@ class RowTable(Sequence[Row]):
         rows: list[dict[Key, Any]] = [{} for _ in range(len(self))]
         for key in names or self.columns:
             if (column := self.columns.get(key)) is not None:
-                for place, value in zip(column.places(len(self)), column.parts(), strict=True):
-                    rows[place][key] = value
+                for index, value in zip(column.indices(len(self)), column.cells(), strict=True):
+                    rows[index][key] = value
         return rows
 
     def stack(self) -> LazyStackedTensorDict:
@@ -288,13 +288,13 @@ class RowTable(Sequence[Row]):
         """As tensors and plain values, for a checkpoint."""
         columns = []
         for key, (values, lengths, rows) in self.columns.items():
-            places = torch.tensor(rows if rows is not None else range(len(self)), dtype=torch.int64)
-            saved: dict[str, Any] = {"path": [key] if isinstance(key, str) else list(key), "rows": places}
+            indices = torch.tensor(rows if rows is not None else range(len(self)), dtype=torch.int64)
+            saved: dict[str, Any] = {"path": [key] if isinstance(key, str) else list(key), "rows": indices}
             if isinstance(values, list):
                 saved["plain"] = values
             elif lengths is None:
                 shape = torch.tensor([values.shape[1:]], dtype=torch.int64)
-                saved |= {"shapes": shape.expand(len(places), -1).contiguous(), "values": values.flatten()}
+                saved |= {"shapes": shape.expand(len(indices), -1).contiguous(), "values": values.flatten()}
             else:
                 saved |= {"shapes": torch.tensor(lengths).unsqueeze(1), "values": values.flatten()}
             columns.append(saved)
@@ -311,32 +311,32 @@ class RowTable(Sequence[Row]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tensors as arrays, which pickle's protocol 5 moves by reference."""
-        parts = [
+        columns = [
             (key, values.detach().cpu().numpy() if isinstance(values, Tensor) else values, *others)
             for key, (values, *others) in self.columns.items()
         ]
-        return _read, (len(self), parts)
+        return _read, (len(self), columns)
 
 
 def _read_column(saved: Mapping[str, Any], num_rows: int) -> Column:
-    places = saved["rows"].tolist()
-    rows = None if len(places) == num_rows else places
-    if any(not 0 <= place < num_rows for place in places) or any(one >= other for one, other in pairwise(places)):
+    indices = saved["rows"].tolist()
+    rows = None if len(indices) == num_rows else indices
+    if any(not 0 <= index < num_rows for index in indices) or any(one >= other for one, other in pairwise(indices)):
         raise ValueError(f"{saved['path']} is of rows that are not there")
     if "plain" in saved:
-        if len(saved["plain"]) != len(places):
-            raise ValueError(f"{saved['path']} has {len(saved['plain'])} values for {len(places)} rows")
+        if len(saved["plain"]) != len(indices):
+            raise ValueError(f"{saved['path']} has {len(saved['plain'])} values for {len(indices)} rows")
         return Column(saved["plain"], None, rows)
     shapes, values = saved["shapes"].tolist(), saved["values"]
-    if len(shapes) != len(places) or sum(map(prod, shapes)) != len(values):
-        raise ValueError(f"{saved['path']} has {len(values)} values for {len(places)} rows of {len(shapes)} shapes")
+    if len(shapes) != len(indices) or sum(map(prod, shapes)) != len(values):
+        raise ValueError(f"{saved['path']} has {len(values)} values for {len(indices)} rows of {len(shapes)} shapes")
     if shapes and all(shape == shapes[0] for shape in shapes):
         return Column(values.view(len(shapes), *shapes[0]), None, rows)
     return Column(values, [length for (length,) in shapes], rows)
 
 
-def _read(num_rows: int, parts: Iterable[tuple[Any, ...]]) -> RowTable:
-    tensors = ((key, readable(v) if isinstance(v, np.ndarray) else v, others) for key, v, *others in parts)
+def _read(num_rows: int, columns: Iterable[tuple[Any, ...]]) -> RowTable:
+    tensors = ((key, readable(v) if isinstance(v, np.ndarray) else v, others) for key, v, *others in columns)
     return RowTable(num_rows, {key: Column(values, *others) for key, values, others in tensors})
 
 
@@ -354,7 +354,7 @@ def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., A
         write(table, *args, **by_name)
         if table is not rows:
             for key in (key for key, column in table.columns.items() if known.get(key) is not column):
-                _put(rows, key, table.parts(key))  # type: ignore[arg-type]
+                _put(rows, key, table.cells(key))  # type: ignore[arg-type]
         return rows
 
     return written
@@ -369,9 +369,9 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
         if (value := values[0]) is not None:
             rows.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
     elif isinstance(rows, LazyStackedTensorDict) and rows.stack_dim == 0:
-        ends = accumulate((part.numel() for part in rows.tensordicts), initial=0)
-        for part, (start, end) in zip(rows.tensordicts, pairwise(ends)):
-            _put(part, key, values[start:end])
+        ends = accumulate((piece.numel() for piece in rows.tensordicts), initial=0)
+        for piece, (start, end) in zip(rows.tensordicts, pairwise(ends)):
+            _put(piece, key, values[start:end])
     elif any(value is None for value in values):
         raise ValueError(_missing(key, sum(value is None for value in values), len(values)))
     elif isinstance(values[0], Tensor):
@@ -396,7 +396,7 @@ def _plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
         return [dict(row if isinstance(row, dict) else _entries(row)) for row in rows]
     if rows.batch_size == torch.Size([]):
         return [dict(_entries(rows))]
-    return [found for row in row_list(rows) for found in _plain_rows(row)]
+    return [plain for row in row_list(rows) for plain in _plain_rows(row)]
 
 
 def _is_dense(rows: TensorDictBase) -> bool:

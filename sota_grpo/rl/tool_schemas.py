@@ -101,7 +101,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
                 "what it is"
             )
     try:
-        hints = get_type_hints(function)
+        annotations = get_type_hints(function)
         schema = get_json_schema(function)
     except Exception as error:  # a name in a hint, a docstring that cannot be read: transformers says which
         reason = first_line(error)
@@ -111,22 +111,22 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
             f"the tool {name} makes no JSON schema ({reason}); hint types that JSON has, and describe every argument "
             "under Args: in its docstring, as in 'city: Where to look.'"
         ) from error
-    for label, hint in hints.items():
-        if label != "return" and not _is_json(hint):
+    for label, annotation in annotations.items():
+        if label != "return" and not _is_json(annotation):
             raise UserError(
-                f"the argument {label!r} of the tool {name} has the type {hint!r}, which JSON has no values for; "
+                f"the argument {label!r} of the tool {name} has the type {annotation!r}, which JSON has no values for; "
                 "use int, float, str, bool, list, dict, Literal or a union of them"
             )
     return schema
 
 
-def _is_json(hint: Any) -> bool:
-    origin = get_origin(hint)
+def _is_json(annotation: Any) -> bool:
+    origin = get_origin(annotation)
     if origin is None:
-        return any(hint is known for known in _JSON_HINTS)
+        return any(annotation is known for known in _JSON_HINTS)
     if origin is Literal:
         return True
-    return origin in (list, tuple, dict, Union, types.UnionType) and all(map(_is_json, get_args(hint)))
+    return origin in (list, tuple, dict, Union, types.UnionType) and all(map(_is_json, get_args(annotation)))
 
 
 def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -32,7 +32,7 @@ from sota_grpo.functional.advantages import (
 )
 from sota_grpo.functional.surrogates import of_terms
 from sota_grpo.rl.collate import complete_rows, graded_rows, micro_batches, pad_rows
-from sota_grpo.rl.objective_files import ObjectiveError, estimator
+from sota_grpo.rl.custom_objectives import ObjectiveError, estimator
 from sota_grpo.rl.records import Example, Score, rewarded, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
@@ -205,19 +205,19 @@ def reference_log_probs(
     shared_prompt: bool = True,
 ) -> list[Tensor]:
     """Return the log-probs of each row, f32 ``[T_i]``, 0 off the mask; arguments as in :class:`ReferenceKL`."""
-    own_log_probs: dict[int, Tensor] = {}
+    log_probs_of: dict[int, Tensor] = {}
     rows = list(rows)
     micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
     fix = "use a smaller train.micro_batch_tokens (of which the reference computes up to four times as many at once)"
     with memory_for(f"the reference's passes of {token_budget:,} tokens", f"{fix} with train.resume=auto"):
         computed = [reference(pad_rows(micro, pad_token_id=pad_token_id)) for micro in micros]  # fetched at the end
-    for micro, found in zip(micros, computed):
-        log_probs = found.get(keys.LOG_PROBS) if isinstance(found, TensorDictBase) else found
+    for micro, scored in zip(micros, computed):
+        log_probs = scored.get(keys.LOG_PROBS) if isinstance(scored, TensorDictBase) else scored
         fetched = log_probs.detach().to(micro[0][keys.ASSISTANT_MASK].device, torch.float32)
         for row, values in zip(micro, fetched, strict=True):
             mask = row[keys.ASSISTANT_MASK]
-            own_log_probs[id(row)] = torch.where(mask, values[: mask.shape[0]], 0.0)
-    return [own_log_probs[id(row)] for row in rows]
+            log_probs_of[id(row)] = torch.where(mask, values[: mask.shape[0]], 0.0)
+    return [log_probs_of[id(row)] for row in rows]
 
 
 @in_place
@@ -292,8 +292,8 @@ def _scalars(rows: RowTable, key: tuple[str, ...]) -> Tensor:
     """An entry of one number per row ``[N]``, NaN in the rows that lack it."""
     values = torch.full((len(rows),), torch.nan, device=rows.columns[keys.REWARD].values.device)
     if rows.has(key):
-        own = rows.columns[key]
-        values[slice(None) if own.rows is None else own.rows] = own.values.flatten()
+        column = rows.columns[key]
+        values[slice(None) if column.rows is None else column.rows] = column.values.flatten()
     return values
 
 
@@ -315,7 +315,7 @@ class GroupAdvantage(RowTransform):
 
     Args:
         baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. The baseline may also be
-            your own estimator, a function or ``FILE.py:FUNCTION`` (:func:`sota_grpo.rl.objective_files.estimator`),
+            your own estimator, a function or ``FILE.py:FUNCTION`` (:func:`sota_grpo.rl.custom_objectives.estimator`),
             whose advantages are divided by the scale.
         decouple_terms: compare every term (``("next", "reward_terms")``) within the group before they are added (GDPO):
             :func:`sota_grpo.functional.advantages.decoupled_rewards`.
@@ -368,36 +368,36 @@ class GroupAdvantage(RowTransform):
         group_ids = self._group_ids(rows)
         reward = rows.get(self.in_keys[0]).reshape(-1)
         group_ids = group_ids.to(reward.device)
-        kept = graded_rows(rows).to(reward.device)
-        if not kept.all() and self.baseline in ("leave_one_out", "best_of_others"):
+        used = graded_rows(rows).to(reward.device)
+        if not used.all() and self.baseline in ("leave_one_out", "best_of_others"):
             _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
-            left = torch.zeros_like(counts).index_add(0, index, kept.to(counts.dtype))
-            kept = kept & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused below
-        ids = group_ids[kept]
+            left = torch.zeros_like(counts).index_add(0, index, used.to(counts.dtype))
+            used = used & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused below
+        ids = group_ids[used]
         if self.decouple_terms:
             terms, weights = _weighed_terms(rows, self.term_weights)
-            own = decoupled_rewards(terms[kept], weights, ids, eps=self.eps).to(reward.dtype)
-            reward = torch.zeros_like(reward).index_put((kept,), own)
+            decoupled = decoupled_rewards(terms[used], weights, ids, eps=self.eps).to(reward.dtype)
+            reward = torch.zeros_like(reward).index_put((used,), decoupled)
         has_lengths = self.baseline == "length_weighted" or (self.estimator and rows.has(keys.ASSISTANT_MASK))
-        lengths = rows.sums(keys.ASSISTANT_MASK)[kept] if has_lengths else None
+        lengths = rows.sums(keys.ASSISTANT_MASK)[used] if has_lengths else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
         if self.estimator is not None:
-            by_name = {name: _scalars(rows, (*keys.REWARD_TERMS, name))[kept] for name in rows.names(keys.REWARD_TERMS)}
-            given = {"rewards": reward[kept], "group_ids": ids, "lengths": lengths, "terms": by_name}
+            by_name = {name: _scalars(rows, (*keys.REWARD_TERMS, name))[used] for name in rows.names(keys.REWARD_TERMS)}
+            terms_of = {"rewards": reward[used], "group_ids": ids, "lengths": lengths, "terms": by_name}
             try:
-                advantages = of_terms(self.estimator, given)
+                advantages = of_terms(self.estimator, terms_of)
             except Exception as error:  # of the user's function
                 raise ObjectiveError(f"algorithm.baseline failed: {type(error).__name__}: {error}.") from error
-            options["baseline"] = _checked(advantages, reward[kept])
-        values = group_advantages(reward[kept], ids, scale=self.scale, eps=self.eps, **options)
+            options["baseline"] = _checked(advantages, reward[used])
+        values = group_advantages(reward[used], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
         if graded is not None and not self.decouple_terms and self.scale in ("group_std", "group_mean"):
             # Divided by their own scale, differences of the KL alone would become full-size advantages, however small:
             # at the first step, where the policy is the reference, out of rounding.
-            unscaled = group_advantages(reward[kept], ids, scale="none", **options)
-            values = torch.where(zero_advantage_mask(graded.reshape(-1)[kept], ids), unscaled, values)
+            unscaled = group_advantages(reward[used], ids, scale="none", **options)
+            values = torch.where(zero_advantage_mask(graded.reshape(-1)[used], ids), unscaled, values)
         advantage = torch.zeros_like(reward, dtype=values.dtype)
-        advantage[kept] = values
+        advantage[used] = values
         rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))
 
     def _names(self, rows: RowTable) -> list[Any]:
@@ -416,14 +416,14 @@ class GroupAdvantage(RowTransform):
         for row, name in enumerate(names):
             members.setdefault(name, []).append(row)
         queries = _values(rows, keys.QUERY) if rows.has(keys.QUERY) else names
-        for name, own in members.items():
-            if self.group_size not in (None, len(own)):
+        for name, indices in members.items():
+            if self.group_size not in (None, len(indices)):
                 raise ValueError(
-                    f"group {name} has {len(own)} responses in this batch instead of {self.group_size}; its baseline "
-                    "would be wrong, so pass whole groups."
+                    f"group {name} has {len(indices)} responses in this batch instead of {self.group_size}; its "
+                    "baseline would be wrong, so pass whole groups."
                 )
-            if len(asked := {queries[row] for row in own}) > 1:
-                first, second, *_ = asked
+            if len(prompts := {queries[row] for row in indices}) > 1:
+                first, second, *_ = prompts
                 raise ValueError(
                     f"the responses of group {name} answer several questions ({first!r:.60}, {second!r:.60}); their "
                     "baseline would be wrong, so give the groups of each environment names of their own."

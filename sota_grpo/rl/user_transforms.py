@@ -16,7 +16,7 @@ from torchrl.envs.transforms import Transform
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import error_line, load_python
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.rl.table import Column, Key, RowTable
 
 #: Entries that a transform may read but not change, besides those below ``tokens``, ``log_probs`` and ``kept``.
@@ -42,20 +42,20 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
     modules: dict[Path, dict[str, Any]] = {}
     loaded = []
     for value in named:
-        path, own = in_file(value) or (Path(value), "")
+        path, attribute = file_reference(value) or (Path(value), "")
         option = f"{name}={value}"
         if path not in modules:
             modules[path] = load_python(path, option, UserError)
-        if own not in modules[path]:
-            raise UserError(f"{option} names {own}, which the file does not define; correct the name.")
-        made = modules[path][own]
+        if attribute not in modules[path]:
+            raise UserError(f"{option} names {attribute}, which the file does not define; correct the name.")
+        made = modules[path][attribute]
         if not isinstance(made, base) and callable(made):
             try:
                 made = made()
             except Exception as error:
                 line = error_line(path, error)
-                place = "" if line is None else f" (line {line})"
-                raise UserError(f"{option} cannot be made{place}: {type(error).__name__}: {error}.") from error
+                location = "" if line is None else f" (line {line})"
+                raise UserError(f"{option} cannot be made{location}: {type(error).__name__}: {error}.") from error
         if not isinstance(made, base):
             raise UserError(
                 f"{option} gives a {type(made).__name__}, not a TorchRL {base.__name__}; name an instance, its class, "
@@ -90,13 +90,13 @@ class UserTransforms:
                 after = RowTable.of(transform(rows.stack().clone()))
             except Exception as error:  # of the user's program
                 value = name.partition("=")[2]
-                path = (in_file(value) or (Path(value),))[0]
+                path = (file_reference(value) or (Path(value),))[0]
                 line = error_line(path, error)
-                place = "" if line is None else f" in line {line}"
-                raise RunFailed(f"{name} failed{place}: {type(error).__name__}: {error}.") from error
+                location = "" if line is None else f" in line {line}"
+                raise RunFailed(f"{name} failed{location}: {type(error).__name__}: {error}.") from error
             if (fault := _fault(rows, after)) is not None:
                 raise RunFailed(f"{name} {fault}.")
-            rows.columns = {key: rows.columns[key] if _is_fixed(key) else own for key, own in after.columns.items()}
+            rows.columns = {key: rows.columns[key] if _is_fixed(key) else new for key, new in after.columns.items()}
         return rows
 
 
@@ -115,9 +115,9 @@ def _fault(before: RowTable, after: RowTable) -> str | None:
     changed = [key for key in before.columns if _is_fixed(key) and not _equal(before.columns[key], after.columns[key])]
     if added or changed:
         return f"changed {(added + changed)[0]}, which is as it was sampled; write to an entry of another name"
-    mask, own = (table.columns[keys.ASSISTANT_MASK].flat() for table in (before, after))
-    is_mask = own.values.dtype == torch.bool and own.lengths == mask.lengths
-    if not is_mask or bool((own.values & ~mask.values).any()):
+    mask, other = (table.columns[keys.ASSISTANT_MASK].flat() for table in (before, after))
+    is_mask = other.values.dtype == torch.bool and other.lengths == mask.lengths
+    if not is_mask or bool((other.values & ~mask.values).any()):
         return f"set {keys.ASSISTANT_MASK} where the policy sampled no token; it can only be cleared"
     reward = after.columns[keys.REWARD]
     shape = tuple(reward.values.shape) if reward.lengths is None and reward.rows is None else None
@@ -128,7 +128,7 @@ def _fault(before: RowTable, after: RowTable) -> str | None:
 
 def _equal(one: Column, other: Column) -> bool:
     def plain(column: Column) -> list[object]:
-        values = column.parts()
+        values = column.cells()
         return [value.tolist() if isinstance(value, Tensor) else value for value in values]
 
     return (one.rows or None) == (other.rows or None) and plain(one) == plain(other)

@@ -121,13 +121,13 @@ class Result:
             lines.append(f"reward     {first:.3g} -> {last:.3g} (first and last {ends})")
         if len(evaluations):
             steps, accuracy = evaluations.index, 100 * evaluations[EVALUATED]
-            places = (0, -1) if len(steps) > 1 else (0,)
-            shown = " -> ".join(f"{accuracy.iloc[i]:.1f} %" for i in places)
+            indices = (0, -1) if len(steps) > 1 else (0,)
+            shown = " -> ".join(f"{accuracy.iloc[i]:.1f} %" for i in indices)
             problems = int(evaluations["eval/num_samples"].iloc[-1])
             lines.append(f"held out   {shown} right of {problems} problems, greedy")
             rewards = evaluations.get("eval/reward")
             if rewards is not None and not (rewards == evaluations[EVALUATED]).all():
-                lines.append("           " + " -> ".join(f"{rewards.iloc[i]:.3g}" for i in places) + " mean reward")
+                lines.append("           " + " -> ".join(f"{rewards.iloc[i]:.3g}" for i in indices) + " mean reward")
         if (self.run_dir / EXPORTED).is_dir():
             lines.append(f"model      {self.run_dir / EXPORTED}")
         return "\n  ".join(lines)
@@ -254,7 +254,7 @@ def _own_console() -> Iterator[None]:
     try:
         yield
     finally:
-        for handler in [one for one in logger.handlers if one not in before]:
+        for handler in [old for old in logger.handlers if old not in before]:
             logger.removeHandler(handler)
             handler.close()
         logger.setLevel(level)

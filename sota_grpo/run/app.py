@@ -72,9 +72,9 @@ class Run:
         self.stop = StopRequest(grace_s=config.train.grace_s)
         self.steps, self.total = 0, num_steps(config)  # done so far, and in all
         self.gc_thresholds = gc.get_threshold()
-        self.parts: RunComponents = build(config, self.run_dir, lambda: self.stop.requested, functions)
-        self.config = with_options(config, {MEMORY: self.parts.learner.settings.micro_batch_tokens})
-        of_run = self.parts.learner, self.run_dir, self.parts.tokenizer
+        self.components: RunComponents = build(config, self.run_dir, lambda: self.stop.requested, functions)
+        self.config = with_options(config, {MEMORY: self.components.learner.settings.micro_batch_tokens})
+        of_run = self.components.learner, self.run_dir, self.components.tokenizer
         self.stored = StoredSteps(*of_run, device=device, enabled=config.logging.store_steps)
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
@@ -82,18 +82,18 @@ class Run:
         """Check, train, evaluate, export; return the number of training steps done."""
         self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
-        parts = self.parts
+        of_run = self.components
         starting("Sending the weights to the engine")
-        parts.weight_sync.send(version=parts.learner.version)
+        of_run.weight_sync.send(version=of_run.learner.version)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
-        progress = Progress(self.total, first_step=first, by_reward=parts.evaluator.success_above is not None)
+        progress = Progress(self.total, first_step=first, by_reward=of_run.evaluator.success_above is not None)
         # the last one ends first: no grace of a signal ends the process while a checkpoint is written
         with (
             RunLog(
                 self.run_dir,
                 sinks=make_sinks(self.config, self.run_dir),
                 num_examine=self.config.logging.num_examine,
-                term_weights=parts.task.term_weights,
+                term_weights=of_run.task.term_weights,
             ) as self.run_log,
             progress,
             self.saves,
@@ -105,13 +105,13 @@ class Run:
             self.run_log.rewind(first)
             # not earlier: a first start that fails leaves no run
             self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
-            publish_seconds = lambda: parts.weight_sync.seconds  # noqa: E731
-            self.log = StepLog(self.run_log, progress, self.stored, parts.tokenizer, parts.task, publish_seconds)
+            publish_seconds = lambda: of_run.weight_sync.seconds  # noqa: E731
+            self.log = StepLog(self.run_log, progress, self.stored, of_run.tokenizer, of_run.task, publish_seconds)
             try:
                 done = run(
                     self._batches(),
                     self.stored,
-                    parts.collector,
+                    of_run.collector,
                     self.log,
                     first_step=first,
                     num_steps=self.total,
@@ -132,7 +132,7 @@ class Run:
 
     def _batches(self) -> Iterator[RowTable]:
         """Yield batches of the collector, or of the replay buffer that it fills concurrently."""
-        collector = self.parts.collector
+        collector = self.components.collector
         if collector.replay_buffer is None:
             yield from collector
         else:
@@ -141,8 +141,8 @@ class Run:
 
     def _restore(self) -> int:
         """Load the newest checkpoint of a resumed run; return the first step."""
-        parts = ("learner", "collector", "rng", "num_threads")
-        newest = self.checkpoints.latest(parts) if self.directory.resumed else None
+        entries = ("learner", "collector", "rng", "num_threads")
+        newest = self.checkpoints.latest(entries) if self.directory.resumed else None
         if newest is None:
             if self.config.train.resume is not None:
                 logger.info("Nothing to continue: starting afresh in %s.", self.run_dir)
@@ -151,11 +151,11 @@ class Run:
         schedule, shorter = self.config.optimizer.schedule, self.directory.shorter
         if shorter is not None and schedule != "constant":
             logger.info(
-                "The learning rate goes on under the %s schedule of %d steps, instead of %d.",
+                "The learning rate continues under the %s schedule of %d steps, instead of %d.",
                 *(schedule, num_steps(self.config), shorter),
             )
-        self.parts.learner.load_state_dict(state["learner"])
-        self.parts.collector.load_state_dict(state["collector"])
+        self.components.learner.load_state_dict(state["learner"])
+        self.components.collector.load_state_dict(state["collector"])
         set_rng_state(state["rng"])
         logger.info("Continuing %s after %d steps.", self.run_dir, step)
         before, now = state["num_threads"], torch.get_num_threads()
@@ -171,7 +171,7 @@ class Run:
         """
         began = time.perf_counter()
         self.saves.wait()  # one copy of the state at a time
-        learner, shards, on_cpu = self.parts.learner, None, False
+        learner, shards, on_cpu = self.components.learner, None, False
         if isinstance(learner, Learner):
             on_cpu = learner.device.type == "cpu"
             learned = learner.state_dict() if on_cpu else host_copy(learner.state_dict())
@@ -179,7 +179,7 @@ class Run:
             learned, shards = learner.begin_save(self.checkpoints.folder(steps))
         state = {
             "learner": learned,
-            "collector": host_copy(self.parts.collector.state_dict()),
+            "collector": host_copy(self.components.collector.state_dict()),
             "rng": rng_state(),
             "num_threads": torch.get_num_threads(),
             "config": asdict(self.config),
@@ -205,11 +205,11 @@ class Run:
 
     def _evaluate(self, step: int) -> None:
         if step == self.first:
-            starting(f"Evaluating on {len(self.parts.evaluator.examples)} held-out problems")
-        metrics = self.parts.evaluator.measure()
+            starting(f"Evaluating on {len(self.components.evaluator.examples)} held-out problems")
+        metrics = self.components.evaluator.measure()
         self.run_log.write_step(step, metrics)
         self.run_log.add_seconds("time/eval_s", metrics["time/eval_s"])
-        logger.info("%s", self.parts.evaluator.sentence(step, metrics))
+        logger.info("%s", self.components.evaluator.sentence(step, metrics))
 
     def _after(self, steps: int) -> bool:
         if steps == self.first + 1:
@@ -233,7 +233,7 @@ class Run:
         if self.config.train.export_hf:
             folder = self.run_dir / EXPORTED
             try:
-                self.parts.learner.export_hf(folder)
+                self.components.learner.export_hf(folder)
             except OSError as error:
                 raise RunFailed(
                     f"The model cannot be written to {folder} ({error.strerror or error}); free space there, "
@@ -260,7 +260,7 @@ class Run:
             starting("Checking before training")
         checks: list[Check] = []
         try:
-            run_gate(self.parts, self.config.check.mode, on_check=checks.append)
+            run_gate(self.components, self.config.check.mode, on_check=checks.append)
         finally:
             write_gate(self.run_dir, self.config.check.mode, checks)
         if checks:
@@ -269,14 +269,14 @@ class Run:
             say(
                 f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s "
                 f"(longest: {slowest.name}, {slowest.seconds:.1f} s), on responses of up to "
-                f"{self.parts.max_tokens} tokens"
+                f"{self.components.max_tokens} tokens"
             )
 
     def close(self) -> None:
         """Close engines, reference and workers; idempotent."""
         gc.unfreeze()
         gc.set_threshold(*self.gc_thresholds)
-        self.parts.close()
+        self.components.close()
 
 
 def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> int:

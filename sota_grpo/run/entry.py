@@ -61,7 +61,7 @@ def entry(mode: str, command: str | None = None) -> None:
         if wants_help:
             print(help_heading(command or _program()))
             # Hydra's own --help takes a second to read all of its groups
-            arguments = [one for one in arguments if one not in ("-h", "--help", "-m", "--multirun")]
+            arguments = [argument for argument in arguments if argument not in ("-h", "--help", "-m", "--multirun")]
             arguments += ["--cfg", "job"]
         # Hydra saves the command line, but must not write into a directory that may be another run's
         require_names(arguments)
@@ -233,9 +233,9 @@ class Jobs:
                 raise  # else a sweeper has found no best run: all failed, and each has printed its reason
         except RuntimeError as error:
             if self._waits and self._sweep_dir is not None:
-                said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
                 output = f"its output is below {self._sweep_dir / '.submitit'}"
-                self._print_error(RunFailed(f"A job of the sweep gave no answer ({said.rstrip('.')}); {output}."))
+                self._print_error(RunFailed(f"A job of the sweep gave no answer ({cause.rstrip('.')}); {output}."))
             elif _NO_SLURM in str(error):
                 self._print_error(
                     UserError("There is no srun here; start the sweep where jobs are submitted to SLURM.")
@@ -333,7 +333,7 @@ class Jobs:
         try:
             sweep = write_summary(self._sweep_dir)
             if self._waits:  # a sweeper continues after a failed job
-                self._codes += [CRASHED for one in sweep.runs if one.state == "failed"]
+                self._codes += [CRASHED for run in sweep.runs if run.state == "failed"]
             if completed and not any(self._codes):
                 note_command(self._sweep_dir, self._arguments, complete=True)
         except (OSError, UserError) as error:

@@ -120,9 +120,9 @@ class Refill:
 
     def settle(self) -> list[tuple[Group, RowTable]]:
         """Return the zero-advantage groups that complete the batch: those drawn last."""
-        kept = self._pool[len(self._pool) - self.num_held :]
+        remaining = self._pool[len(self._pool) - self.num_held :]
         self._pool, self.num_held = [], 0
-        return kept
+        return remaining
 
     def held_versions(self) -> Counter[int]:
         """Return the number of zero-advantage groups that hold a slot, by admission version."""
@@ -154,8 +154,8 @@ class Refill:
         self._zero_draws = list(state["zero_draws"])
         tables = RowTable.of_state(state["rows"]).split([count for *_, count in state["pool"]])
         self._pool = [
-            (Group(group_id, example_of(group_id), *place), rows)
-            for (group_id, *place, _), rows in zip(state["pool"], tables, strict=True)
+            (Group(group_id, example_of(group_id), *draw), rows)
+            for (group_id, *draw, _), rows in zip(state["pool"], tables, strict=True)
         ]
 
 
@@ -164,7 +164,7 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
 
     Args:
         num_groups: groups per batch.
-        admitted: groups that hold a slot and were not given out, by admission version.
+        admitted: groups that hold a slot and were not taken, by admission version.
         finished: those of them that are finished.
 
     >>> oldest_are_finished(2, {0: 1, 1: 3}, {1: 3}), oldest_are_finished(2, {0: 1, 1: 3}, {0: 1, 1: 1})
@@ -211,7 +211,7 @@ class Slots:
     """The slots of groups between the draw of their prompt and the end of their step; not thread-safe.
 
     A slot is held by a group in flight (``in_flight``), finished (in ``buffer``), without variance and not replaced (in
-    ``refill``), or given out by :meth:`take` and not yet freed by :meth:`release`.
+    ``refill``), or taken by :meth:`take` and not yet freed by :meth:`release`.
 
     Args:
         stream: prompts.
@@ -245,11 +245,11 @@ class Slots:
         self.in_flight: dict[int, Group] = {}
         self._in_flight_versions: Counter[int] = Counter()
         self._stream, self._version = stream, version
-        self.given_out = 0
+        self.num_taken = 0
 
     def fill(self) -> list[Group]:
         """Admit groups to all free slots, and in place of zero-advantage groups as far as the step allows."""
-        held = len(self.in_flight) + len(self._finished) + self.refill.num_held + self.given_out
+        held = len(self.in_flight) + len(self._finished) + self.refill.num_held + self.num_taken
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
@@ -281,27 +281,27 @@ class Slots:
             waits = not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done)
         if waits:
             return []
-        kept = self.refill.settle()
-        for group, _ in kept:
+        settled = self.refill.settle()
+        for group, _ in settled:
             self._launch(group)
-        return kept
+        return settled
 
     def take(self) -> None:
         """Choose the next batch, which is ready; the buffer's next sample returns it."""
         self._finished.pick(self.buffer.storage, self.num_groups)
-        self.given_out = self.num_groups
+        self.num_taken = self.num_groups
 
     def take_back(self) -> list[Group]:
         """Put the groups of a batch that cannot be trained on in flight again, and return them."""
-        self.given_out = 0
+        self.num_taken = 0
         return [  # as if an earlier step had drawn them: one without an advantage counts to round 1
             self._launch(Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0))
             for group_id, version in sorted(self._finished.taken.items())
         ]
 
     def release(self) -> list[Group]:
-        """Free the slots of the batch given out; return the groups that are admitted to them."""
-        self.given_out = 0
+        """Free the slots of the taken batch; return the groups that are admitted to them."""
+        self.num_taken = 0
         self.refill.start_step()
         return self.fill()
 
@@ -333,11 +333,11 @@ class Slots:
             "in_flight": [[g.group_id, g.version, g.step, g.index] for g in self.in_flight.values()],
             "finished": [self.buffer.storage.state_dict(), self._finished.state_dict()],
             "refill": self.refill.state_dict(),
-            "released": self.given_out == 0,
+            "released": self.num_taken == 0,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; a batch that was given out counts as trained and released.
+        """Continue from ``state``; a batch that was taken counts as trained and released.
 
         Raises:
             UserError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would
@@ -351,10 +351,10 @@ class Slots:
             )
         self._stream.load_state_dict(state["stream"])
         self.in_flight, self._in_flight_versions = {}, Counter()
-        for group_id, *place in sorted(state["in_flight"]):
-            self._launch(Group(group_id, self._stream.example_of(group_id), *place))
-        for part, saved in zip((self.buffer.storage, self._finished), state["finished"], strict=True):
-            part.load_state_dict(saved)
+        for group_id, *draw in sorted(state["in_flight"]):
+            self._launch(Group(group_id, self._stream.example_of(group_id), *draw))
+        for target, saved in zip((self.buffer.storage, self._finished), state["finished"], strict=True):
+            target.load_state_dict(saved)
         self.refill.load_state_dict(state["refill"], self._stream.example_of)
         if not state["released"]:
             self.refill.start_step()

@@ -106,7 +106,7 @@ class PromptGroupCollector(BaseCollector):
 
     **After a resume** finished groups keep their rows, and groups in flight are sampled again under the same ids,
     before any new prompt. Both keep their admission version, and new tokens are younger, so the bound holds. A batch
-    that was given out and not released counts as trained.
+    that was returned and not released counts as trained.
 
     Args:
         env: the :class:`~sota_grpo.envs.TaskEnv`, or :class:`~sota_grpo.envs.PromptSource` alone, that draws, tokenises
@@ -236,7 +236,7 @@ class PromptGroupCollector(BaseCollector):
         """Yield batches until ``total_dialog_turns`` were collected; None for each one that a buffer received."""
         while not self._is_over():
             if self.replay_buffer is self._buffer:
-                if self._slots.given_out:
+                if self._slots.num_taken:
                     self.release()
                 self._wait_for_batch()
                 yield None
@@ -321,28 +321,28 @@ class PromptGroupCollector(BaseCollector):
         """
         if self._failure is not None:
             raise self._failure
-        if self._concurrent and self._begun and not self._slots.given_out:
+        if self._concurrent and self._begun and not self._slots.num_taken:
             raise RuntimeError(
                 f"Weights were pushed without a batch between: max_policy_age={self.max_policy_age} counts pushes, so "
                 "push once per batch, and the first weights before start()."
             )
         if worker_ids is not None or model_id not in (None, "policy"):
             raise ValueError("Every engine serves the same policy; leave worker_ids and model_id out.")
-        given = next((one for one in (policy_or_weights, weights, policy) if one is not None), None)
+        source = next((value for value in (policy_or_weights, weights, policy) if value is not None), None)
         version = self.policy.version + 1 if version is None else version
         if self.weight_sync is not None:
-            self.weight_sync.send(given, version=version)
-        elif given is None:
+            self.weight_sync.send(source, version=version)
+        elif source is None:
             raise ValueError("No weights were given: pass the model, or make the collector with weight_sync=.")
         else:
-            self.policy.update_weights(named_weights(given), version)
-        if self._thread is None or self._concurrent:  # else the thread that fills another buffer goes on by itself
+            self.policy.update_weights(named_weights(source), version)
+        if self._thread is None or self._concurrent:  # else the thread that fills another buffer continues by itself
             self.release()
 
     def release(self) -> None:
         """Free the slots of the last batch, for new groups that the present weights sample."""
         with self._changed:
-            fresh = self._slots.release() if self._slots.given_out else []
+            fresh = self._slots.release() if self._slots.num_taken else []
         self._submit(fresh)
 
     def set_postproc(self, postproc: Callable[[Any], Any]) -> None:
@@ -447,7 +447,7 @@ class PromptGroupCollector(BaseCollector):
         began = time.perf_counter()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
-        if self._slots.given_out:
+        if self._slots.num_taken:
             self.release()
         self._wait_for_batch()
         waited = time.perf_counter() - began
@@ -562,13 +562,13 @@ class PromptGroupCollector(BaseCollector):
             raise self._failure
         if self._slots.batch_is_ready():
             return True
-        kept = self._slots.settle()
-        if kept:
+        settled = self._slots.settle()
+        if settled:
             logger.warning(
                 "All %d draws of the step are used: %d groups whose rewards are all equal stay, without a gradient.",
-                *(self._slots.refill.num_draws, len(kept)),
+                *(self._slots.refill.num_draws, len(settled)),
             )
-        for group, rows in kept:
+        for group, rows in settled:
             self._loop.post(partial(self._start, self._finish, group, rows))
         return False
 

@@ -131,8 +131,8 @@ class OldestGroups(Sampler):
         return len(self) // batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        own = {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
-        return {"waiting": [[index, *entry] for index, entry in self._finished.items()], **own}
+        state = {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
+        return {"waiting": [[index, *entry] for index, entry in self._finished.items()], **state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._empty()

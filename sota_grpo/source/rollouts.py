@@ -12,7 +12,7 @@ from functools import partial
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import EventLoop, completed, result
+from sota_grpo.engines.stepping import EventLoop, as_completed, result
 from sota_grpo.envs import PromptSource
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.collate import drawn_entries, group_table, last_turn
@@ -160,7 +160,7 @@ class Rollouts:
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
         """Yield each group once it is graded; the caller drives the engine. Dropping the iterator cancels the rest."""
         loop = EventLoop(self.engine, self.poll)
-        return completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
+        return as_completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
 
     def _begin(self, loop: EventLoop, prompt: Prompt, sampling: Sampling) -> Future[Graded]:
         return loop.start(self.group(prompt, sampling))

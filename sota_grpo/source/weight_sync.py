@@ -96,12 +96,12 @@ class EngineWeightSync(WeightSyncScheme):
             return Compared(reported=False)
         result = Compared()
         for name, value in (self.whole or self.policy_weights)():
-            if (own := held.get(name)) is None:
+            if (held_sum := held.get(name)) is None:
                 result.unread.add(name)
-            elif (wanted := Checksum.of(value, own.dtype)) == own:
+            elif (expected := Checksum.of(value, held_sum.dtype)) == held_sum:
                 result.equal.add(name)
             else:
-                (result.unread if wanted.total == own.total else result.differing).add(name)
+                (result.unread if expected.total == held_sum.total else result.differing).add(name)
         return result
 
     def sleep(self) -> None:

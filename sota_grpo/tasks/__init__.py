@@ -17,7 +17,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.files import load_python
 from sota_grpo.plugins import Registry
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.rl.task import Task
 
 _OWN = {
@@ -44,21 +44,21 @@ class Tasks(Registry[Any]):
     """Task classes by name: built-in ones, entry points ``sota_grpo.tasks``, and ``FILE.py:CLASS`` of the user's."""
 
     def __getitem__(self, name: str) -> Any:
-        own = in_file(name)
-        if own is None:
+        reference = file_reference(name)
+        if reference is None:
             return super().__getitem__(name)
-        path, member = own[0].resolve(), own[1]  # a grader's process may have another working directory
-        return _class_in_file(path, member, path.read_bytes() if path.is_file() else b"")
+        path, member = reference[0].resolve(), reference[1]  # a grader's process may have another working directory
+        return _class_of_file(path, member, path.read_bytes() if path.is_file() else b"")
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or in_file(str(name)) is not None
+        return super().__contains__(name) or file_reference(str(name)) is not None
 
 
-TASKS = Tasks("sota_grpo.tasks", {name: f"{__name__}.{place}" for name, place in _OWN.items()})
+TASKS = Tasks("sota_grpo.tasks", {name: f"{__name__}.{target}" for name, target in _OWN.items()})
 
 
 @cache
-def _class_in_file(path: Path, name: str, content: bytes) -> Any:
+def _class_of_file(path: Path, name: str, content: bytes) -> Any:
     """Run a user's file, once for each ``content``, and return its task class ``name``."""
     members = load_python(path, "env.dataset", TaskFileError)
     kind = members.get(name)
@@ -78,13 +78,13 @@ def _class_in_file(path: Path, name: str, content: bytes) -> Any:
     return kind
 
 
-def _reduced(place: str, task: Any) -> tuple[Any, ...]:
-    return _blank, (place,), vars(task)
+def _reduced(path: str, task: Any) -> tuple[Any, ...]:
+    return _blank, (path,), vars(task)
 
 
-def _blank(place: str) -> Any:
+def _blank(path: str) -> Any:
     """Return an object of the class ``FILE.py:CLASS`` without attributes, in whichever process this is."""
-    return object.__new__(TASKS[place])
+    return object.__new__(TASKS[path])
 
 
 def task_class(name: str) -> Any:

@@ -51,15 +51,15 @@ class CodeTask(FileTask):
         program = last_code_block(without_thinking(response))
         if program is None:
             return Score({"tests": 0.0}, success=False)
-        passed = run_tests(self._runner, program, tests)
-        share = sum(passed) / len(passed)
-        return Score({"tests": share}, success=all(passed), info={"num_tests": len(passed), "num_passed": sum(passed)})
+        passes = run_tests(self._runner, program, tests)
+        share = sum(passes) / len(passes)
+        return Score({"tests": share}, success=all(passes), info={"num_tests": len(passes), "num_passed": sum(passes)})
 
     def gold_response(self, example: Example) -> str | None:
         """Return the row's own program, if it has one."""
         return f"```python\n{example.answer}\n```" if example.answer else None
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read ``tests`` and, if they are there, ``prompt`` and ``answer`` (a right program).
 
         ``tests`` is Python code, or a list of such code and of ``{"stdin", "stdout"}`` pairs; see
@@ -71,13 +71,13 @@ class CodeTask(FileTask):
             pair = isinstance(test, Mapping) and isinstance(test.get("stdout"), str)
             if not pair and not (isinstance(test, str) and _is_code(test)):
                 raise DatasetError(
-                    f"{place}: tests must be Python code with assertions, or a list of such code and of "
+                    f"{location}: tests must be Python code with assertions, or a list of such code and of "
                     f"{{'stdin', 'stdout'}} pairs, found {str(test)[:60]!r}."
                 )
         if not tests:
-            raise DatasetError(f"{place}: there are no tests; give one at least.")
-        kept = [dict(test) if isinstance(test, Mapping) else test for test in tests]
-        return Example(optional_text(row, ["prompt"]), optional_text(row, ["answer"]), {"tests": kept})
+            raise DatasetError(f"{location}: there are no tests; give one at least.")
+        copied = [dict(test) if isinstance(test, Mapping) else test for test in tests]
+        return Example(optional_text(row, ["prompt"]), optional_text(row, ["answer"]), {"tests": copied})
 
 
 def _is_code(text: str) -> bool:

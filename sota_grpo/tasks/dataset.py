@@ -92,21 +92,21 @@ def optional_text(row: Row, columns: Iterable[str]) -> str:
     return next((row[name] for name in columns if isinstance(row.get(name), str)), "")
 
 
-def text_of(row: Row, column: str, place: str) -> str:
+def text_of(row: Row, column: str, location: str) -> str:
     """Return the text in a column of one row; ``DatasetError`` names the place and the columns of the row.
 
     >>> text_of({"answer": "#### 2"}, "answer", "demo, row 1")
     '#### 2'
     """
     if column not in row:
-        raise DatasetError(f"{place}: column {column!r} is missing; {_columns(row)}.")
+        raise DatasetError(f"{location}: column {column!r} is missing; {_columns(row)}.")
     if not isinstance(row[column], str):
         hint = " (env.dataset=table reads chats)" if isinstance(row[column], list) else ""
-        raise DatasetError(f"{place}: column {column!r} holds {type(row[column]).__name__}, not text{hint}.")
+        raise DatasetError(f"{location}: column {column!r} holds {type(row[column]).__name__}, not text{hint}.")
     return row[column]
 
 
-def first_text(row: Row, columns: Sequence[str], place: str) -> str:
+def first_text(row: Row, columns: Sequence[str], location: str) -> str:
     """Return the text or number, as text, in the first of ``columns`` that has a value; see :func:`text_of`.
 
     >>> first_text({"answer": None, "ground_truth": 2}, ("answer", "ground_truth"), "demo, row 1")
@@ -117,8 +117,8 @@ def first_text(row: Row, columns: Sequence[str], place: str) -> str:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         if value is not None:
-            return text_of(row, column, place)
-    raise DatasetError(f"{place}: there is no column {' or '.join(map(repr, columns))}; {_columns(row)}.")
+            return text_of(row, column, location)
+    raise DatasetError(f"{location}: there is no column {' or '.join(map(repr, columns))}; {_columns(row)}.")
 
 
 def _columns(row: Row) -> str:
@@ -147,13 +147,13 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _json(text: str, place: str) -> Any:
+def _json(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DatasetError(f"{place}: not valid JSON ({error.msg} at character {error.pos}).") from error
+        raise DatasetError(f"{location}: not valid JSON ({error.msg} at character {error.pos}).") from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets as deep
-        raise DatasetError(f"{place}: not JSON that can be read ({sentence(error)}).") from error
+        raise DatasetError(f"{location}: not JSON that can be read ({sentence(error)}).") from error
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
@@ -180,8 +180,8 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
                     )
                 rows.append(dict(zip(names, cells, strict=True)))
         except csv.Error as error:
-            place = f"{path}, row {len(rows) + 1} (line {reader.line_num})"
-            raise DatasetError(f"{place}: not valid CSV ({error}).") from error
+            location = f"{path}, row {len(rows) + 1} (line {reader.line_num})"
+            raise DatasetError(f"{location}: not valid CSV ({error}).") from error
     return rows
 
 
@@ -231,12 +231,12 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
 
     Letter case and spacing of the prompt are no difference; of the answer and all other columns they are.
     """
-    kept: dict[tuple[str, ...], Example] = {}
+    unique: dict[tuple[str, ...], Example] = {}
     for example in examples:
         columns = {name: value for name, value in example.extra.items() if name != "prompt"}
         row = json.dumps(columns, sort_keys=True, default=str)
-        kept.setdefault((normalised(example.query), example.answer, row), example)
-    return list(kept.values())
+        unique.setdefault((normalised(example.query), example.answer, row), example)
+    return list(unique.values())
 
 
 def hash_ordered(examples: Iterable[Example], data_seed: int = 0) -> list[Example]:
@@ -289,10 +289,10 @@ def two_sides(
         logger.info("%d of %d rows of %s are held out for evaluation.", len(heldout), len(train), source)
     heldout = hash_ordered(unique_examples(heldout), data_seed)
     taken = {normalised(example.query) for example in heldout}
-    kept = [example for example in train if normalised(example.query) not in taken]
-    if not kept:
+    remaining = [example for example in train if normalised(example.query) not in taken]
+    if not remaining:
         raise DatasetError(f"every question of {source} is held out; give other problems to train on.")
-    return kept, heldout
+    return remaining, heldout
 
 
 def require_not_negative(**values: float) -> None:
@@ -332,8 +332,8 @@ class BaseTask:
         """Return a response that earns the full reward, or None where the task knows none."""
         return None
 
-    def read_row(self, row: Row, place: str) -> Example:
-        """Return the example of a row, whose question may be missing; ``place`` names the row in errors."""
+    def read_row(self, row: Row, location: str) -> Example:
+        """Return the example of a row, whose question may be missing; ``location`` names the row in errors."""
         raise NotImplementedError
 
 
@@ -351,12 +351,12 @@ class FileTask(BaseTask):
     question_columns: Sequence[str] = ("prompt",)
     max_broken = 0.0
 
-    def _problem(self, row: Row, place: str) -> Example:
+    def _problem(self, row: Row, location: str) -> Example:
         """Return the example of a row that must have a question."""
-        question = first_text(row, self.question_columns, place)
+        question = first_text(row, self.question_columns, location)
         if not question.strip():
-            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
-        return replace(self.read_row(row, place), query=question, place=place)
+            raise DatasetError(f"{location}: the question is empty; mend or remove the row.")
+        return replace(self.read_row(row, location), query=question, place=location)
 
     def read(self, name: str, split: str = "train") -> list[Example]:
         """Return the examples of a file or of a dataset on the hub; ``DatasetError`` names a row that is broken."""

@@ -103,7 +103,7 @@ class IFEvalTask(FileTask):
         shared = [example.query for example in distinct if normalised(example.query) in taken]
         if shared:
             raise DatasetError(
-                f"{len(shared)} of the {len(distinct)} training prompts of {name} stand in {eval_path} too, so "
+                f"{len(shared)} of the {len(distinct)} training prompts of {name} are in {eval_path} too, so "
                 f"training on them would make the evaluation meaningless; remove them from {name}, or evaluate on "
                 f"another file (env.eval_path). The first begins with {shared[0][:80]!r}."
             )
@@ -138,7 +138,7 @@ class IFEvalTask(FileTask):
         prompts = {f"prompt_{way}": (int(sum(followed) == num_instructions), 1) for way, followed in lists.items()}
         return prompts | {f"instruction_{way}": (sum(followed), num_instructions) for way, followed in lists.items()}
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read a row of either dataset; the prompt may be missing.
 
         IFEval has the columns ``prompt``, ``instruction_id_list`` and ``kwargs``, RLVR-IFeval ``messages`` and
@@ -148,13 +148,13 @@ class IFEvalTask(FileTask):
             ids, kwargs = read_instructions(row)
             return Example(read_prompt(row), "", {"instruction_id_list": ids, "kwargs": kwargs})
         except ValueError as error:
-            raise DatasetError(f"{place}: {error}; mend or remove the row.") from error
+            raise DatasetError(f"{location}: {error}; mend or remove the row.") from error
 
-    def _problem(self, row: Row, place: str) -> Example:
-        example = self.read_row(row, place)
+    def _problem(self, row: Row, location: str) -> Example:
+        example = self.read_row(row, location)
         if not example.query.strip():
-            raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")
-        return replace(example, place=place)
+            raise DatasetError(f"{location}: there is no prompt; mend or remove the row.")
+        return replace(example, place=location)
 
     def _warn_without_punkt(self, ids: Iterable[str]) -> None:
         if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt(self.nltk_data) is None:
@@ -268,8 +268,8 @@ def _draw_instructions(rng: random.Random, heldout: bool) -> tuple[str, dict[str
 
 def _aspects(name: str, kwargs: Kwargs) -> tuple[set[str], set[str]]:
     """Return the aspects that an instruction decides, and those that it relies on."""
-    one, asks_for_few = texts()["instructions"][name], "less than" in kwargs.values()
-    decided = {aspect.rstrip("?") for aspect in one["decides"].split() if asks_for_few or aspect[-1] != "?"}
+    one, requires_few = texts()["instructions"][name], "less than" in kwargs.values()
+    decided = {aspect.rstrip("?") for aspect in one["decides"].split() if requires_few or aspect[-1] != "?"}
     return decided, set(one["relies"].split())
 
 

@@ -46,7 +46,7 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
     return len(weights) - 1, draw
 
 
-def place_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
+def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
     """Return the part of element ``index`` and its index there, where parts take turns until they are used up.
 
     >>> [place_in_rounds([1, 3], index) for index in range(4)]
@@ -69,10 +69,10 @@ class MixedExamples(Sequence[Example]):
     So the first examples, which are evaluated, checked or shown, are of all tasks alike.
     """
 
-    def __init__(self, parts: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:
-        self.parts = dict(parts)
-        self.weights = {name: weights[name] for name in parts}
-        self._names, self._sizes = list(parts), [len(part) for part in parts.values()]
+    def __init__(self, examples_of: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:
+        self.examples_of = dict(examples_of)
+        self.weights = {name: weights[name] for name in examples_of}
+        self._names, self._sizes = list(examples_of), [len(examples) for examples in examples_of.values()]
 
     def __len__(self) -> int:
         return sum(self._sizes)
@@ -81,12 +81,12 @@ class MixedExamples(Sequence[Example]):
         if isinstance(index, slice):
             return [self[each] for each in range(len(self))[index]]
         position = operator.index(index)
-        which, place = place_in_rounds(self._sizes, position + len(self) if position < 0 else position)
-        return self.example(self._names[which], place)
+        which, position_of_task = position_in_rounds(self._sizes, position + len(self) if position < 0 else position)
+        return self.example(self._names[which], position_of_task)
 
     def example(self, name: str, index: int) -> Example:
         """Return example ``index`` of the task called ``name``."""
-        example = self.parts[name][index]
+        example = self.examples_of[name][index]
         return replace(example, extra={TASK: name, **example.extra})
 
     def only(self, examples: Iterable[Example], *, may_be_empty: bool) -> MixedExamples:
@@ -95,13 +95,13 @@ class MixedExamples(Sequence[Example]):
         Raises:
             DatasetError: none of a task is among them, and ``may_be_empty`` does not allow that.
         """
-        parts: dict[str, list[Example]] = {name: [] for name in self.parts}
+        examples_of: dict[str, list[Example]] = {name: [] for name in self.examples_of}
         for example in examples:
-            name, own = _untagged(example)
-            parts[name].append(own)
-        for name in () if may_be_empty else [name for name, part in parts.items() if not part]:
+            name, untagged = _untagged(example)
+            examples_of[name].append(untagged)
+        for name in () if may_be_empty else [name for name, remaining in examples_of.items() if not remaining]:
             raise DatasetError(f"No problem of env.mixture.{name} is left to train on; mend its data or leave it out.")
-        return MixedExamples(parts, self.weights)
+        return MixedExamples(examples_of, self.weights)
 
     def drawn(self, draw: int) -> tuple[str, int]:
         """Return the name of the task of draw ``draw``, and the number of earlier draws of that task."""
@@ -151,43 +151,45 @@ class MixtureTask:
         changed._set_tasks({name: change(name, task) for name, task in self.tasks.items()})
         return changed
 
-    def own(self, example: Example) -> tuple[str, Task, Example]:
+    def resolve(self, example: Example) -> tuple[str, Task, Example]:
         """Return name and task of an example, and the example as that task made it."""
-        name, own = _untagged(example)
-        return name, self.tasks[name], own
+        name, untagged = _untagged(example)
+        return name, self.tasks[name], untagged
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """Return the chat of the example's task."""
-        _, task, own = self.own(example)
-        return task.messages(own)
+        _, task, untagged = self.resolve(example)
+        return task.messages(untagged)
 
     def gold_response(self, example: Example) -> str | None:
         """Return that of the example's task."""
-        _, task, own = self.own(example)
-        return task.gold_response(own)
+        _, task, untagged = self.resolve(example)
+        return task.gold_response(untagged)
 
     def max_tokens(self, example: Example) -> int | float:
         """Return the most tokens of a response; infinity where the task has no limit of its own."""
-        return self._max_tokens.get(self.own(example)[0], math.inf)
+        return self._max_tokens.get(self.resolve(example)[0], math.inf)
 
     def group_size(self, example: Example) -> int | None:
         """Return the number of responses; None where the task has no number of its own."""
-        return self._group_sizes.get(self.own(example)[0])
+        return self._group_sizes.get(self.resolve(example)[0])
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Return hits and trials of the example's task by its name, and those of its benchmark below it."""
-        name, task, example = self.own(example)
+        name, task, example = self.resolve(example)
         count = getattr(task, "counts", None)
         terms = {term: score.terms.get(f"{name}/{term}") for term in task.term_weights}
         counted = {} if count is None else count(replace(score, terms=terms), example)
         return {name: (float(score.success), 1.0), **{f"{name}/{each}": pair for each, pair in counted.items()}}
 
-    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
+    def read_row(self, row: Mapping[str, Any], location: str) -> Example:
         """Read a row by the task in its column ``mixture/task``."""
         name = row.get(TASK)
         if name not in self.tasks:
-            raise DatasetError(f"{place}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend or remove the row.")
-        example = self.tasks[name].read_row(row, place)
+            raise DatasetError(
+                f"{location}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend or remove the row."
+            )
+        example = self.tasks[name].read_row(row, location)
         return replace(example, extra={TASK: name, **example.extra})
 
 
@@ -205,8 +207,8 @@ class MixtureScorer:
             self.score_group = self._score_group
 
     def __call__(self, response: str, example: Example) -> Score:
-        name, own = _untagged(example)
-        return self._joined(name, self._tasks[name].score(response, own))
+        name, untagged = _untagged(example)
+        return self._joined(name, self._tasks[name].score(response, untagged))
 
     def prepare(self) -> None:
         """Prepare the scorers of the tasks."""
@@ -217,11 +219,11 @@ class MixtureScorer:
         scores: dict[int, Score] = {}
         for name in dict.fromkeys(example.extra[TASK] for _, example in pairs):
             task, indexes = self._tasks[name], [at for at, (_, each) in enumerate(pairs) if each.extra[TASK] == name]
-            own_pairs = [(pairs[at][0], _untagged(pairs[at][1])[1]) for at in indexes]
-            own_scores = guarded_scores(task.score, task.term_weights, own_pairs)
-            scores |= {at: self._joined(name, score) for at, score in zip(indexes, own_scores, strict=True)}
+            task_pairs = [(pairs[at][0], _untagged(pairs[at][1])[1]) for at in indexes]
+            task_scores = guarded_scores(task.score, task.term_weights, task_pairs)
+            scores |= {at: self._joined(name, score) for at, score in zip(indexes, task_scores, strict=True)}
         return [scores[at] for at in range(len(pairs))]
 
     def _joined(self, name: str, score: Score) -> Score:
-        own = {f"{name}/{term}": value for term, value in score.terms.items()}
-        return replace(score, terms=dict.fromkeys(self._term_names) | own)
+        terms = {f"{name}/{term}": value for term, value in score.terms.items()}
+        return replace(score, terms=dict.fromkeys(self._term_names) | terms)

@@ -1,11 +1,11 @@
 """Tasks whose problems are drawn when they are needed; two of them answer a response.
 
-Countdown asks for an expression of given numbers with a given value, and says what is wrong with another one. The
+Countdown requires an expression of given numbers with a given value; its reply names the mistake. The
 rules are those of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets; its rows
 (columns ``nums`` and ``target``) can be read.
 
 The calculator is the example of a task with a tool: ``<calc>347 * 28</calc>`` at the end of a turn is answered by a
-tool turn with the result, and the policy goes on. Values are exact, and no model text is executed
+tool turn with the result, and the policy continues. Values are exact, and no model text is executed
 (:mod:`sota_grpo.rewards.expressions`).
 """
 
@@ -104,9 +104,9 @@ class ProceduralTask(BaseTask):
         """Return the worked answer."""
         return example.answer
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read ``answer`` (a number, alone or after ``####``) and, if it is there, ``question``."""
-        return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", place))
+        return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", location))
 
 
 LARGEST_NUMBER = 99
@@ -195,14 +195,14 @@ class CountdownTask(ProceduralTask):
         """Return the solution by which the problem was made; None for a row without one."""
         return f"<answer>{example.answer}</answer>" if example.answer else None
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read ``target`` and ``nums`` (or ``numbers``), and ``answer``, a solution, if it is there."""
         numbers: Any = row.get("nums", row.get("numbers"))
         target: Any = row.get("target")
         several = isinstance(numbers, (list, tuple)) and len(numbers) >= 2
         if not several or not all(type(value) is int and value > 0 for value in (*numbers, target)):
             raise DatasetError(
-                f"{place}: nums must be a list of at least two positive integers and target one, "
+                f"{location}: nums must be a list of at least two positive integers and target one, "
                 f"found nums={str(numbers)[:40]} and target={str(target)[:40]}."
             )
         return _example(numbers, target, str(row.get("answer") or ""))
@@ -224,14 +224,14 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
     """Join two numbers at random until one is left, by a sign that keeps every value a positive integer."""
-    parts = [(number, str(number)) for number in numbers]
-    while len(parts) > 1:
-        pair = sorted((parts.pop(rng.randrange(len(parts))) for _ in range(2)), reverse=True)
+    operands = [(number, str(number)) for number in numbers]
+    while len(operands) > 1:
+        pair = sorted((operands.pop(rng.randrange(len(operands))) for _ in range(2)), reverse=True)
         (larger, larger_text), (smaller, smaller_text) = pair
         sign = rng.choice("+*" + "-" * (larger > smaller) + "/" * (larger % smaller == 0))
         text = f"{larger_text} {sign} {smaller_text}"
-        parts.append((_OPERATIONS[sign](larger, smaller), f"({text})" if parts else text))
-    return parts[0]
+        operands.append((_OPERATIONS[sign](larger, smaller), f"({text})" if operands else text))
+    return operands[0]
 
 
 LARGEST_RESULT = 10**18

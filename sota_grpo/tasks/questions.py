@@ -53,7 +53,7 @@ class QuestionTask(FileTask):
 
     A subclass declares its ``default_format``; ``any_format``, which the prompt requests under ``answer_format=any``;
     ``right_term``, the name of the term for the answer; ``default_weight``, of the term ``format``; and ``what`` the
-    prompt asks for.
+    prompt requires.
 
     Args:
         train, heldout: examples to train on, and to evaluate on.
@@ -83,9 +83,9 @@ class QuestionTask(FileTask):
         super().__init__(train, heldout, system_prompt=system_prompt)
         self.answer_format = self.default_format if answer_format is None else answer_format
         extract_answer("", self.answer_format)  # refuses an unknown one
-        self._asked_format = self.any_format if self.answer_format == "any" else self.answer_format
+        self._requested_format = self.any_format if self.answer_format == "any" else self.answer_format
         if system_prompt is None and not self.default_prompt:
-            where = _FORMS[self._asked_format][0].format(self.what)
+            where = _FORMS[self._requested_format][0].format(self.what)
             self.system_prompt = f"Solve the problem step by step, then give the final answer {where}."
         weight = self.default_weight if format_weight is None else format_weight
         require_not_negative(format_weight=weight)
@@ -120,15 +120,15 @@ class GSM8KTask(QuestionTask):
     def gold_response(self, example: Example) -> str:
         """Return the worked gold answer without its calculator annotations, its number in the requested format."""
         steps = CALCULATION.sub("", example.answer).rpartition("####")[0].rstrip()
-        last_line = answering(self._asked_format, _gold_number(example.answer))
+        last_line = answering(self._requested_format, _gold_number(example.answer))
         return f"{steps}\n{last_line}" if steps else last_line
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read ``answer`` (worked, or the number alone) and, if it is there, ``question``."""
-        answer = first_text(row, ["answer"], place)
+        answer = first_text(row, ["answer"], location)
         if parse_number(_gold_number(answer)) is None:
             raise DatasetError(
-                f"{place}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
+                f"{location}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
                 "mend or remove the row."
             )
         return Example(query=optional_text(row, self.question_columns), answer=answer)
@@ -197,22 +197,22 @@ class MathTask(QuestionTask):
 
     def gold_response(self, example: Example) -> str | None:
         """Return the gold answer in the requested format; None where it does not fit: words as ``last_number``."""
-        response = answering(self._asked_format, " ".join(example.answer.split()))
+        response = answering(self._requested_format, " ".join(example.answer.split()))
         return response if self.score(response, example).success else None
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read the first of ``ground_truth``, ``answer`` and ``solution``, and the question if it is there.
 
         The gold answer may be bare (text or a number), in dollars, or in the last box of a worked solution.
         """
-        text = first_text(row, self._gold_columns, place)
+        text = first_text(row, self._gold_columns, location)
         gold = extract_answer(text, "boxed")
         if gold is None and all(present(row.get(column)) is None for column in self._gold_columns[:-1]):
-            raise DatasetError(f"{place}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
+            raise DatasetError(f"{location}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
         gold = gold or extract_answer(text, "hash") or text.strip()
         if not math_equal(gold, gold):
             raise DatasetError(
-                f"{place}: the gold answer {gold[:40]!r} ({len(gold)} characters) cannot be compared; "
+                f"{location}: the gold answer {gold[:40]!r} ({len(gold)} characters) cannot be compared; "
                 "give a short final answer or remove the row."
             )
         return Example(query=optional_text(row, self.question_columns), answer=gold)
@@ -225,7 +225,7 @@ _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # scripts without spaces betwe
 _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 
 
-class Parts(NamedTuple):
+class ParsedResponse(NamedTuple):
     """The text between the think tags of a response, that between its answer tags, and whether nothing else is there.
 
     A text is None where there is not exactly one pair of its tags with text in it.
@@ -236,18 +236,18 @@ class Parts(NamedTuple):
     exact: bool
 
 
-def read_parts(response: str) -> Parts:
+def parse_response(response: str) -> ParsedResponse:
     """Return the two parts of a response.
 
     A tag that is repeated, in the wrong order or without its counterpart makes no part; tags inside a part make the
     form inexact. Only ``<think>`` may be missing, because chat templates of reasoning models end the prompt with it.
 
     >>> read_parts("<think>9 + 9</think> <answer>18</answer>")
-    Parts(thinking='9 + 9', answer='18', exact=True)
+    ParsedResponse(thinking='9 + 9', answer='18', exact=True)
     >>> read_parts("9 + 9</think>So: <answer>18</answer>")
-    Parts(thinking='9 + 9', answer='18', exact=False)
+    ParsedResponse(thinking='9 + 9', answer='18', exact=False)
     >>> read_parts("<answer>18</answer><think>9 + 9</think>")
-    Parts(thinking='9 + 9', answer=None, exact=False)
+    ParsedResponse(thinking='9 + 9', answer=None, exact=False)
     """
     tags = list(TAG.finditer(response))
     names = [tag[0] for tag in tags]
@@ -259,12 +259,12 @@ def read_parts(response: str) -> Parts:
         answer = response[tags[-2].end() : tags[-1].start()].strip()
     outside = TAG.split(response)[::-2] if names in (_SHAPE, _SHAPE[1:]) else [response]
     exact = bool(thinking and answer) and not "".join(outside).strip()
-    return Parts(thinking or None, answer or None, exact)
+    return ParsedResponse(thinking or None, answer or None, exact)
 
 
-def format_term(parts: Parts) -> float:
+def format_term(parsed: ParsedResponse) -> float:
     """Return 1 for the exact form, else 0.25 for each part that is there: a model does not learn both at once."""
-    return 1.0 if parts.exact else 0.25 * ((parts.thinking is not None) + (parts.answer is not None))
+    return 1.0 if parsed.exact else 0.25 * ((parsed.thinking is not None) + (parsed.answer is not None))
 
 
 def count_words(text: str) -> int:
@@ -327,12 +327,12 @@ class ReasoningTask(QuestionTask):
 
     def score(self, response: str, example: Example) -> Score:
         """Return the three terms; ``info`` has the words of thinking and the beginning of the answer."""
-        parts, gold = read_parts(response), split_gold(example.answer)[1]
+        parsed, gold = parse_response(response), split_gold(example.answer)[1]
         answer = extract_answer(response, self.answer_format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)
-        words, least = count_words(parts.thinking or ""), self.min_think_words
+        words, least = count_words(parsed.thinking or ""), self.min_think_words
         thinking = min(words / least, 1.0) - 1.0 if least else 0.0
-        terms = {"answer": float(right), "format": format_term(parts), "thinking": thinking}
+        terms = {"answer": float(right), "format": format_term(parsed), "thinking": thinking}
         info: dict[str, object] = {"think_words": words}
         if answer is not None:
             info["answer_found"] = answer[:_MAX_INFO_CHARS]
@@ -350,14 +350,14 @@ class ReasoningTask(QuestionTask):
         thinking += again * -(-missing // count_words(again))
         return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read the first of ``answer``, ``ground_truth`` and ``completion``, and the question if it is there."""
-        answer = first_text(row, ("answer", "ground_truth", "completion"), place)
+        answer = first_text(row, ("answer", "ground_truth", "completion"), location)
         gold = split_gold(answer)[1]
         if not gold or _ANY_TAG.search(gold):
             ends = f"is empty (it ends in {answer[-40:]!r})"
             reason = f"{gold[:40]!r} holds one of the tags that end an answer" if gold else ends
-            raise DatasetError(f"{place}: the right answer {reason}; mend or remove the row.")
+            raise DatasetError(f"{location}: the right answer {reason}; mend or remove the row.")
         return Example(query=optional_text(row, self.question_columns), answer=answer)
 
 
@@ -371,7 +371,7 @@ def split_gold(answer: str) -> tuple[str, str]:
     """
     tagged = extract_answer(answer, "tags")
     if tagged is not None:
-        return read_parts(answer).thinking or "", tagged
+        return parse_response(answer).thinking or "", tagged
     steps, mark, last = answer.rpartition("####")
     if mark and "\n" not in last.strip():
         return steps.strip(), last.strip()

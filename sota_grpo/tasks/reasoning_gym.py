@@ -55,7 +55,7 @@ SYSTEM_PROMPT = (
     "Solve the problem step by step. Then write the final answer alone {}, in the form of the problem's example where "
     "it has one."
 )
-_PLACES = {"tags": "between <answer> and </answer>", "boxed": "in \\boxed{}"}
+_FORMS = {"tags": "between <answer> and </answer>", "boxed": "in \\boxed{}"}
 _LOCK = threading.Lock()  # two of its tasks draw from the process's global random numbers
 
 
@@ -83,7 +83,7 @@ def task_faults(tasks: Any) -> Iterator[str]:
 
 
 def _levels_of(options: Mapping[str, Any]) -> list[Any]:
-    """Return the levels in the options of a task; None stands for its default options."""
+    """Return the levels in the options of a task; None means its default options."""
     level = options.get("level")
     return list(level) if isinstance(level, Sequence) and not isinstance(level, str) else [level]
 
@@ -128,8 +128,8 @@ class ReasoningGymTask(BaseTask):
         if answer_format not in _FORMATS:
             raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(_FORMATS)}.")
         self.answer_format = answer_format
-        self._asked_format = "tags" if answer_format == "any" else answer_format
-        self.default_prompt = SYSTEM_PROMPT.format(_PLACES[self._asked_format])
+        self._requested_format = "tags" if answer_format == "any" else answer_format
+        self.default_prompt = SYSTEM_PROMPT.format(_FORMS[self._requested_format])
         super().__init__(train, heldout, system_prompt=system_prompt)
         self._weights: dict[str, int] = {}
         self._levels: dict[str, list[int | None]] = {}
@@ -141,9 +141,9 @@ class ReasoningGymTask(BaseTask):
             self._weights[name] = options.pop("weight", 1)
             self._levels[name] = _levels_of(options)
             for level in self._levels[name]:
-                given_level = {} if level is None else {"level": level}
-                own = {option: value for option, value in options.items() if option != "level"} | given_level
-                self._options[name, level] = json.dumps(own, sort_keys=True)
+                level_option = {} if level is None else {"level": level}
+                task_options = {option: value for option, value in options.items() if option != "level"} | level_option
+                self._options[name, level] = json.dumps(task_options, sort_keys=True)
                 _source(name, self._options[name, level])
 
     @classmethod
@@ -212,20 +212,20 @@ class ReasoningGymTask(BaseTask):
 
     def gold_response(self, example: Example) -> str | None:
         """Return the task's own answer in its place; None where it has none."""
-        return answering(self._asked_format, example.answer) if example.answer else None
+        return answering(self._requested_format, example.answer) if example.answer else None
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read an item of the package: ``metadata`` with ``source_dataset``, ``answer``, perhaps ``question``."""
         metadata, answer = row.get("metadata"), row.get("answer")
         name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
         if not isinstance(metadata, Mapping) or not isinstance(name, str):
-            raise DatasetError(f"{place}: there is no metadata with source_dataset; give items of reasoning-gym.")
+            raise DatasetError(f"{location}: there is no metadata with source_dataset; give items of reasoning-gym.")
         if answer is not None and not isinstance(answer, str):
-            raise DatasetError(f"{place}: column 'answer' holds {type(answer).__name__}, not text.")
+            raise DatasetError(f"{location}: column 'answer' holds {type(answer).__name__}, not text.")
         try:
             _require_known(name)
         except UserError as error:
-            raise DatasetError(f"{place}: {error}") from error
+            raise DatasetError(f"{location}: {error}") from error
         return Example(str(row.get("question", "")), answer or "", {SUBTASK: name, "metadata": dict(metadata)})
 
 

@@ -68,10 +68,10 @@ class McpTools:
             try:
                 self._client = self._connected(opened)
             except Exception as error:
-                where, said = " ".join(command) if command else url, sentence(_cause(error))
+                where, cause = " ".join(command) if command else url, sentence(_cause(error))
                 if self._refused:
-                    said = f"it refuses us, HTTP status {self._refused}: set {KEY}"
-                raise InstanceLost(f"no MCP server answers at {where} ({said})") from error
+                    cause = f"it refuses us, HTTP status {self._refused}: set {KEY}"
+                raise InstanceLost(f"no MCP server answers at {where} ({cause})") from error
             self._opened = opened.pop_all()
 
     def _connected(self, opened: ExitStack) -> Any:
@@ -124,10 +124,10 @@ class McpTools:
         try:
             result = self._portal.call(self._client.call_tool, name, dict(arguments))
         except Exception as error:
-            said = _cause(error)
-            if isinstance(said, mcp.MCPError) and said.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
-                raise ToolFailed(joined(str(said))) from error
-            raise InstanceLost(f"the MCP server is gone ({sentence(said)})") from error
+            cause = _cause(error)
+            if isinstance(cause, mcp.MCPError) and cause.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
+                raise ToolFailed(joined(str(cause))) from error
+            raise InstanceLost(f"the MCP server is gone ({sentence(cause)})") from error
         text = content_text([block.model_dump() for block in result.content])
         if result.is_error:
             raise ToolFailed(joined(text))
@@ -211,7 +211,7 @@ class OpenEnv:
             action = {**arguments, **self._actions[name][1]}
         else:
             raise LookupError(f"there is no tool {name!r}; the tools are {', '.join(self._actions)}")
-        return self._observed(self._ask({"type": "step", "data": action}))
+        return self._observed(self._request({"type": "step", "data": action}))
 
     def get_reward(self) -> float:
         """Return the last reward of the environment, as OpenEnv's own rollouts count it; 0 where there is none."""
@@ -281,7 +281,7 @@ class OpenEnv:
             except Exception as error:  # of the network, of TLS, of HTTP
                 raise InstanceLost(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
             try:
-                return self._ask(message)
+                return self._request(message)
             except ActionFailed as error:
                 raise InstanceLost(f"the OpenEnv server cannot begin ({error})") from error
             except _NoRoom as error:
@@ -292,7 +292,7 @@ class OpenEnv:
                     ) from error
                 time.sleep(_LOOK_EVERY_S)
 
-    def _ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _request(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             with suppress(ConnectionClosed):  # its last messages can still be read
                 self._connection.send(json.dumps(message))
@@ -337,7 +337,7 @@ def _error(data: Mapping[str, Any]) -> Exception:
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
         return InstanceLost(f"the OpenEnv server has no session ({message})")
     if isinstance(details := data.get("errors"), list):
-        message += "".join(f"; {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in details)
+        message += "".join(f"; {'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
     return ActionFailed(joined(message))
 
 

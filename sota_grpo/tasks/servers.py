@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.errors import UserError
-from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.text import one_line
 from sota_grpo.workers.instances import InstanceSpec
 
@@ -112,7 +112,7 @@ def instance_spec(value: str, kind: str) -> InstanceSpec:
         server.require()
         options = {"url": server.url} if server.url else {"command": tuple(shlex.split(server.command))}
         return InstanceSpec(_ADAPTERS[server.protocol], server.written, options=options)
-    path, names = in_file(value) or (Path(value), "")
+    path, names = file_reference(value) or (Path(value), "")
     return InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
 
 

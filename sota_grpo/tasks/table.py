@@ -29,44 +29,46 @@ MATH_SOURCES = (
 )
 
 
-def plain_columns(row: Row, place: str) -> dict[str, Any]:
+def plain_columns(row: Row, location: str) -> dict[str, Any]:
     """Return the columns with JSON's types: dates become ISO text, decimals numbers, arrays lists, NaN None."""
-    return {str(name): _plain(value, f"{place}: column {name!r}") for name, value in row.items()}
+    return {str(name): _plain(value, f"{location}: column {name!r}") for name, value in row.items()}
 
 
-def _plain(value: Any, place: str) -> Any:
+def _plain(value: Any, location: str) -> Any:
     value = present(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _plain(item, place) for name, item in value.items()}
+        return {str(name): _plain(item, location) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, place) for item in value]
+        return [_plain(item, location) for item in value]
     if isinstance(value, (datetime.date, datetime.time)):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if hasattr(value, "tolist"):  # of NumPy, pandas and torch: rows that are passed as objects
-        return _plain(value.tolist(), place)
+        return _plain(value.tolist(), location)
     raise DatasetError(
-        f"{place} holds {type(value).__name__}, which is neither text nor a number nor a list or dict of them; "
+        f"{location} holds {type(value).__name__}, which is neither text nor a number nor a list or dict of them; "
         "remove the column or write it as text."
     )
 
 
-def chat_of(prompt: Any, place: str) -> Chat:
+def chat_of(prompt: Any, location: str) -> Chat:
     """Return the turns of a chat prompt without entries that are None, which parquet fills in."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
         raise DatasetError(
-            f"{place} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
+            f"{location} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
         )
     for number, turn in enumerate(prompt, start=1):
         for name in ("role", "content"):
             if not isinstance(turn.get(name), str):
                 problem = f"holds {type(turn[name]).__name__}" if name in turn else "is missing"
-                raise DatasetError(f"{place}, turn {number}: {name!r} {problem}; both role and content must be text.")
+                raise DatasetError(
+                    f"{location}, turn {number}: {name!r} {problem}; both role and content must be text."
+                )
     if prompt[-1]["role"] == "assistant" or not any(turn["role"] == "user" for turn in prompt):
-        raise DatasetError(f"{place} asks nothing: a chat must hold a user turn and must not end in an assistant's.")
+        raise DatasetError(f"{location} asks nothing: a chat must hold a user turn and must not end in an assistant's.")
     return [{name: value for name, value in turn.items() if value is not None} for turn in prompt]
 
 
@@ -101,14 +103,14 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
     >>> is_right("x is 0.5", "mine", ["1/2", "one half"], None)
     True
     """
-    place = answer_format_of(source, answer_format)
+    form = answer_format_of(source, answer_format)
     if source in GSM8K_SOURCES:
-        return GSM8KTask(answer_format=place).score(response, Example("", text_of_answer(ground_truth))).success
+        return GSM8KTask(answer_format=form).score(response, Example("", text_of_answer(ground_truth))).success
     truths = _texts(ground_truth)
     if source in MATH_SOURCES:
-        answer = extract_answer(response, place, mathematics=True)
+        answer = extract_answer(response, form, mathematics=True)
         return answer is not None and any(math_equal(truth, answer) for truth in truths)
-    answers = {words: extract_answer(response, place, words=words) for words in (False, True)}
+    answers = {words: extract_answer(response, form, words=words) for words in (False, True)}
     pairs = [(answers[not is_number(truth)], truth) for truth in truths]
     return any(answer is not None and answers_equal(answer, truth) for answer, truth in pairs)
 
@@ -183,16 +185,16 @@ class TableTask(FileTask):
     def gold_response(self, example: Example) -> str | None:
         """Return the ground truth in the answer's format; None if no such response is right."""
         source, ground_truth = source_of(example), example.extra["ground_truth"]
-        texts, place = _texts(ground_truth), answer_format_of(source, self.answer_format)
-        response = answering("tags" if place == "any" else place, texts[0]) if texts else ""
+        texts, form = _texts(ground_truth), answer_format_of(source, self.answer_format)
+        response = answering("tags" if form == "any" else form, texts[0]) if texts else ""
         return response if is_right(response, source, ground_truth, self.answer_format) else None
 
-    def read_row(self, row: Row, place: str) -> Example:
+    def read_row(self, row: Row, location: str) -> Example:
         """Read a row; the column ``answer`` is accepted, too, and the prompt may be missing.
 
         ``extra`` holds the ``prompt`` and the ``ground_truth`` as they are in the data, and all other ``columns``.
         """
-        return self._example(row, place, [self.answer_column, "answer"])
+        return self._example(row, location, [self.answer_column, "answer"])
 
     def read(self, name: str, split: str = "train") -> list[Example]:
         """Return the examples of a file or of a dataset on the hub; a column that some rows lack is None there."""
@@ -203,13 +205,13 @@ class TableTask(FileTask):
             columns.append("answer")
         examples = []
         for number, row in enumerate(rows, start=1):
-            place, prompt = f"{name}, row {number}", row.get(self.prompt_column)
+            location, prompt = f"{name}, row {number}", row.get(self.prompt_column)
             if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
                 raise DatasetError(
-                    f"{place}: column {self.prompt_column!r} holds no prompt; the columns found are "
+                    f"{location}: column {self.prompt_column!r} holds no prompt; the columns found are "
                     f"{', '.join(map(repr, row))}: set env.prompt_column, or remove the row."
                 )
-            examples.append(replace(self._example({**missing, **row}, place, columns), place=place))
+            examples.append(replace(self._example({**missing, **row}, location, columns), place=location))
         return examples
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
@@ -229,25 +231,25 @@ class TableTask(FileTask):
 
         return [*map(distinct, train)], None if heldout is None else [*map(distinct, heldout)]
 
-    def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:
-        columns = plain_columns(row, place)
+    def _example(self, row: Row, location: str, answer_columns: Sequence[str]) -> Example:
+        columns = plain_columns(row, location)
         prompt = columns.pop(self.prompt_column, None)
         if not isinstance(prompt, str):
-            prompt = "" if prompt is None else chat_of(prompt, f"{place}: column {self.prompt_column!r}")
+            prompt = "" if prompt is None else chat_of(prompt, f"{location}: column {self.prompt_column!r}")
         ground_truth = next((columns[name] for name in answer_columns if columns.get(name) is not None), None)
         model = columns.get("reward_model")
         if "data_source" in columns and isinstance(model, Mapping) and "ground_truth" in model:  # verl's
             ground_truth = model["ground_truth"]
         if columns.get(TEMPLATE_COLUMN) is not None:
             raise DatasetError(
-                f"{place}: column {TEMPLATE_COLUMN!r} would differ from row to row; remove it and set "
+                f"{location}: column {TEMPLATE_COLUMN!r} would differ from row to row; remove it and set "
                 "env.chat_template_kwargs, which holds for all rows."
             )
         extra = {"prompt": prompt, "ground_truth": ground_truth, "columns": columns}
         query = next(turn["content"] for turn in reversed(_turns(prompt)) if turn["role"] == "user")
         example = Example(query, text_of_answer(ground_truth), extra)
         if self.answer_required:
-            self._require_gradable(example, list(row), place)
+            self._require_gradable(example, list(row), location)
         return example
 
     def require_answers(self) -> None:
@@ -255,21 +257,21 @@ class TableTask(FileTask):
         for example in (*self.train, *self.heldout):
             self._require_gradable(example, list(example.extra["columns"]), example.place)
 
-    def _require_gradable(self, example: Example, columns: Sequence[str], place: str) -> None:
+    def _require_gradable(self, example: Example, columns: Sequence[str], location: str) -> None:
         """Raise ``DatasetError`` unless :func:`is_right` can be true of some response."""
         ground_truth = example.extra["ground_truth"]
         if not example.answer.strip():
             raise DatasetError(
-                f"{place}: column {self.answer_column!r} holds no ground truth; the columns found are "
+                f"{location}: column {self.answer_column!r} holds no ground truth; the columns found are "
                 f"{', '.join(map(repr, columns)) or 'none'}: set env.answer_column, or grade with reward.path."
             )
         if not _texts(ground_truth):
             raise DatasetError(
-                f"{place}: the ground truth is {type(ground_truth).__name__} {example.answer[:60]}, "
+                f"{location}: the ground truth is {type(ground_truth).__name__} {example.answer[:60]}, "
                 "which only a function of yours can grade; give reward.path."
             )
         if source_of(example) in GSM8K_SOURCES:
-            GSM8KTask().read_row({"answer": example.answer}, place)
+            GSM8KTask().read_row({"answer": example.answer}, location)
 
 
 def source_of(example: Example) -> str:

@@ -59,11 +59,11 @@ def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callab
     member = members.get(name)
     if not callable(member):
         is_one = inspect.isfunction if spec.kind == "functions" else callable
-        own = members.get("__name__")  # what a file has imported is not what it offers
+        home = members.get("__name__")  # what a file has imported is not what it offers
         names = [
             other
             for other, value in members.items()
-            if not other.startswith("_") and is_one(value) and getattr(value, "__module__", None) in (own, "__main__")
+            if not other.startswith("_") and is_one(value) and getattr(value, "__module__", None) in (home, "__main__")
         ]
         what = "function" if spec.kind == "functions" else "class or function"
         raise ToolboxError(
@@ -121,8 +121,8 @@ class Environment(Toolbox):
     def attributes(self) -> dict[str, Any]:
         """Those of the environment that have no underscore before their name, and its properties."""
         kind = type(self._environment)
-        own = getattr(self._environment, "__dict__", {})
-        names = {**own, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}
+        members = getattr(self._environment, "__dict__", {})
+        names = {**members, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}
         readable = {}
         for name in filter(lambda name: not name.startswith("_"), names):
             with suppress(Exception):  # a property is code of the user's
@@ -133,7 +133,7 @@ class Environment(Toolbox):
         """What the environment's own returns, given those columns of the row that it takes.
 
         Raises:
-            ToolboxError: it asks for one that the row lacks.
+            ToolboxError: it requires one that the row lacks.
         """
         parameters = inspect.signature(self._reset).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -141,7 +141,7 @@ class Environment(Toolbox):
         if missing:
             columns = ", ".join(map(str, row)) or "none"
             raise ToolboxError(
-                f"reset asks for {', '.join(missing)}, which the row lacks (its columns are {columns}); rename the "
+                f"reset requires {', '.join(missing)}, which the row lacks (its columns are {columns}); rename the "
                 "column, or give the parameter a default value."
             )
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -153,7 +153,7 @@ def _as_text(value: Any) -> Any:
     """What was returned, or will be; a list of content blocks as the text that a policy reads."""
     if inspect.isawaitable(value):
         return _later(value)
-    is_content = isinstance(value, list) and value and all(isinstance(one, dict) and "type" in one for one in value)
+    is_content = isinstance(value, list) and value and all(isinstance(item, dict) and "type" in item for item in value)
     return content_text(value) if is_content else value
 
 

@@ -1,7 +1,7 @@
 """Wrappers of a task: the user's functions as its reward, dialogs with tools, a request to think again.
 
 Reward functions are those written for verl or for TRL, unchanged. ``reward.path`` names a Python file, ``reward.name``
-one or several of its functions. The parameters of a function, plain or ``async``, tell its form:
+one or several of its functions. The parameters of a function, plain or ``async``, determine its form:
 
 - verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``, called once per
   response. Of a dict, ``score`` is the reward; the other entries are kept, numbers as metrics.
@@ -128,7 +128,7 @@ class FunctionScorer:
         self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
         self._is_pickled = self._path.endswith(PICKLED)
         # a task that replies answers turns, with any reward
-        self._asks_task = BUILTIN in term_weights or getattr(task, "replies", False)
+        self._adds_task_terms = BUILTIN in term_weights or getattr(task, "replies", False)
         self._passed = functions
         if len(self._functions) == len(term_weights) == 1:  # the only function of a file needs no name
             self.term_weights = dict.fromkeys(self._functions, *term_weights.values())
@@ -145,7 +145,7 @@ class FunctionScorer:
     def prepare(self) -> None:
         """Run the file before the deadline of the first response begins."""
         _ = self._functions
-        if self._asks_task:
+        if self._adds_task_terms:
             prepare(self._task.score)
 
     def _scores(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
@@ -153,9 +153,9 @@ class FunctionScorer:
         # Copies: siblings share an example, and a function may change its arguments.
         group = [reward_inputs(self._task, response, copy.deepcopy(example)) for response, example in pairs]
         builtin: Sequence[Score | None] = [None] * len(group)
-        if self._asks_task:
+        if self._adds_task_terms:
             builtin = [guarded_score(self._task.score, self._task.term_weights, *pair) for pair in pairs]
-        outputs = {name: call_function(one, self._file_of(one), group) for name, one in self._functions.items()}
+        outputs = {name: call_function(f, self._file_of(f), group) for name, f in self._functions.items()}
         rows = zip(*outputs.values(), builtin, strict=True)
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
@@ -166,22 +166,20 @@ class FunctionScorer:
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
             if function.form == TRL and missing:
                 raise RewardFunctionError(
-                    f"{self._path}: {function.name} asks for {', '.join(missing)}, but the columns of the data are "
+                    f"{self._path}: {function.name} requires {', '.join(missing)}, but the columns of the data are "
                     f"{', '.join(offered)}; rename one or give the parameter a default value."
                 )
 
     @property
     def reads_environments(self) -> bool:
         """Return whether a function takes ``environments``."""
-        return any(
-            one.form == TRL and (one.taken is None or "environments" in one.taken) for one in self._functions.values()
-        )
+        return any(f.form == TRL and (f.taken is None or "environments" in f.taken) for f in self._functions.values())
 
     @cached_property
     def _functions(self) -> dict[str, RewardFunction]:
         names = [name for name in self.term_weights if name != BUILTIN]
         if self._passed is None and not self._is_pickled:
-            return {one.name: one for one in load_functions(self._path, names)}
+            return {function.name: function for function in load_functions(self._path, names)}
         functions = unpickled(Path(self._path)) if self._passed is None else self._passed
         for name in names:
             if name not in functions:
@@ -195,18 +193,18 @@ class FunctionScorer:
 
     def _total(self, outputs: Mapping[str, RewardOutput], builtin: Score | None) -> Score:
         """Return the score of one response from the outputs of its functions."""
-        terms = {name: one.value for name, one in outputs.items()}
-        errors = [one.error for one in outputs.values() if one.error is not None]
+        terms = {name: output.value for name, output in outputs.items()}
+        errors = [output.error for output in outputs.values() if output.error is not None]
         verdicts = [
-            bool(one.info[name] >= 1)
-            for one in outputs.values()
+            bool(output.info[name] >= 1)
+            for output in outputs.values()
             for name in VERDICTS
-            if isinstance(one.info.get(name), (bool, int, float))
+            if isinstance(output.info.get(name), (bool, int, float))
         ]
         info = {  # of several functions, each entry under its function's name
             name if len(outputs) == 1 else f"{function}/{name}": value
-            for function, one in outputs.items()
-            for name, value in one.info.items()
+            for function, output in outputs.items()
+            for name, value in output.info.items()
         }
         reply = None if builtin is None else builtin.reply
         if builtin is not None and BUILTIN in self.term_weights:
@@ -224,7 +222,7 @@ class FunctionScorer:
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     """Return the arguments of functions for a response: the row of a table, or another task's example."""
     if isinstance(task, MixtureTask):
-        _, task, example = task.own(example)
+        _, task, example = task.resolve(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
     record = _record_of(response)
     if isinstance(task, TableTask):
@@ -274,7 +272,7 @@ ENVIRONMENT = "environment"  # the reward term of ``get_reward``
 _COUNTED = ("tool_calls", "tool_errors")
 
 
-def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: float = 0.0) -> Task:
+def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_above: float = 0.0) -> Task:
     """Return ``task`` with responses that are dialogs with tools, whose record becomes part of their score.
 
     The numbers of calls and of failed ones, and whether the dialog ended at the limit of turns, become metrics. A
@@ -285,10 +283,10 @@ def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: 
         has_reward: the environment has ``get_reward``, which is the term ``environment``, of weight 1.
         asks_task: the task's terms count, too; else the environment's reward alone, above ``success_above`` a success.
     """
-    weights = {**(task.term_weights if asks_task else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
-    change = partial(_of_dialog, weights, asks_task, success_above)
-    scorer = ChangedScorer(scorer_of(task) if asks_task else _no_score, change)
-    if asks_task and not has_reward:
+    weights = {**(task.term_weights if adds_task_terms else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
+    change = partial(_of_dialog, weights, adds_task_terms, success_above)
+    scorer = ChangedScorer(scorer_of(task) if adds_task_terms else _no_score, change)
+    if adds_task_terms and not has_reward:
         return _scored_by(scorer, task, counts=getattr(task, "counts", None))
     return _scored_by(scorer, task, term_weights=weights, gold_response=_no_gold_response)
 
@@ -323,7 +321,7 @@ class ChangedScorer:
 
 
 def _of_dialog(
-    term_weights: Mapping[str, float], asks_task: bool, success_above: float, response: str, score: Score
+    term_weights: Mapping[str, float], adds_task_terms: bool, success_above: float, response: str, score: Score
 ) -> Score:
     """Return the score of a dialog with tools (:func:`with_tools`)."""
     record = _record_of(response)
@@ -337,8 +335,8 @@ def _of_dialog(
         terms[ENVIRONMENT] = reward
     info = {name: record[name] for name in _COUNTED if name in record}
     info |= {"ended_by_turns": int(record["ended"] == TURNS)} if record else {}
-    own = reward is not None and reward > success_above
-    return Score(terms, score.success if asks_task else own, info={**score.info, **info})
+    is_success = reward is not None and reward > success_above
+    return Score(terms, score.success if adds_task_terms else is_success, info={**score.info, **info})
 
 
 def _record_of(response: str) -> Mapping[str, Any]:
@@ -364,9 +362,9 @@ def think_again(task: Task, message: str = MESSAGE) -> Task:
     None
     """
     reply = {"role": "user", "content": message}
-    return _scored_by(ChangedScorer(scorer_of(task), partial(_asked_again, reply)), task)
+    return _scored_by(ChangedScorer(scorer_of(task), partial(_with_reply, reply)), task)
 
 
-def _asked_again(reply: Mapping[str, str], response: str, score: Score) -> Score:
+def _with_reply(reply: Mapping[str, str], response: str, score: Score) -> Score:
     ends = score.success or score.error is not None or score.reply is not None
     return score if ends else replace(score, reply=reply)

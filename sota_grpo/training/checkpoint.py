@@ -4,7 +4,7 @@ A checkpoint is a ``torch.save`` archive followed by 8 bytes of magic and the SH
 reader does not compare the archive's CRCs). It is written under a temporary name, synced and renamed: a name
 ``checkpoint_*.pt`` is never a half-written file. Plain ``torch.load(path)`` reads it too.
 
-Each rank of a learner in other processes writes its own tensors, while training goes on, to a safetensors file in a
+Each rank of a learner in other processes writes its own tensors, while training continues, to a safetensors file in a
 folder with a name that was never used before; the ``.pt`` is written last and has the folder's name and the SHA-256 of
 every file::
 
@@ -41,11 +41,11 @@ from torch.utils._pytree import tree_map_only
 
 from sota_grpo.errors import RunFailed
 from sota_grpo.files import atomic_file, drop_leftovers, sync
-from sota_grpo.policy.sharding import Ranks, own_shard
-from sota_grpo.policy.tensor_files import SUFFIX, Kept, StoredTensor, TensorFileError, stored_tensors, write_tensors
+from sota_grpo.policy.sharding import Ranks, local_shard
+from sota_grpo.policy.tensor_files import SUFFIX, Piece, StoredTensor, TensorFileError, stored_tensors, write_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
 from sota_grpo.untrusted import NO_TENSORS, open_file
-from sota_grpo.workers.base import WorkerThread, promised
+from sota_grpo.workers.base import WorkerThread, pending_future
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -135,10 +135,10 @@ class CheckpointStore:
         self._prune(step, shards)
         return path
 
-    def latest(self, parts: Sequence[str] = ()) -> tuple[int, dict[str, Any]] | None:
+    def latest(self, entries: Sequence[str] = ()) -> tuple[int, dict[str, Any]] | None:
         """Return the newest readable checkpoint as (step, state), or None when there is none at all.
 
-        A damaged one, or one without these ``parts``, is skipped with a warning.
+        A damaged one, or one without these ``entries``, is skipped with a warning.
 
         Raises:
             CheckpointError: checkpoints exist and every one is damaged.
@@ -146,7 +146,7 @@ class CheckpointStore:
         paths = self.paths()
         for step, path in paths:
             try:
-                return step, self.load(path, parts)
+                return step, self.load(path, entries)
             except CheckpointError as error:
                 logger.warning("Skipping the checkpoint of step %d, trying the one before: %s", step, error)
         if not paths:
@@ -158,19 +158,19 @@ class CheckpointStore:
         )
 
     @staticmethod
-    def load(path: str | os.PathLike[str], parts: Sequence[str] = ()) -> dict[str, Any]:
+    def load(path: str | os.PathLike[str], entries: Sequence[str] = ()) -> dict[str, Any]:
         """Read one checkpoint onto the CPU after checking its SHA-256; no code in it is run.
 
         Tensors in the ranks' files, which are checked too, are :class:`~sota_grpo.policy.tensor_files.StoredTensor`.
 
         Raises:
-            CheckpointError: the file is missing, unreadable, altered, no checkpoint, or has not all ``parts``.
+            CheckpointError: the file is missing, unreadable, altered, no checkpoint, or has not all ``entries``.
         """
         try:
             with open_file(path, levels=2) as file:
                 _require_intact(file, path)
                 state = torch.load(file, map_location="cpu", weights_only=True)
-            if not isinstance(state, dict) or not state.keys() >= set(parts):
+            if not isinstance(state, dict) or not state.keys() >= set(entries):
                 raise TypeError(state)
             shards = state.pop(_SHARDS, None)
             return state if shards is None else filled(state, _stored(Path(path), **shards))
@@ -188,11 +188,11 @@ class CheckpointStore:
         folders = self.directory.iterdir() if self.directory.is_dir() else ()
         return [path for path in folders if _FOLDER.fullmatch(path.name) and not path.is_symlink()]
 
-    def _drop_folders(self, own: Path | None) -> None:
-        """Delete folders that no checkpoint names, and others of the step of ``own``."""
-        kept = {path.stem for _, path in self.paths()}
+    def _drop_folders(self, current: Path | None) -> None:
+        """Delete folders that no checkpoint names, and others of the step of ``current``."""
+        steps = {path.stem for _, path in self.paths()}
         for folder in self._folders():
-            if folder.stem not in kept or (own is not None and folder.stem == own.stem and folder != own):
+            if folder.stem not in steps or (current is not None and folder.stem == current.stem and folder != current):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _prune(self, step: int, shards: Shards | None) -> None:
@@ -211,8 +211,8 @@ class CheckpointStore:
         message = f"the checkpoint of step {step} could not be written to {self.directory}: {what}"
         if self.directory.is_dir() and isinstance(error, OSError):
             message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
-        kept = self.paths()
-        message += f"; {kept[0][1].name} is the last good one" if kept else "; there is no earlier one"
+        existing = self.paths()
+        message += f"; {existing[0][1].name} is the last good one" if existing else "; there is no earlier one"
         return message + ("; free space there or choose another output directory" * isinstance(error, OSError))
 
 
@@ -225,7 +225,7 @@ def _inode(path: Path) -> int | None:
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
-    """Save to a store from a thread while training goes on; the end of the context waits for the last save.
+    """Save to a store from a thread while training continues; the end of the context waits for the last save.
 
     States must not change any more (:func:`host_copy`). Saves are done one at a time, in order; an error is raised by
     the next :meth:`save`, :meth:`check` or :meth:`wait`, or at the end, unless another exception is being raised.
@@ -351,7 +351,7 @@ def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
 
 
 def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors that ranks have written beside ``path``, once their files are known to be those that were written."""
+    """Return the tensors that ranks wrote next to ``path``, after their files have been verified."""
     if not _FOLDER.fullmatch(folder) or not all(_RANK_FILE.fullmatch(name) for name in files):
         raise ValueError(folder)
     paths = [path.absolute().parent / folder / name for name in files]  # other processes read them too
@@ -434,17 +434,19 @@ class ShardWriter:
         self._thread = WorkerThread("checkpoint")
         self._copied = threading.Event()
         self._copied.set()
-        self._written: Future[tuple[str, str]] = promised()
+        self._written: Future[tuple[str, str]] = pending_future()
 
     def begin(self, folder: Path, state: Any) -> Any:
         """Begin to copy and to write; return the state without its tensors."""
         rest, tensors = emptied(state)
-        own = {name: shard for name, tensor in tensors.items() if (shard := own_shard(tensor, self._ranks)) is not None}
+        mine = {
+            name: shard for name, tensor in tensors.items() if (shard := local_shard(tensor, self._ranks)) is not None
+        }
         launched = torch.cuda.Event() if self._ranks.device.type == "cuda" else None
         if launched is not None:
             launched.record()  # kernels launched before still change these tensors
         self._copied.clear()
-        self._written = self._thread.submit(self._write, folder, own, launched)
+        self._written = self._thread.submit(self._write, folder, mine, launched)
         return rest
 
     def wait_copied(self) -> None:
@@ -464,19 +466,19 @@ class ShardWriter:
         self._thread.close()
 
     def _write(
-        self, folder: Path, own: dict[str, tuple[torch.Tensor, tuple[int, ...]]], launched: Any
+        self, folder: Path, local: dict[str, tuple[torch.Tensor, tuple[int, ...]]], launched: Any
     ) -> tuple[str, str]:
         try:
-            layout = {name: Kept.of(tensor, begin) for name, (tensor, begin) in own.items()}
+            layout = {name: Piece.of(tensor, begin) for name, (tensor, begin) in local.items()}
             copies: list[torch.Tensor] = []
             with nullcontext() if launched is None else torch.cuda.stream(torch.cuda.Stream(self._ranks.device)):
                 if launched is not None:
                     launched.wait()
-                for tensor, _ in own.values():
+                for tensor, _ in local.values():
                     copies.append(on_host(tensor))
                     self._thread.progress()
         finally:
-            own.clear()
+            local.clear()
             self._copied.set()
         name = f"rank_{self._ranks.rank:05d}{SUFFIX}"
         folder.mkdir(parents=True, exist_ok=True)

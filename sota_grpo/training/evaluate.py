@@ -55,13 +55,13 @@ def _linearised(counts: Sequence[Counts]) -> tuple[float, list[float]]:
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response; ``asked_again``: it follows a user turn that replied to an earlier response."""
+    """A graded response; ``followed_up``: it follows a user turn that replied to an earlier response."""
 
     text: str
     score: Score
     num_tokens: int
     truncated: bool
-    asked_again: bool = False
+    followed_up: bool = False
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
@@ -127,21 +127,21 @@ class Evaluator:
             if is_greedy:
                 by_problem[problem] = responses
 
-        found = self.evaluate(on_graded=keep)
-        problems, greedy = [by_problem[index] for index in range(len(by_problem))], found["greedy"]
+        measured = self.evaluate(on_graded=keep)
+        problems, greedy = [by_problem[index] for index in range(len(by_problem))], measured["greedy"]
         metrics = {"eval/accuracy": greedy["accuracy"], "eval/stderr": greedy["stderr"]}
         metrics |= {"eval/num_samples": len(problems)}
         metrics |= {f"eval/{name}": greedy[name] for name in ("reward", "reward_stderr")} | self._terms(problems)
-        for name in [name for name in found["counts"] if name != "accuracy"]:
+        for name in [name for name in measured["counts"] if name != "accuracy"]:
             share = greedy[name]
             metrics |= {f"eval/task/{name}": share["accuracy"], f"eval/task_stderr/{name}": share["stderr"]}
-        if any(response.asked_again for responses in problems for response in responses):
-            at_once = [fmean(one.score.success and not one.asked_again for one in responses) for responses in problems]
+        if any(response.followed_up for responses in problems for response in responses):
+            at_once = [fmean(one.score.success and not one.followed_up for one in responses) for responses in problems]
             metrics["eval/first_turn_accuracy"] = fmean(at_once)
         if self.avg_at_k:
-            sampled = found["sampled"]
+            sampled = measured["sampled"]
             metrics |= {"eval/avg_at_k": sampled["accuracy"], "eval/avg_at_k_stderr": sampled["stderr"]}
-        return metrics | {"eval/grader_errors": found["grader_errors"], "time/eval_s": time.perf_counter() - began}
+        return metrics | {"eval/grader_errors": measured["grader_errors"], "time/eval_s": time.perf_counter() - began}
 
     def evaluate(
         self,
@@ -160,9 +160,9 @@ class Evaluator:
             trials of the greedy accuracies problem by problem, for :func:`gains`.
         """
         problems = self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
-        own, weights = self.benchmark(problems), self.rollouts.env.task.term_weights
-        counts = {"accuracy": [(float(one.score.success), 1.0) for (one,) in problems], **own}
-        greedy = _shares(problems, weights) | {name: accuracy(own[name]) for name in own}
+        counted, weights = self.benchmark(problems), self.rollouts.env.task.term_weights
+        counts = {"accuracy": [(float(one.score.success), 1.0) for (one,) in problems], **counted}
+        greedy = _shares(problems, weights) | {name: accuracy(counted[name]) for name in counted}
         result: dict[str, Any] = {"num_problems": len(problems), "greedy": greedy, "counts": counts}
         responses, count = [one for group in problems for one in group], self.avg_at_k
         if count:
@@ -170,7 +170,7 @@ class Evaluator:
             responses += [one for group in problems for one in group]
             right = [sum(one.score.success for one in group) for group in problems]
             ks = sorted({count, *(1 << power for power in range(count.bit_length()))})
-            passes = {str(k): accuracy([(pass_at_k(each, count, k), 1.0) for each in right]) for k in ks}
+            passes = {str(k): accuracy([(pass_at_k(share, count, k), 1.0) for share in right]) for k in ks}
             result |= {"k": count, "temperature": temperature, "sampled": _shares(problems, weights)}
             result |= {"pass_at_k": passes}
         return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
@@ -194,8 +194,8 @@ class Evaluator:
             metrics |= {f"eval/reward/{name}": fmean(values)} if values else {}
         rewards = [total_reward(score.terms, weights) for score in scores]
         lowest, highest, above = min(rewards), max(rewards), self.success_above
-        said = {name.rpartition("/")[2] for score in scores for name in score.info}
-        self.by_reward = above is not None and said.isdisjoint(VERDICTS)
+        names = {name.rpartition("/")[2] for score in scores for name in score.info}
+        self.by_reward = above is not None and names.isdisjoint(VERDICTS)
         varies = lowest < highest and not self._has_warned
         if above is not None and varies and (lowest > above or highest <= above):
             logger.warning(
@@ -253,6 +253,6 @@ class Evaluator:
 
 def _response(text: str, sample: Sample, score: Score) -> Response:
     mask, replies = sample.assistant_mask, (sample.record or {}).get("replies", ())
-    asked_again = any(turn["role"] == "user" for turns in replies for turn in turns)
+    followed_up = any(turn["role"] == "user" for turns in replies for turn in turns)
     num_tokens = len(sample.token_ids) if mask is None else int(mask.sum())
-    return Response(text, score, num_tokens, sample.truncated, asked_again)
+    return Response(text, score, num_tokens, sample.truncated, followed_up)

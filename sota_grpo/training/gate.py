@@ -34,7 +34,7 @@ from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.recording.run_files import GATE_FILE
-from sota_grpo.rewards.grading import own_grader
+from sota_grpo.rewards.grading import task_grader
 from sota_grpo.rl.records import Example, SampledText, Sampling, Score, sample_seed, task_of_example, total_reward
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.rl.task import Task
@@ -149,7 +149,7 @@ class TrainingComponents:
         return measured[:, mask], None if rounding is None else rounding[mask]
 
     @property
-    def said(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def measured(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The trainer's log-prob of every sampled token of the rows, and its entropy there, flat, in nats."""
         log_probs, entropies = self._measured[0]
         return log_probs, entropies
@@ -162,7 +162,7 @@ class TrainingComponents:
     @property
     def gaps(self) -> torch.Tensor:
         """Trainer's minus engine's log-prob of every sampled token of the rows, flat, in nats."""
-        return self.said[0] - self.rows.flat(keys.LOG_PROBS)[sampled_tokens(self.rows)]
+        return self.measured[0] - self.rows.flat(keys.LOG_PROBS)[sampled_tokens(self.rows)]
 
     @property
     def num_prompts(self) -> int:
@@ -224,8 +224,8 @@ def allowed_gaps(run: TrainingComponents) -> Allowed:
 def the_reference_is_the_policy_at_its_start(run: TrainingComponents) -> Check:
     """The reference gives the samples the log-probs that the trainer gives them, at the same temperature."""
     ref = run.rows.flat(keys.REF_LOG_PROBS)[sampled_tokens(run.rows)]
-    gaps, same = run.said[0] - ref, replace(run, exact=run.exact and bool(run.reference_exact))
-    allowed, slope = allowed_gaps(same), temperature_slope(gaps, *run.said)
+    gaps, same = run.measured[0] - ref, replace(run, exact=run.exact and bool(run.reference_exact))
+    allowed, slope = allowed_gaps(same), temperature_slope(gaps, *run.measured)
     mean, steepest = float(gaps.abs().mean()), SLOPE + MARGIN * slope.error
     return Check(
         "the reference is the policy at its start",
@@ -240,8 +240,8 @@ def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
     rows = run.rows[:NUM_COMPARED].without(keys.ADVANTAGE)
     signs = torch.tensor([1.0, -1.0]).repeat(len(rows))[: len(rows)]
     rows.set(keys.ADVANTAGE, signs.reshape(-1, 1, 1))
-    found = run.learner.coefficients(rows).split(rows.lengths(keys.FULL_TOKENS))
-    values = torch.cat([own * sign for own, sign in zip(found, signs)])[sampled_tokens(rows)]
+    slopes = run.learner.coefficients(rows).split(rows.lengths(keys.FULL_TOKENS))
+    values = torch.cat([slope * sign for slope, sign in zip(slopes, signs)])[sampled_tokens(rows)]
     right, none = int((values > 0).sum()), int((values == 0).sum())
     sentence = f"{right} of {len(values)} sampled tokens move as their advantage says"
     if none:
@@ -253,7 +253,7 @@ def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
 
 def engine_and_trainer_have_one_temperature(run: TrainingComponents) -> Check:
     """The slope of the gaps is the share by which two temperatures differ: 0.2 for 0.8 against 1."""
-    slope = temperature_slope(run.gaps, *run.said)
+    slope = temperature_slope(run.gaps, *run.measured)
     allowed = SLOPE + MARGIN * slope.error
     return Check(
         "engine and trainer have one temperature",
@@ -320,7 +320,7 @@ def prompts_are_computed_once(run: TrainingComponents) -> Check:
     packed = bool(run.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, each with its prompt"
     if run.packs and not packed:
-        sentence += ", which this model does not need: the log says why; model.attn_implementation=sdpa asks for it"
+        sentence += ", which this model does not need: the log says why; model.attn_implementation=sdpa selects it"
     return Check("prompts are computed once", packed or not run.packs, sentence)
 
 
@@ -396,7 +396,7 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
     if not passed and not differing and run.exact and back <= SINGLE < min(new, old):
         differing = _left_out(run, probe, allowed)
     if differing:
-        sentence += f"; these did not land: {_few(differing)}"
+        sentence += f"; these were not applied: {_few(differing)}"
     return Check("pushed weights are loaded", passed, sentence)
 
 
@@ -428,10 +428,11 @@ def the_reference_reads_the_policys_tokens(run: TrainingComponents) -> Check:
     """Every token of the policy has the same id in the reference, whose context holds the longest sample."""
     other = run.reference
     assert other is not None
-    own = run.rollouts.env.tokenizer.get_vocab()
-    odd = sorted(token for token, index in own.items() if other.vocabulary.get(token) != index)
+    vocabulary = run.rollouts.env.tokenizer.get_vocab()
+    odd = sorted(token for token, index in vocabulary.items() if other.vocabulary.get(token) != index)
     short = other.context is not None and other.context < other.longest
-    sentence = f"{len(own) - len(odd)} of the {len(own)} tokens of {other.policy} have the same id in {other.name}"
+    same = f"{len(vocabulary) - len(odd)} of the {len(vocabulary)} tokens"
+    sentence = f"{same} of {other.policy} have the same id in {other.name}"
     if odd:
         sentence += f" (not {odd[0]!r}), so it would judge other texts: use a ref_model.name with the same tokenizer"
     if short:
@@ -485,7 +486,7 @@ def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
     if bad:
         sentence += f"; the first that does not: {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
     if not applies:
-        sentence += f"; no reward applies to any of {num_texts} texts, and where that goes on nothing is learned"
+        sentence += f"; no reward applies to any of {num_texts} texts; while that holds nothing is learned"
     if errors:
         sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
     return Check(name, (not bad and graded) if looked_at or not graded else None, sentence)
@@ -536,10 +537,10 @@ def responses_end_and_are_graded(run: TrainingComponents) -> Check:
     failed = rows.get(keys.REWARD_ERROR).flatten()
     reasons = [json.loads(text).get("error") for text in rows.get(keys.REWARD_INFO)]
     tasks = [task_of_example(json.loads(row[keys.EXTRA])) for row in rows.rows(keys.EXTRA)]
-    for name, places in _places(tasks).items():
+    for name, positions in _positions(tasks).items():
         of_task = "" if name is None else f" of {name}"
-        if bool(failed[places].all()):
-            faults.append(f"the grader failed at every response{of_task}, the first time: {reasons[places[0]]}")
+        if bool(failed[positions].all()):
+            faults.append(f"the grader failed at every response{of_task}, the first time: {reasons[positions[0]]}")
     counts = f"{ended} of {len(rows)} responses end before their limit, {len(rows) - int(failed.sum())} are graded"
     if failed.any() and not faults:
         first = reasons[int(failed.int().argmax())]
@@ -578,8 +579,8 @@ def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
     whole = [*turns[:-1], *([] if bool(row[keys.TRUNCATED]) or run.sampling.ignore_eos else turns[-1:])]
     ends = end_token_ids(env.tokenizer)
     for first, end in whole:
-        said = env.tokenizer.decode(ids[first:end]) if run.stop else ""
-        if int(ids[end - 1]) not in ends and not any(stop in said for stop in run.stop):
+        text = env.tokenizer.decode(ids[first:end]) if run.stop else ""
+        if int(ids[end - 1]) not in ends and not any(stop in text for stop in run.stop):
             return "the end token is not trained"
     return None
 
@@ -595,8 +596,8 @@ def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) ->
     swapped, compared = _swapped_advantages(run)
     sentence = f"{steady - len(wrong)} of {steady} responses earn the reward of their row when they are graded again"
     if wrong:
-        place, again = wrong[0]
-        sentence += f"; response {place} of {len(rows)} has {float(rows.get(keys.REWARD)[place]):g} and earns {again:g}"
+        index, again = wrong[0]
+        sentence += f"; response {index} of {len(rows)} has {float(rows.get(keys.REWARD)[index]):g} and earns {again:g}"
     sentence += f"; in {compared - swapped} of {compared} groups the better response has the larger advantage"
     return Check(name, (not wrong and not swapped) if steady or compared else None, sentence)
 
@@ -604,7 +605,7 @@ def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) ->
 def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
     """Return the rows that earn another reward when graded again, with that reward; and how many were compared."""
     weights = run.rollouts.env.task.term_weights
-    rows, groups = run.rows.rows(), list(_places(run.rows.get(keys.GROUP_ID).tolist()).values())
+    rows, groups = run.rows.rows(), list(_positions(run.rows.get(keys.GROUP_ID).tolist()).values())
 
     def pair(row: Row) -> tuple[SampledText, Example]:
         ((text, example),) = graded_texts([row])
@@ -613,34 +614,34 @@ def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
         return SampledText(text, row[keys.FULL_TOKENS][last:].tolist(), record and json.loads(record)), example
 
     failed = run.rows.get(keys.REWARD_ERROR).flatten().tolist()
-    asked = groups if hasattr(run.task.score, "score_group") else [[place] for group in groups for place in group]
+    batches = groups if hasattr(run.task.score, "score_group") else [[index] for group in groups for index in group]
     first: dict[int, float] = {}
     second: dict[int, float] = {}
     for rewards in (first, second):
-        odd = {place for place, value in first.items() if not _equal(value, float(rows[place][keys.REWARD]))}
-        graded = [group for group in asked if rewards is first or odd & {*group}]
-        futures = [own_grader(run.rollouts.env.grader).scores([pair(rows[p]) for p in group]) for group in graded]
+        odd = {index for index, value in first.items() if not _equal(value, float(rows[index][keys.REWARD]))}
+        graded = [group for group in batches if rewards is first or odd & {*group}]
+        futures = [task_grader(run.rollouts.env.grader).scores([pair(rows[p]) for p in group]) for group in graded]
         for group, future in zip(graded, futures):
-            for place, score in zip(group, future.result(), strict=True):
-                if score.error is None and not failed[place]:
+            for index, score in zip(group, future.result(), strict=True):
+                if score.error is None and not failed[index]:
                     # terms that are not the grader's (a judge's, penalties) are the row's
-                    own = {key[-1]: float(v) for key, v in rows[place].items() if key[:-1] == keys.REWARD_TERMS}
-                    rewards[place] = total_reward({**own, **score.terms}, {**dict.fromkeys(own, 1.0), **weights})
-    unsteady = {place for place, value in second.items() if place in first and not _equal(value, first[place])}
-    wrong = [(place, value) for place, value in second.items() if place in odd and place not in unsteady]
+                    terms = {key[-1]: float(v) for key, v in rows[index].items() if key[:-1] == keys.REWARD_TERMS}
+                    rewards[index] = total_reward({**terms, **score.terms}, {**dict.fromkeys(terms, 1.0), **weights})
+    unsteady = {index for index, value in second.items() if index in first and not _equal(value, first[index])}
+    wrong = [(index, value) for index, value in second.items() if index in odd and index not in unsteady]
     return wrong, len(first) - len(unsteady)
 
 
-def _equal(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-5)  # rewards are kept in float32
+def _equal(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-5)  # rewards are kept in float32
 
 
-def _places(names: Iterable[Hashable]) -> dict[Any, list[int]]:
+def _positions(names: Iterable[Hashable]) -> dict[Any, list[int]]:
     """Return the positions of each name."""
-    places: dict[Any, list[int]] = {}
-    for place, name in enumerate(names):
-        places.setdefault(name, []).append(place)
-    return places
+    positions: dict[Any, list[int]] = {}
+    for position, name in enumerate(names):
+        positions.setdefault(name, []).append(position)
+    return positions
 
 
 def _swapped_advantages(run: TrainingComponents) -> tuple[int, int]:
@@ -649,7 +650,7 @@ def _swapped_advantages(run: TrainingComponents) -> tuple[int, int]:
     Rewards are made up: 1, 0, 0, 1, 1, 0, ..., so that advantages of the next response or the next group show.
     """
     rows = run.rows.without(keys.ADVANTAGE, keys.GRADED_REWARD)
-    groups = list(_places(rows.get(keys.GROUP_ID).tolist()).values())
+    groups = list(_positions(rows.get(keys.GROUP_ID).tolist()).values())
     better = torch.zeros(len(rows))
     for number, group in enumerate(groups):
         better[group[number % 2 :: 2]] = 1.0

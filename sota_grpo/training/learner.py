@@ -28,7 +28,7 @@ from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
     Ranks,
     divided,
-    gathered,
+    gather,
     is_first_holder,
     load_optimizer_state,
     local,
@@ -129,12 +129,14 @@ class Learner:
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
         if share.scoring:
-            own = self.within_memory(lambda: self._own(rows, self.fitting_scores(rows, share.scoring), self.log_probs))
+            scores = self.within_memory(
+                lambda: self._local(rows, self.fitting_scores(rows, share.scoring), self.log_probs)
+            )
             if self.settings.recompute:
-                for row, values in zip(rows, self._whole(own, share.places, share.lengths), strict=True):
+                for row, values in zip(rows, self._whole(scores, share.positions, share.lengths), strict=True):
                     row[keys.PROXIMAL_LOG_PROBS] = values
             else:  # the loss's own forward has dropout, the engine none
-                clean = self._mismatch(rows, own)
+                clean = self._mismatch(rows, scores)
         steps = [self._step(rows, passes) for passes in share.steps]
         self.version += 1
         metrics = reduce_updates(steps)
@@ -151,10 +153,10 @@ class Learner:
         sizes = (self.num_shares, self.policy.shared_prompt)
         return Planner(self.settings, self.seed, *sizes, learns_less, bool(dropouts(self.policy)), self.shape)
 
-    def _mismatch(self, rows: Sequence[Row], own: Mapping[int, Tensor]) -> float | None:
+    def _mismatch(self, rows: Sequence[Row], measured: Mapping[int, Tensor]) -> float | None:
         """Return the mean KL of the measured log-probs to the engine's; None over no token."""
-        masks = {index: known_tokens(rows[index]) for index in sorted(own)}
-        gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
+        masks = {index: known_tokens(rows[index]) for index in sorted(measured)}
+        gaps = [(measured[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat([torch.zeros(0), *gaps])
         sums = self.ranks.sums({"kl": mismatch(flat).sum(), "tokens": torch.tensor(float(len(flat)))})
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
@@ -183,7 +185,7 @@ class Learner:
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
         if not all(math.isfinite(value) for value in judged.values()):
-            counted = [index for one in passes for index, weight in zip(one.rows, one.weights) if weight]
+            counted = [index for micro in passes for index, weight in zip(micro.rows, micro.weights) if weight]
             self._stop_at_non_finite([rows[index] for index in counted or passes[0].rows], judged)
         if not skipped:
             if not self.skips_by_itself:
@@ -241,7 +243,7 @@ class Learner:
         for index, (micro, weights, learns) in enumerate(passes, start=1):
             if self.ranks.size > 1:
                 reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
-            batch = self.padded([rows[place] for place in micro], weights)
+            batch = self.padded([rows[position] for position in micro], weights)
             with self.autocast(), torch.set_grad_enabled(learns):
                 out = self.loss(batch)
             terms = {name: value for name, value in out.items() if name.startswith("loss_")}
@@ -275,18 +277,18 @@ class Learner:
 
         The entropies are the policy's before the step, without dropout. Returns the least that is kept, a metric.
         """
-        micros = [(one.rows, any(one.weights)) for one in passes]
-        entropy = self._own(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
-        weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights) if weight}
+        micros = [(micro.rows, any(micro.weights)) for micro in passes]
+        entropy = self._local(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
+        weights = {index: weight for micro in passes for index, weight in zip(micro.rows, micro.weights) if weight}
         trained = {index: rows[index][keys.ASSISTANT_MASK] for index in weights}
-        own = torch.cat([torch.zeros(0), *(entropy[index][mask] for index, mask in trained.items())])
-        every, mine = self.ranks.joined(own)
+        entropies = torch.cat([torch.zeros(0), *(entropy[index][mask] for index, mask in trained.items())])
+        every, mine = self.ranks.joined(entropies)
         whole = torch.ones_like(every, dtype=torch.bool)
-        kept = top_entropy_tokens(every, whole, share=self.settings.top_entropy_quantile)
+        top = top_entropy_tokens(every, whole, share=self.settings.top_entropy_quantile)
         sizes = [int(mask.sum()) for mask in trained.values()]
-        for (index, mask), values in zip(trained.items(), kept[mine].split(sizes)):
+        for (index, mask), values in zip(trained.items(), top[mine].split(sizes)):
             rows[index][keys.OBJECTIVE_MASK] = torch.zeros_like(mask).masked_scatter(mask, values)
-        return {"entropy_threshold": every[kept].min().item() if kept.any() else math.nan}
+        return {"entropy_threshold": every[top].min().item() if top.any() else math.nan}
 
     def _apply_entropy_coef(self, applied: float) -> None:
         """Set the next step's entropy coefficient; the head computes no gradient for a bonus of 0."""
@@ -318,10 +320,10 @@ class Learner:
             one = {name: value.cpu() for name, value in self._gradients(rows, first)}
             self.optimizer.zero_grad(set_to_none=True)
             for name, other in self._gradients(rows, second):
-                own = one.pop(name).to(other.device)
+                gradient = one.pop(name).to(other.device)
                 if is_first_holder(self.trainable[name], self.ranks):
-                    norms.append(own.norm())
-                    gaps.append(own.sub_(other).norm())
+                    norms.append(gradient.norm())
+                    gaps.append(gradient.sub_(other).norm())
         self.optimizer.zero_grad(set_to_none=True)
         norm = self._norm(norms)
         return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
@@ -334,10 +336,10 @@ class Learner:
             if parameter.grad is not None:
                 yield name, local(parameter.grad.detach()).div_(scale)
 
-    def _norm(self, parts: Sequence[Tensor]) -> float:
+    def _norm(self, norms: Sequence[Tensor]) -> float:
         """Return the norm over all ranks of this rank's norms."""
-        own = torch.stack(list(parts)).norm() if parts else torch.zeros(())
-        return float(own if self.ranks.size == 1 else self.ranks.total(own.double().square()).sqrt())
+        local = torch.stack(list(norms)).norm() if norms else torch.zeros(())
+        return float(local if self.ranks.size == 1 else self.ranks.total(local.double().square()).sqrt())
 
     @torch.no_grad()
     def perturb(self, but: Collection[str] = ()) -> None:
@@ -352,10 +354,10 @@ class Learner:
             if name in but or not tensor.numel():
                 continue
             count = max(1, round(PROBE_SHARE * tensor.numel()))
-            places = torch.randint(tensor.numel(), (count,), generator=generator).to(tensor.device)
-            values = tensor.take(places)
-            self.changed.append((tensor, places, values))
-            tensor.put_(places, torch.where(values == 0, 1.0, -values))
+            indices = torch.randint(tensor.numel(), (count,), generator=generator).to(tensor.device)
+            values = tensor.take(indices)
+            self.changed.append((tensor, indices, values))
+            tensor.put_(indices, torch.where(values == 0, 1.0, -values))
 
     def trainable_names(self) -> list[str]:
         """Return the names of the trainable tensors."""
@@ -364,8 +366,8 @@ class Learner:
     @torch.no_grad()
     def restore(self) -> None:
         """Undo :meth:`perturb`, bit for bit."""
-        for tensor, places, values in self.changed:
-            tensor.put_(places, values)
+        for tensor, indices, values in self.changed:
+            tensor.put_(indices, values)
         self.changed = []
 
     def diagnose(self, rows: Sequence[Row]) -> dict[str, float | None]:
@@ -386,25 +388,25 @@ class Learner:
     def coefficients(self, rows: Sequence[Row]) -> Tensor:
         """Return :meth:`GRPOLoss.coefficients`, flat ``[sum T_i]``, as if this policy had sampled the rows."""
         sampled = []
-        for row, own in self._with_ratio(rows):
+        for row, measured in self._with_ratio(rows):
             if self.loss.distill_coeff:  # a teacher that agrees with the advantage
-                row[keys.REF_LOG_PROBS] = own + row[keys.ADVANTAGE].flatten()
+                row[keys.REF_LOG_PROBS] = measured + row[keys.ADVANTAGE].flatten()
             sampled.append(row)
         with without_dropout(self.policy), self.autocast():
             return torch.cat(self._by_row(sampled, self.loss.coefficients, weight=1.0))
 
     def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], Tensor]]:
         """Yield copies of the rows whose tokens all have this log-ratio, with the policy's log-probs ``[T_i]``."""
-        for row, own in self.scored(RowTable.of(rows).rows()):
-            old = torch.where(row[keys.ASSISTANT_MASK], own - log_ratio, 0.0)
-            yield {**row, keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old}, own
+        for row, measured in self.scored(RowTable.of(rows).rows()):
+            old = torch.where(row[keys.ASSISTANT_MASK], measured - log_ratio, 0.0)
+            yield {**row, keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old}, measured
 
     def _dry_run(self, rows: Sequence[Row], token_budget: int, *, learn: bool = True) -> dict[str, float | None]:
         """Return the diagnostics of a step without dropout, truncated rows included; its gradient is in ``.grad``."""
         plain = RowTable.of(rows).rows()
         passes = self._passes(plain, token_budget, keep_truncated=True)
         with without_dropout(self.policy):
-            totals = self._run(plain, passes if learn else [one._replace(learns=False) for one in passes])
+            totals = self._run(plain, passes if learn else [micro._replace(learns=False) for micro in passes])
         return self._measured(totals, torch.zeros(()))[1]
 
     def _unclipped(self, rows: Sequence[Row]) -> list[dict[Key, Any]]:
@@ -417,10 +419,10 @@ class Learner:
         generator = torch.Generator().manual_seed(self.seed)
         log_ratio = 0.0 if self.loss.surrogate.weighs_rows else -math.log(2)
         unclipped = []
-        for row, own in self._with_ratio(rows, log_ratio):
+        for row, measured in self._with_ratio(rows, log_ratio):
             row[keys.ADVANTAGE] = 0.5 + torch.rand((1, 1), generator=generator)
             if self.loss.distill_coeff:  # a teacher that likes every token better adds no token that is clipped
-                row[keys.REF_LOG_PROBS] = own + torch.rand(own.shape, generator=generator)
+                row[keys.REF_LOG_PROBS] = measured + torch.rand(measured.shape, generator=generator)
             unclipped.append(row)
         return unclipped
 
@@ -437,16 +439,16 @@ class Learner:
             f"{path}{others}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
         )
 
-    def state_dict(self, kept: Callable[[Tensor], Any] = gathered) -> dict[str, Any]:
+    def state_dict(self, full: Callable[[Tensor], Any] = gather) -> dict[str, Any]:
         """Return trainable parameters, optimizer, schedule, scaler and counters, of plain types.
 
-        Its form is the same for any number of ranks, which all must take part; rank 0's alone is whole. ``kept`` makes
+        Its form is the same for any number of ranks, which all must take part; rank 0's alone is whole. ``full`` makes
         the entry of each tensor from this rank's shard.
         """
         adapts = self.settings.entropy_target is not None
         return {
-            "model": {name: kept(parameter.detach()) for name, parameter in self.trainable.items()},
-            "optimizer": optimizer_state(self.optimizer, kept),
+            "model": {name: full(parameter.detach()) for name, parameter in self.trainable.items()},
+            "optimizer": optimizer_state(self.optimizer, full),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             **({"entropy_coef": [self.entropy_coef, self.loss.entropy_coeff]} if adapts else {}),
@@ -624,12 +626,12 @@ class Learner:
 
         ``weight`` is the loss weight of each trained token; None: the batches have none.
         """
-        rows, places = list(rows), range(len(rows))
-        micros = self._cut(rows, places, self.settings.scoring_tokens)
+        rows, positions = list(rows), range(len(rows))
+        micros = self._cut(rows, positions, self.settings.scoring_tokens)
         lengths = [row[keys.FULL_TOKENS].shape[-1] for row in rows]
-        return self._whole(self._own(rows, micros, measure, weight), places, lengths, *width)
+        return self._whole(self._local(rows, micros, measure, weight), positions, lengths, *width)
 
-    def _own(
+    def _local(
         self,
         rows: Sequence[Row],
         micros: Sequence[tuple[list[int], bool]],
@@ -641,24 +643,24 @@ class Learner:
         weights = [None if weight is None else [weight] * len(micro) for micro in chosen]
         values = [measure(self.padded(*one)) for one in zip(chosen, weights)]  # fetched at the end
         return {
-            index: own[: rows[index][keys.FULL_TOKENS].shape[-1]].clone()
+            index: row_values[: rows[index][keys.FULL_TOKENS].shape[-1]].clone()
             for (micro, real), batch in zip(micros, values)
             if real
-            for index, own in zip(micro, batch.cpu())
+            for index, row_values in zip(micro, batch.cpu())
         }
 
     def _whole(
-        self, own: Mapping[int, Tensor], places: Sequence[int], lengths: Sequence[int], *width: int
+        self, local: Mapping[int, Tensor], positions: Sequence[int], lengths: Sequence[int], *width: int
     ) -> list[Tensor]:
         """Return the measures of all ranks for this rank's rows, of these positions and lengths in the whole."""
         if self.ranks.size == 1:
-            return [own[index] for index in range(len(places))]
+            return [local[index] for index in range(len(positions))]
         flat = torch.zeros(sum(lengths), *width)
-        parts = flat.split(list(lengths))  # each rank fills in its rows; what the others measured is 0 there
-        for index, value in own.items():
-            parts[places[index]].copy_(value)
+        pieces = flat.split(list(lengths))  # each rank fills in its rows; what the others measured is 0 there
+        for index, value in local.items():
+            pieces[positions[index]].copy_(value)
         summed = self.ranks.sum(flat).cpu().split(list(lengths))
-        return [summed[place] for place in places]
+        return [summed[position] for position in positions]
 
     @cached_property
     def shape(self) -> ModelShape:

@@ -108,7 +108,7 @@ class Share(NamedTuple):
     rows: RowTable  # of this rank, in the order of the whole
     steps: list[list[Pass]]  # the passes of each optimizer step
     scoring: list[tuple[list[int], bool]]  # micro-batches to score before the first step; False: only to keep in step
-    places: list[int]  # the position of each of ``rows`` in the whole
+    positions: list[int]  # the position of each of ``rows`` in the whole
     lengths: list[int]  # tokens of every row of the whole
 
 
@@ -137,13 +137,13 @@ class Planner:
             scoring = self.micro_batches(chosen, prompts, settings.scoring_tokens)
         steps = [self.passes(rows, batch, prompts, settings.micro_batch_tokens) for batch in batches]
         shares = []
-        for own, scored in zip(map(list, zip(*steps)), scoring):
-            read = {index for step in own for one in step for index in one.rows}
-            places = sorted(read.union(*(micro for micro, _ in scored)))
-            new = {place: index for index, place in enumerate(places)}  # rows are counted anew
-            passes = [[one._replace(rows=[new[index] for index in one.rows]) for one in step] for step in own]
+        for step_micros, scored in zip(map(list, zip(*steps)), scoring):
+            read = {index for step in step_micros for one in step for index in one.rows}
+            positions = sorted(read.union(*(micro for micro, _ in scored)))
+            new = {position: index for index, position in enumerate(positions)}  # rows are counted anew
+            passes = [[one._replace(rows=[new[index] for index in one.rows]) for one in step] for step in step_micros]
             micros = [([new[index] for index in micro], real) for micro, real in scored]
-            shares.append(Share(table.take(places), passes, micros, places, lengths))
+            shares.append(Share(table.take(positions), passes, micros, positions, lengths))
         return shares
 
     def mini_batches(
@@ -158,7 +158,7 @@ class Planner:
             generator = torch.Generator().manual_seed(sample_seed(self.seed, version, epoch))
             groups = groups_by_prompt(prompts, order)
             mixed = torch.randperm(len(groups), generator=generator).tolist()
-            order = [index for place in mixed for index in groups[place].rows]
+            order = [index for group in mixed for index in groups[group].rows]
         pieces, size = [[index] for index in order], self.settings.optim_batch_size
         if self.settings.optim_groups is not None:
             groups_of: dict[int, list[int]] = {}
@@ -188,7 +188,7 @@ class Planner:
         if not keep_truncated:
             left_out = [keys.REWARD_ERROR, *([keys.TRUNCATED] if settings.drop_truncated else [])]
             flags = [[row.get(key, None) for key in left_out] for row in chosen]
-            counts[[any(flag is not None and bool(flag.any()) for flag in own) for own in flags]] = 0
+            counts[[any(flag is not None and bool(flag.any()) for flag in row_flags) for row_flags in flags]] = 0
         weights = row_weights(counts, settings.aggregation, max_response_tokens=settings.max_response_tokens).tolist()
         moving = [True] * len(batch)
         if self.advantage_only:
@@ -223,7 +223,7 @@ class Planner:
         shares = rank_shares(
             groups, self.num_ranks, lambda group: step_flops(self.shape, shared_load(group.prompt, group.responses))
         )
-        parts = [fitting([index for piece in share for index in piece.rows]) for share in shares]
-        most = max(map(len, parts))
+        by_rank = [fitting([index for piece in share for index in piece.rows]) for share in shares]
+        most = max(map(len, by_rank))
         again = [min(chosen, key=lambda index: prompts[index].tokens)] if most else []
-        return [[(micro, True) for micro in own] + [(again, False)] * (most - len(own)) for own in parts]
+        return [[(micro, True) for micro in micros] + [(again, False)] * (most - len(micros)) for micros in by_rank]

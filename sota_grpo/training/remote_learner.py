@@ -20,7 +20,7 @@ from tensordict import TensorDictBase
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.lora import adapter_pack, packed_weights, weight_slices
-from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.sharding import gather
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
@@ -77,7 +77,7 @@ class LearnerWorker:
 
         def whole(tensor: torch.Tensor) -> torch.Tensor | None:
             self._thread.progress()
-            return gathered(tensor)
+            return gather(tensor)
 
         state = self.learner.state_dict(whole)
         return StatePack.of(state) if self.learner.ranks.leads else None
@@ -99,7 +99,7 @@ class LearnerWorker:
     @_on_thread
     def begin_save(self, folder: str) -> Any:
         """Begin to write this rank's shard of the state; return the values that are no tensors."""
-        return self._writer.begin(Path(folder), self.learner.state_dict(lambda own: own))
+        return self._writer.begin(Path(folder), self.learner.state_dict(lambda tensor: tensor))
 
     def written(self) -> Future[tuple[str, str]]:
         """:meth:`ShardWriter.written`."""
@@ -127,7 +127,7 @@ class LearnerWorker:
         self.learner.export_hf(Path(folder), self._thread.progress)
 
     @_on_thread
-    def ask(self, method: str, *args: Any) -> Any:
+    def run_method(self, method: str, *args: Any) -> Any:
         """Any other method of the learner."""
         return getattr(self.learner, method)(*args)
 
@@ -150,7 +150,7 @@ class LearnerDied(RunFailed):
     """A rank of the learner died or hangs, so none can continue; the message names it and the cause."""
 
 
-_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full tokens
+_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # the full tokens contain them
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
@@ -165,17 +165,17 @@ def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
     return named
 
 
-def _asked(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
+def _on_each_rank(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
     """Call the method on every rank and return rank 0's answer; rows travel as one table."""
 
-    def ask(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
+    def call(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
         assert not by_name  # a worker's calls have none
         packed = (
             remote._share(travelling(arg)) if isinstance(arg, (RowTable, TensorDictBase, list)) else arg for arg in args
         )
-        return remote._call("ask", method.__name__, *packed)
+        return remote._call("run_method", method.__name__, *packed)
 
-    return update_wrapper(ask, method)
+    return update_wrapper(call, method)
 
 
 class _Pings:
@@ -295,10 +295,10 @@ class RemoteLearner:
         """:meth:`Learner.update`, timed here; the driver plans it and sends each rank its own rows."""
         began = time.perf_counter()
         if self._planner is None:
-            self._planner = self._call("ask", "step_planner")
+            self._planner = self._call("run_method", "step_planner")
         shares = [(share,) for share in self._planner.shares(travelling(rows), self.version)]
         peers = len(self.workers) // len(shares)  # ranks that divide matrices see the same rows
-        metrics = self._call_each("update", [own for own in shares for _ in range(peers)])
+        metrics = self._call_with("update", [rank_share for rank_share in shares for _ in range(peers)])
         self.version += 1
         return metrics | {"time/learn_s": time.perf_counter() - began}
 
@@ -338,21 +338,21 @@ class RemoteLearner:
         while len(packs) < count:
             pack, count = self._call("weights", base, merged, dtype, len(packs), self.pack_bytes)
             packs.append(pack)
-        return WeightPack(tuple(part for pack in packs for part in pack.parts))
+        return WeightPack(tuple(buffer for pack in packs for buffer in pack.buffers))
 
     def adapter(self) -> WeightPack:
         """Return the adapter alone."""
         return self._call("adapter")
 
-    measured = _asked(Learner.measured)
-    measured_with_rounding = _asked(Learner.measured_with_rounding)
-    diagnose = _asked(Learner.diagnose)
-    coefficients = _asked(Learner.coefficients)
-    gradient_gap = _asked(Learner.gradient_gap)
-    perturb = _asked(Learner.perturb)
-    restore = _asked(Learner.restore)
-    trainable_names = _asked(Learner.trainable_names)
-    give_back = _asked(Learner.give_back)
+    measured = _on_each_rank(Learner.measured)
+    measured_with_rounding = _on_each_rank(Learner.measured_with_rounding)
+    diagnose = _on_each_rank(Learner.diagnose)
+    coefficients = _on_each_rank(Learner.coefficients)
+    gradient_gap = _on_each_rank(Learner.gradient_gap)
+    perturb = _on_each_rank(Learner.perturb)
+    restore = _on_each_rank(Learner.restore)
+    trainable_names = _on_each_rank(Learner.trainable_names)
+    give_back = _on_each_rank(Learner.give_back)
 
     def export_hf(self, folder: Path) -> None:
         """:meth:`Learner.export_hf`, on the machine of rank 0."""
@@ -364,10 +364,10 @@ class RemoteLearner:
             worker.kill()
 
     def _call(self, method: str, *args: Any) -> Any:
-        """:meth:`_call_each` with the same arguments."""
-        return self._call_each(method, [args] * len(self.workers))
+        """:meth:`_call_with` with the same arguments."""
+        return self._call_with(method, [args] * len(self.workers))
 
-    def _call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> Any:
+    def _call_with(self, method: str, args: Sequence[tuple[Any, ...]]) -> Any:
         """Call every rank with arguments of its own; return rank 0's answer when all have answered.
 
         Raises:
@@ -376,7 +376,7 @@ class RemoteLearner:
         """
         self.wait_ready()
         with self._order:
-            answers = [worker.call(method, *own) for worker, own in zip(self.workers, args, strict=True)]
+            answers = [worker.call(method, *arguments) for worker, arguments in zip(self.workers, args, strict=True)]
         self._wait(answers)
         failed = [index for index, answer in enumerate(answers) if answer.done() and answer.exception()]
         if not failed:

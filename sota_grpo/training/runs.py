@@ -31,7 +31,7 @@ from sota_grpo.recording.run_files import (
     read_config,
     read_record,
 )
-from sota_grpo.rl.objective_files import IN_FILES, in_file
+from sota_grpo.rl.custom_objectives import IN_FILES, file_reference
 from sota_grpo.untrusted import require_plain
 
 #: Sections and options that a resumed run may change: they do not change what is computed.
@@ -72,14 +72,14 @@ def signature(config: Mapping[str, Any]) -> str:
     A file counts by its content, the engine by the name that ``auto`` has here, and the length of the run only where
     the learning rate depends on it.
     """
-    kept = {name: _content(name, value) for name, value in _counted(config).items()}
-    if kept.get("optimizer.schedule") == "constant":
-        kept.pop("train.total_dialog_turns", None)
-    if "engine.name" in kept:
+    contents = {name: _content(name, value) for name, value in _counted(config).items()}
+    if contents.get("optimizer.schedule") == "constant":
+        contents.pop("train.total_dialog_turns", None)
+    if "engine.name" in contents:
         from sota_grpo.engines import resolve_engine_name
 
-        kept["engine.name"] = resolve_engine_name(kept["engine.name"], device=config.get("device"))
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        contents["engine.name"] = resolve_engine_name(contents["engine.name"], device=config.get("device"))
+    return hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,15 +95,15 @@ def _content(name: str, value: Any) -> Any:
     entry = _ENTRY.fullmatch(name)
     option = name if entry is None else ENTRY_OPTIONS.get(entry[1])
     is_file = option in FILES or (option == "reward.judge.rubric" and rubric_file(value) is not None)
-    own = in_file(value) if value and option in IN_FILES else None
-    if value is None or not (is_file or own):
+    reference = file_reference(value) if value and option in IN_FILES else None
+    if value is None or not (is_file or reference):
         return value
-    file = Path(value).expanduser() if own is None else own[0]
+    file = Path(value).expanduser() if reference is None else reference[0]
     digest = str(file)
     if file.is_file():
         with file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return digest if own is None else [digest, own[1]]
+    return digest if reference is None else [digest, reference[1]]
 
 
 class RunRefused(UserError):
@@ -186,10 +186,10 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     """
     digest, passed = signature(config), config.get("passed")
     if resume == "auto" and not (run_dir / RUN_FILE).exists():
-        beside = _newest_beside(run_dir, digest, num_steps, passed)
-        if beside is not None:
+        sibling = _newest_sibling(run_dir, digest, num_steps, passed)
+        if sibling is not None:
             drop_empty(run_dir)
-            return beside
+            return sibling
     path = run_dir
     if resume not in (None, "auto"):
         path = Path(resume)
@@ -253,28 +253,28 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         )
     if record["num_steps"] > num_steps:
         return (
-            f"The run in {path} was started for {record['num_steps']} steps and this command asks for {num_steps}; "
+            f"The run in {path} was started for {record['num_steps']} steps and this command has {num_steps}; "
             "train.total_dialog_turns can grow, not shrink."
         )
     return None
 
 
-def _newest_beside(run_dir: Path, digest: str, num_steps: int, passed: Any) -> RunDir | None:
+def _newest_sibling(run_dir: Path, digest: str, num_steps: int, passed: Any) -> RunDir | None:
     shape = _BY_THE_CLOCK.search(run_dir.as_posix())
     if shape is None:
         return None
     root = Path(run_dir.as_posix()[: shape.start()])
-    beside = [path.parent for path in root.glob(f"*/*/{RUN_FILE}") if _BY_THE_CLOCK.search(path.parent.as_posix())]
-    for path in sorted((path for path in beside if _goes_on(path, digest, num_steps)), key=_age, reverse=True):
+    siblings = [path.parent for path in root.glob(f"*/*/{RUN_FILE}") if _BY_THE_CLOCK.search(path.parent.as_posix())]
+    for path in sorted((path for path in siblings if _is_resumable(path, digest, num_steps)), key=_age, reverse=True):
         lock = _lock(path)
-        if lock is not None and _goes_on(path, digest, num_steps):  # still: its process may just have finished it
+        if lock is not None and _is_resumable(path, digest, num_steps):  # still: its process may just have finished it
             return RunDir(path, digest, num_steps, lock, passed)
         if lock is not None:
             lock.close()
     return None
 
 
-def _goes_on(path: Path, digest: str, num_steps: int) -> bool:
+def _is_resumable(path: Path, digest: str, num_steps: int) -> bool:
     """Whether ``path`` holds an unfinished run of this command."""
     record = read_record(path) or {}
     same = record.get("signature") == digest and record["num_steps"] <= num_steps

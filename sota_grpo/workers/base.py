@@ -35,7 +35,7 @@ _MOVED = 1 << 20  # bytes read and written in a second, above which it loads
 _SHORTEST_LOOK_S = 0.05
 
 
-def promised() -> Future[Any]:
+def pending_future() -> Future[Any]:
     """A pending future that its reader cannot cancel."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
@@ -59,7 +59,7 @@ def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
 
 
 class WorkerDied(RunFailed, RuntimeError):
-    """A worker is gone, hangs, or cannot go on; the message names it and the cause."""
+    """A worker is gone, hangs, or cannot continue; the message names it and the cause."""
 
 
 class WorkerLate(RunFailed, TimeoutError):
@@ -82,7 +82,7 @@ class WorkerSpec:
     - ``advance()`` is called whenever no call waits, until it returns False: a step of what the worker has in flight.
     - ``close()`` frees what the worker holds.
 
-    A worker that cannot go on fails its futures with :class:`WorkerDied`.
+    A worker that cannot continue fails its futures with :class:`WorkerDied`.
 
     Args:
         factory: ``"package.module:function"``, imported there.
@@ -174,7 +174,7 @@ class JobQueue:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queue ``function(*args)``."""
-        future = promised()
+        future = pending_future()
         self._jobs.put((partial(function, *args), lambda done: resolve(future, done.result)))
         return future
 
@@ -199,7 +199,7 @@ class JobQueue:
                 return
             else:
                 function, answer = job
-                self._since, done, is_busy = time.monotonic(), promised(), True
+                self._since, done, is_busy = time.monotonic(), pending_future(), True
                 resolve(done, function)
                 self._since = None
                 result = done.result() if done.exception() is None else None
@@ -340,11 +340,11 @@ class Activity:
 
 def _used() -> dict[int, tuple[float, int]]:
     """Processor seconds, and bytes read and written by calls and from storage into mapped files, by process."""
-    own, used = psutil.Process(), {}
-    for process in (own, *descendants()):
+    this_process, used = psutil.Process(), {}
+    for process in (this_process, *descendants()):
         with suppress(psutil.Error):  # it has ended, or may not be looked into
             times = process.cpu_times()  # in steps of 10 ms
-            cpu_s = time.process_time() if process.pid == own.pid else times.user + times.system
+            cpu_s = time.process_time() if process.pid == this_process.pid else times.user + times.system
             used[process.pid] = cpu_s, 0
             if psutil.LINUX:
                 with suppress(OSError, RuntimeError, ValueError):  # a kernel that does not count them, a file torn off
@@ -387,7 +387,7 @@ class OpenCalls:
 
     def open(self, send: Callable[[int], object]) -> Future[Any]:
         """The future of a call that ``send(number)`` begins; failed at once when the worker is dead or that raises."""
-        future = promised()
+        future = pending_future()
         with self._lock:
             number = next(self._numbers)
             self._futures[number] = future
@@ -455,21 +455,21 @@ class Start:
 
     limit_s: float
     began_s: float
-    is_asked: bool = False
+    is_pinged: bool = False
 
     def __post_init__(self) -> None:
-        self.heard_s = self.worked_s = self.began_s
+        self.answered_s = self.worked_s = self.began_s
 
     def answered(self, idle_s: float, now_s: float) -> None:
         """It has answered ``IDLE_METHOD``."""
-        self.is_asked, self.heard_s, self.worked_s = False, now_s, max(self.worked_s, now_s - idle_s)
+        self.is_pinged, self.answered_s, self.worked_s = False, now_s, max(self.worked_s, now_s - idle_s)
 
-    def verdict(self, now_s: float, beside: Iterable[Start]) -> str | None:
+    def verdict(self, now_s: float, starts: Iterable[Start]) -> str | None:
         """Why it is to be given up; None where it is to be waited for.
 
         Args:
             now_s: on the owner's clock.
-            beside: all that start with it. One may wait for another (for a download, at a rendezvous):
+            starts: all that start with it. One may wait for another (for a download, at a rendezvous):
                 while one of them works, none is silent.
 
         >>> start, other = Start(10.0, began_s=0.0), Start(10.0, began_s=0.0)
@@ -483,10 +483,10 @@ class Start:
         >>> start.answered(idle_s=0.0, now_s=120.0), start.verdict(120.0, [start])
         (None, 'it was not ready after 120 s')
         """
-        if now_s - self.heard_s >= self.limit_s:
+        if now_s - self.answered_s >= self.limit_s:
             return f"it has not answered for {self.limit_s:g} s while it was being started"
-        own_s = now_s - self.worked_s  # a fleet that starts looks at all others only where this one is silent
-        if own_s >= self.limit_s <= now_s - max((start.worked_s for start in beside), default=self.worked_s):
+        silent_s = now_s - self.worked_s  # a fleet that starts looks at all others only where this one is silent
+        if silent_s >= self.limit_s <= now_s - max((start.worked_s for start in starts), default=self.worked_s):
             return f"it did nothing for {self.limit_s:g} s while it was being started"
         if now_s - self.began_s >= _SILENCES * self.limit_s:
             return f"it was not ready after {_SILENCES * self.limit_s:g} s"

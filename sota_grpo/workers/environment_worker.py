@@ -56,7 +56,7 @@ class EnvironmentWorker:
 
         Raises:
             UserError: the file cannot be used.
-            InstanceLost: there is no such environment, or it cannot go on.
+            InstanceLost: there is no such environment, or it cannot continue.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -91,7 +91,7 @@ class EnvironmentWorker:
 
 
 class _Environment:
-    """The environment of one sample; its methods raise InstanceLost where it cannot go on."""
+    """The environment of one sample; its methods raise InstanceLost where it cannot continue."""
 
     def __init__(self, make: Callable[[], Any], max_chars: int, is_adapter: bool) -> None:
         self._make, self._max_chars = make, max_chars
@@ -260,9 +260,9 @@ def cut(text: str, max_chars: int) -> str:
     """
     text = str.__str__(text)  # of a subclass
     if len(text) > max_chars:
-        kept = max_chars
-        while kept and len(note := f"\n[only {kept} of {len(text)} characters shown]") + kept > max_chars:
-            kept -= max(1, len(note) + kept - max_chars)
-            kept = max(kept, 0)
-        text = (text[:kept] + note if kept else text)[:max_chars]
+        shown = max_chars
+        while shown and len(note := f"\n[only {shown} of {len(text)} characters shown]") + shown > max_chars:
+            shown -= max(1, len(note) + shown - max_chars)
+            shown = max(shown, 0)
+        text = (text[:shown] + note if shown else text)[:max_chars]
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -23,7 +23,7 @@ from sota_grpo.workers.base import (
     Worker,
     WorkerDied,
     WorkerLate,
-    promised,
+    pending_future,
 )
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Broadcast:
 
     @property
     def needs_another(self) -> bool:
-        """Whether the next worker that becomes ready must be asked: none is asked and none has answered."""
+        """Whether the next worker that becomes ready must get the request: none has it and none has answered."""
         return not (self.waiting or self.answers or self.refusals)
 
 
@@ -243,7 +243,7 @@ class Fleet:
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a client's coroutine, which awaits :meth:`run`, on the fleet's thread. The future cannot be cancelled."""
-        future = promised()
+        future = pending_future()
         with self._lock:
             if self._is_open:
                 self._loop.call_soon_threadsafe(self._loop.create_task, _settle(future, coroutine))
@@ -272,8 +272,8 @@ class Fleet:
     def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> list[Any]:
         """Call ``method(*args)`` on every live worker; returns their answers, slot by slot.
 
-        A worker that dies, or has not answered ``deadline_s`` after it was asked, is replaced and left out of the
-        answer. When all that were asked are lost, the next replacement is asked instead, up to a limit.
+        A worker that dies, or has not answered within ``deadline_s`` of the request, is replaced and left out of the
+        answer. When all of these are lost, the next replacement gets the request, up to a limit.
 
         Args:
             method: of the worker.
@@ -461,22 +461,22 @@ class Fleet:
             raise
 
     async def _watch_start(self, slot: Slot) -> None:
-        """Ask a worker for its idle time as it starts, eight times in the longest silence."""
-        asked: asyncio.Future[float] | None = None
+        """Ping a worker for its idle time as it starts, eight times in the longest silence."""
+        pinged: asyncio.Future[float] | None = None
         while True:
             now_s = self._loop.time()
             if not self._awake.is_set():  # until the fleet wakes no time counts
                 slot.start = Start(self._start_silence_s, now_s)
             if why := slot.start.verdict(now_s, (other.start for other in self._slots if other.state == "starting")):
                 raise TimeoutError(why)
-            if asked is None and slot.worker is not None:
-                asked = self._call(slot, IDLE_METHOD)
-            if asked is not None:
-                await asyncio.wait([asked], timeout=self._start_silence_s / 8)
-                if asked.done():
-                    if asked.exception() is None:  # a death ends the start by another answer
-                        slot.start.answered(asked.result(), self._loop.time())
-                    asked = None
+            if pinged is None and slot.worker is not None:
+                pinged = self._call(slot, IDLE_METHOD)
+            if pinged is not None:
+                await asyncio.wait([pinged], timeout=self._start_silence_s / 8)
+                if pinged.done():
+                    if pinged.exception() is None:  # a death ends the start by another answer
+                        slot.start.answered(pinged.result(), self._loop.time())
+                    pinged = None
             await asyncio.sleep(now_s + self._start_silence_s / 8 - self._loop.time())
 
     def _retire(self, slot: Slot, error: BaseException) -> None:
@@ -506,7 +506,7 @@ class Fleet:
         self._offer(slot)
         for broadcast in self._broadcasts:
             if broadcast.needs_another:
-                self._ask_for(broadcast, slot)
+                self._send_to(broadcast, slot)
         self._dispatch()
 
     def _while_ready(self, slot: Slot, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
@@ -525,11 +525,11 @@ class Fleet:
 
     async def _watch(self, slot: Slot) -> None:
         """Ping a ready worker, four times in the longest silence."""
-        heard_s = self._loop.time()
+        answered_s = self._loop.time()
         while True:
             began_s = self._loop.time()
             ping = self._call(slot, "ping")
-            await asyncio.wait([ping], timeout=heard_s + self._silence_s - began_s)
+            await asyncio.wait([ping], timeout=answered_s + self._silence_s - began_s)
             if not ping.done():
                 raise _Unfit(f"it has not answered a ping for {self._silence_s:g} s")
             error = ping.exception()
@@ -537,8 +537,8 @@ class Fleet:
                 raise error if isinstance(error, WorkerDied) else _Unfit(f"its ping failed: {error!r}")
             if ping.result() > self._silence_s:
                 raise _Unfit(f"it has had work and made no progress for {ping.result():.1f} s")
-            heard_s = self._loop.time()
-            await asyncio.sleep(began_s + self._silence_s / 4 - heard_s)
+            answered_s = self._loop.time()
+            await asyncio.sleep(began_s + self._silence_s / 4 - answered_s)
 
     def _lose(self, slot: Slot, why: WorkerDied | _Unfit) -> None:
         """Queue the tasks of a lost worker again, where they were, and take it out of broadcasts."""
@@ -618,20 +618,20 @@ class Fleet:
     # Broadcasts
 
     async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> list[Any]:
-        """Ask every ready worker; one that is starting gets a sticky broadcast before its first task."""
+        """Send to every ready worker; one that is starting gets a sticky broadcast before its first task."""
         self._require_open()
         broadcast = Broadcast(method, args, deadline_s, self._loop.create_future(), self._sticky.get(method))
         self._broadcasts.append(broadcast)
         for slot in self._slots:
             if slot.state == "ready":
-                self._ask_for(broadcast, slot)
+                self._send_to(broadcast, slot)
             elif sticky and slot.state == "starting" and slot.worker is not None:
                 slot.owed.append(self._call(slot, method, *args))
         if sticky:
             self._sticky[method] = args
         return await broadcast.future
 
-    def _ask_for(self, broadcast: Broadcast, slot: Slot) -> None:
+    def _send_to(self, broadcast: Broadcast, slot: Slot) -> None:
         broadcast.waiting.add(slot.index)
         self._while_ready(slot, self._answer, broadcast)
 
@@ -652,7 +652,7 @@ class Fleet:
         self._conclude(broadcast, "")
 
     def _conclude(self, broadcast: Broadcast, why: str) -> None:
-        """Finish a broadcast that waits for no worker; where all were lost, a replacement is asked, up to a limit."""
+        """Finish a broadcast that waits for no worker; if all were lost, send it to a replacement, up to a limit."""
         count, method = len(self._slots), broadcast.method
         hopeless = broadcast.deaths >= self._max_attempts * count or len(broadcast.late) >= _MAX_LATE * count
         if broadcast.waiting or (broadcast.needs_another and not hopeless):

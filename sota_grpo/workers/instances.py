@@ -12,7 +12,7 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.text import one_line, sentence
-from sota_grpo.workers.base import WorkerSpec, promised, starter
+from sota_grpo.workers.base import WorkerSpec, pending_future, starter
 from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
 from sota_grpo.workers.processes import ProcessLauncher
 
@@ -21,7 +21,7 @@ _SILENCE_S = 60.0  # longest without an answer to a ping, beyond the deadline of
 
 
 class InstanceLost(RuntimeError):
-    """An environment cannot go on; the message is the reason. Adapters raise it, too."""
+    """An environment cannot continue; the message is the reason. Adapters raise it, too."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Instances:
             worker = self._worker_of[key] = min(self.workers, key=loads.__getitem__)
 
         async def opened() -> Opened:
-            return Opened(key, await self._ask(worker, "open", key, dict(row), seeds))
+            return Opened(key, await self._request(worker, "open", key, dict(row), seeds))
 
         return worker.start(opened())
 
@@ -155,19 +155,19 @@ class Instances:
         """Call tools, by name and with keyword arguments, one after the other; a deadline each."""
 
         async def answers(worker: Fleet) -> list[Answer]:
-            return [Answer(*await self._ask(worker, "call", key, name, dict(given))) for name, given in calls]
+            return [Answer(*await self._request(worker, "call", key, name, dict(values))) for name, values in calls]
 
         return self._start(key, answers)
 
     def state(self, key: int) -> Future[dict[str, Any] | None]:
         """The public attributes of an environment that are JSON; None of what is no environment of a factory."""
-        return self._start(key, lambda worker: self._ask(worker, "state", key))
+        return self._start(key, lambda worker: self._request(worker, "state", key))
 
     def finish(self, key: int) -> Future[float | None]:
         """The environment's reward, None where it has none; it is then gone."""
 
         async def reward(worker: Fleet) -> float | None:
-            value = await self._ask(worker, "finish", key)
+            value = await self._request(worker, "finish", key)
             self._worker_of.pop(key, None)
             return value
 
@@ -201,15 +201,15 @@ class Instances:
             max_attempts=1,
         )
 
-    def _start(self, key: int, ask: Callable[[Fleet], Coroutine[Any, Any, Any]]) -> Future[Any]:
+    def _start(self, key: int, request: Callable[[Fleet], Coroutine[Any, Any, Any]]) -> Future[Any]:
         worker = self._worker_of.get(key)
         if worker is not None:
-            return worker.start(ask(worker))
-        lost = promised()
+            return worker.start(request(worker))
+        lost = pending_future()
         lost.set_exception(InstanceLost("it was finished or dropped, or is lost with its worker"))
         return lost
 
-    async def _ask(self, worker: Fleet, kind: str, key: int, *content: Any) -> Any:
+    async def _request(self, worker: Fleet, kind: str, key: int, *content: Any) -> Any:
         try:
             return await worker.run(kind, key, *content)
         except Exception as error:

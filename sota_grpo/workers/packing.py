@@ -69,12 +69,12 @@ def packed(group: GroupOutput) -> tuple[Any, ...]:
     samples = group.samples
     if not samples:
         return GroupOutput, (group.group_id, ())
-    columns = ([getattr(each, name) for each in samples] for name in ("token_ids", "log_probs", "versions"))
+    columns = ([getattr(one, name) for one in samples] for name in ("token_ids", "log_probs", "versions"))
     joined = [torch.cat(column).detach().cpu().numpy() for column in columns]
-    masks = [None if each.assistant_mask is None else each.assistant_mask.numpy() for each in samples]
-    lengths = [len(each.token_ids) for each in samples]
-    kept = [None if each.kept is None else tuple(array.numpy() for array in each.kept) for each in samples]
-    plain = [each.truncated for each in samples], masks, kept, [each.text for each in samples]
+    masks = [None if one.assistant_mask is None else one.assistant_mask.numpy() for one in samples]
+    lengths = [len(one.token_ids) for one in samples]
+    supports = [None if one.support is None else tuple(array.numpy() for array in one.support) for one in samples]
+    plain = [one.truncated for one in samples], masks, supports, [one.text for one in samples]
     return unpacked, (group.group_id, *joined, lengths, *plain)
 
 
@@ -86,15 +86,15 @@ def unpacked(
     lengths: Sequence[int],
     truncated: Sequence[bool],
     masks: Sequence[np.ndarray | None],
-    kept: Sequence[tuple[np.ndarray, np.ndarray] | None],
+    support_arrays: Sequence[tuple[np.ndarray, np.ndarray] | None],
     texts: Sequence[str | None],
 ) -> GroupOutput:
     """The group; its samples are views of three tensors."""
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
-    own_masks = (None if mask is None else torch.tensor(mask) for mask in masks)
-    own_kept = (None if sets is None else SamplingSupport(*map(torch.tensor, sets)) for sets in kept)
-    by_sample = zip(*columns, truncated, own_masks, [None] * len(lengths), own_kept, texts, strict=True)
-    return GroupOutput(group_id, tuple(Sample(*parts) for parts in by_sample))
+    mask_tensors = (None if mask is None else torch.tensor(mask) for mask in masks)
+    supports = (None if sets is None else SamplingSupport(*map(torch.tensor, sets)) for sets in support_arrays)
+    by_sample = zip(*columns, truncated, mask_tensors, [None] * len(lengths), supports, texts, strict=True)
+    return GroupOutput(group_id, tuple(Sample(*columns_of) for columns_of in by_sample))
 
 
 copyreg.pickle(GroupOutput, packed)  # type: ignore[arg-type]

@@ -302,7 +302,7 @@ class RayLauncher(Launcher):
             self.close()
             raise TimeoutError(
                 f"Ray did not give {list(map(dict, bundles))} ({strategy}) within {deadline_s:g} s; {there}. "
-                "Ask for fewer devices, add nodes, or wait until others are done."
+                "Configure fewer devices, add nodes, or wait until others are done."
             )
 
     def start(

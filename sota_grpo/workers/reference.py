@@ -13,14 +13,14 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.policy.causal import FrozenReference, kept_of
+from sota_grpo.policy.causal import FrozenReference, support_of
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
-from sota_grpo.workers.base import promised
+from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.fleet import Fleet
 
-_READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
+_READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
 MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its life too
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -155,7 +155,7 @@ class ReferenceService:
 
         if not rows.has(keys.REF_LOG_PROBS):
             return self.fleet.start(complete())
-        done = promised()
+        done = pending_future()
         done.set_result(rows)
         return done
 
@@ -167,9 +167,9 @@ class ReferenceService:
             {key: value[:end] for key, value in row.items()}
             for row, end in zip(RowTable.of(rows).rows(*_READ[:3]), ends.tolist())
         ]
-        if (kept := kept_of(rows)) is not None:
-            for row, end, ids, counts in zip(cut, ends.tolist(), *kept):
-                row |= {keys.KEPT_IDS: ids[: int(counts.sum())], keys.KEPT_COUNTS: counts[:end]}
+        if (support := support_of(rows)) is not None:
+            for row, end, ids, counts in zip(cut, ends.tolist(), *support):
+                row |= {keys.SUPPORT_IDS: ids[: int(counts.sum())], keys.SUPPORT_COUNTS: counts[:end]}
         count = min(self._num_workers, len(cut))  # every n-th row, so that rows sorted by length give equal parts
         answers = [self.fleet.submit(RowTable.of(cut[first::count])) for first in range(count)]
         log_probs = torch.zeros(tokens.shape)

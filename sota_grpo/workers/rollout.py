@@ -19,7 +19,7 @@ from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
-from sota_grpo.workers.base import Result, WorkerDied, promised
+from sota_grpo.workers.base import Result, WorkerDied, pending_future
 from sota_grpo.workers.fleet import Fleet
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RolloutWorker:
 
     def __init__(self, engine: SteppingEngine, tokenizer: Any = None):
         self._engine, self._tokenizer = engine, tokenizer
-        self._end: Future[NoReturn] = promised()  # why no call is answered any more
+        self._end: Future[NoReturn] = pending_future()  # why no call is answered any more
 
     def run(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Sample one group; ``ValueError`` where its prompt leaves no room for a response."""
@@ -131,7 +131,7 @@ class RolloutWorker:
 
     def _break(self, error: BaseException) -> None:
         cause = f"{type(error).__name__}: {error}"
-        refusal = WorkerDied(f"The {self._engine.name} engine failed and cannot go on ({cause}).")
+        refusal = WorkerDied(f"The {self._engine.name} engine failed and cannot continue ({cause}).")
         refusal.add_note("".join(traceback.format_exception(error)).rstrip())
         refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
         self._finish(refusal)

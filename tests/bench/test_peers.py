@@ -37,10 +37,10 @@ def gradient(system) -> dict[str, torch.Tensor]:
 
 
 def phases_of(system) -> dict[str, float]:
-    found = system.step()
-    assert sum(seconds for phase, seconds in found.items() if phase != "whole") <= found["whole"] * 1.001
-    assert min(found["generate"], found["ref"], found["learn"]) > 0
-    return found
+    actual = system.step()
+    assert sum(seconds for phase, seconds in actual.items() if phase != "whole") <= actual["whole"] * 1.001
+    assert min(actual["generate"], actual["ref"], actual["learn"]) > 0
+    return actual
 
 
 def test_gradients_from_the_same_rows_agree_to_five_digits(folder) -> None:
@@ -49,13 +49,13 @@ def test_gradients_from_the_same_rows_agree_to_five_digits(folder) -> None:
 
     made = [lambda: Trl(folder), lambda: Trl(folder, 2), lambda: Ours(folder, "transformers")]
     made += [lambda: TorchRL(folder, "transformers"), lambda: TorchRL(folder, "transformers", micro=3)]
-    found = []
+    actual = []
     for make in made:
         system = make()
-        found.append(gradient(system))
+        actual.append(gradient(system))
         phases_of(system)
         system.close()
-    reference, *others = found
+    reference, *others = actual
     for other in others:
         assert distance(other, reference) < 1e-5
     assert distance({name: 1.01 * value for name, value in reference.items()}, reference) > 5e-3
@@ -80,6 +80,6 @@ def test_a_step_is_the_same_prompts_and_as_many_tokens(folder) -> None:
 def test_the_examples_in_the_docstrings_hold() -> None:
     from benchmarks.peers import trl as peer
 
-    found = doctest.testmod(peer)
-    assert found.attempted
-    assert not found.failed
+    actual = doctest.testmod(peer)
+    assert actual.attempted
+    assert not actual.failed

@@ -128,7 +128,7 @@ def test_curves_show_the_metrics_as_they_are_smoothed_and_over_seeds(opened: Cal
     drawn = lines(page, "reward")
     assert [line["y"] for line in drawn] == [rewards(0), rewards(1), rewards(0, STEPS // 2)]
     assert drawn[0]["x"] == list(range(STEPS))
-    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 3  # told apart without colour
+    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 3  # distinguished without colour
     band = lines(page, "reward", "band")[0]
     assert band["y"][0] == pytest.approx(rewards()[0] + 0.4 / math.sqrt(12), abs=1e-5)
     assert band["y"][-1] == pytest.approx(rewards()[0] - 0.4 / math.sqrt(12), abs=1e-5)
@@ -338,7 +338,7 @@ def test_24_tasks_are_one_chart_that_leads_to_the_groups_of_each(opened: Callabl
     chart = page.locator("[data-metric='task/*/reward']")
     drawn = lines(page, "task/*/reward")
     assert len(drawn) == 24
-    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 24  # told apart without colour
+    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 24  # distinguished without colour
     assert drawn[3]["x"] == [1, 3, 5]
     assert chart.locator("figcaption b").inner_text() == "Reward by task"
     names = chart.locator("[role=option] .task")
@@ -365,11 +365,11 @@ def test_24_tasks_are_one_chart_that_leads_to_the_groups_of_each(opened: Callabl
 
 def dialog(text: str) -> dict[str, Any]:
     """Three turns of the nine tokens of ``WORDS``, two calls in the first and one in the last."""
-    asked = {"name": "add", "arguments": {"x": text}, "reply": text, "error": False}
+    call = {"name": "add", "arguments": {"x": text}, "reply": text, "error": False}
     turns = [
-        {"role": "assistant", "trained": True, "tokens": 3, "text": text, "calls": [asked, {**asked, "error": True}]},
+        {"role": "assistant", "trained": True, "tokens": 3, "text": text, "calls": [call, {**call, "error": True}]},
         {"role": "tool", "trained": False, "tokens": 4, "text": text},
-        {"role": "assistant", "trained": True, "tokens": 2, "text": text, "calls": [{**asked, "reply": None}]},
+        {"role": "assistant", "trained": True, "tokens": 2, "text": text, "calls": [{**call, "reply": None}]},
     ]
     return {"prompt": [{"role": "system", "content": text}], "turns": turns, "ended": "turns", "error": text}
 
@@ -389,8 +389,8 @@ def test_a_dialog_shows_its_turns_calls_and_masks_and_text_in_it_does_nothing(op
         *("3 tokens, trained on", "4 tokens, masked", "2 tokens, trained on")
     ]
     assert turns.nth(0).locator("> .text").text_content() == HOSTILE[0]
-    asked, came = turns.nth(0).locator(".asked").first, turns.nth(0).locator(".came")
-    assert [asked.locator(part).inner_text() for part in ("p", "dt", "dd")] == ["call add", "x", HOSTILE[0]]
+    call, came = turns.nth(0).locator(".asked").first, turns.nth(0).locator(".came")
+    assert [call.locator(part).inner_text() for part in ("p", "dt", "dd")] == ["call add", "x", HOSTILE[0]]
     assert came.locator("p").all_inner_texts() == ["✓ answer", "✗ failed"]
     assert came.locator(".text").all_inner_texts() == [HOSTILE[0]] * 2
     assert turns.nth(2).locator(".came").inner_text() == "no answer"
@@ -473,9 +473,9 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, t
     page = opened(write_report([tmp_path / "runs"], tmp_path / "report.html"))
     assert page.inner_text("#left-out summary") == "4 left out"
     page.click("#left-out summary")
-    told = page.locator("#left-out li").all_inner_texts()
-    assert len(told) == 4
-    assert told[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")
+    reasons = page.locator("#left-out li").all_inner_texts()
+    assert len(reasons) == 4
+    assert reasons[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")
     assert page.inner_text("#differences") == page.inner_text("#key") == ""
     assert page.is_hidden("#means")
     assert page.locator("#config-table tbody tr").count() > 80

@@ -325,7 +325,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
 )
 def test_each_rule_says_values_and_fix(rule: str, overrides: str, expected: str) -> None:
     config = composed("grpo_cpu", *shlex.split(overrides))
-    sentence = next({found.__name__: found for found in validators.RULES}[rule](config))
+    sentence = next({actual.__name__: actual for actual in validators.RULES}[rule](config))
     assert expected in sentence
     assert re.search(r"[.]$", sentence)
     with pytest.raises(ConfigError):

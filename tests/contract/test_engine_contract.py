@@ -162,16 +162,16 @@ def test_it_samples_the_same_after_sleep_and_wake(engine: Engine):
 
 def drained(engine: Engine, tickets: list[int]) -> dict[int, GroupOutput]:
     """Steps until every ticket has come out, once."""
-    found: dict[int, GroupOutput] = {}
-    while len(found) < len(tickets):
+    actual: dict[int, GroupOutput] = {}
+    while len(actual) < len(tickets):
         for ticket, output in step(engine):
-            assert ticket not in found
-            found[ticket] = output
-    assert found.keys() == set(tickets)
-    return found
+            assert ticket not in actual
+            actual[ticket] = output
+    assert actual.keys() == set(tickets)
+    return actual
 
 
-def test_samples_that_are_asked_for_one_by_one_are_those_of_the_group(engine: Engine):
+def test_samples_that_are_requested_one_by_one_are_those_of_the_group(engine: Engine):
     requests = ragged_requests(seed=4)  # fixed, as below
     expected = token_lists(generate(engine, requests, SAMPLING))
     parts = [replace(one, num_samples=1, first_sample=index) for one in requests for index in range(one.num_samples)]
@@ -189,19 +189,19 @@ def test_two_streams_at_once_and_a_stepper_get_their_own_groups(engine: Engine):
     outputs: list[list[GroupOutput]] = [[], []]
     for turn in itertools.cycle((0, 1)):
         outputs[turn] += itertools.islice(streams[turn], 1)
-        if [len(found) for found in outputs] == [3, 4]:
+        if [len(actual) for actual in outputs] == [3, 4]:
             break
     added = drained(engine, tickets).values()
-    found = [token_lists({output.group_id: output for output in part}) for part in (added, *outputs)]
-    assert found == expected
+    actual = [token_lists({output.group_id: output for output in part}) for part in (added, *outputs)]
+    assert actual == expected
 
 
 def test_streams_of_two_threads_get_their_own_groups(engine: Engine):
     calls = [(ragged_requests(n, 2, seed=n), Sampling(max_tokens=20)) for n in (3, 4)]
     expected = [token_lists(generate(engine, *call)) for call in calls]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda call: token_lists(generate(engine, *call)), calls))
-    assert found == expected
+        actual = list(pool.map(lambda call: token_lists(generate(engine, *call)), calls))
+    assert actual == expected
 
 
 SHORT = GroupRequest(group_id=0, prompt_ids=(5,) * (CONTEXT - 3), num_samples=1, seed=0)  # room for 3 tokens

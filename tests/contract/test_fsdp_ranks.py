@@ -114,9 +114,9 @@ def test_two_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
     before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
     for step in range(2):
         rows = ragged_rows(6 - step)
-        found, expected = measured(two.update(rows)), measured(one.update(rows))
+        actual, expected = measured(two.update(rows)), measured(one.update(rows))
         close = 1e-5 if kind != "bf16" else 2e-2
-        assert found == pytest.approx(expected, rel=close, abs=close)
+        assert actual == pytest.approx(expected, rel=close, abs=close)
     after = dict(engine_weights(one.policy.model))
     assert max(float((value - before[name]).abs().max()) for name, value in after.items()) > 1e-4
     if kind != "bf16":
@@ -137,11 +137,11 @@ def test_groups_without_an_advantage_are_measured_alike(reduce_once: bool, pair:
         for row in row_list(rows):
             if int(row[keys.GROUP_ID]) in silent:
                 row.set(keys.ADVANTAGE, torch.zeros(1, 1))
-        found, expected = measured(two.update(rows)), measured(one.update(rows))
+        actual, expected = measured(two.update(rows)), measured(one.update(rows))
         if len(silent) == 3:  # no token has a gradient
             name = "gradient_share/max_token"
-            assert found.pop(name) is expected.pop(name) is None
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+            assert actual.pop(name) is expected.pop(name) is None
+        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert_equal_weights(two, one)
 
 
@@ -153,8 +153,8 @@ def test_weights_that_are_packed_in_parts_are_the_same(lora: bool, pair: Pair) -
     pack = two.weights()
     parts = dict(pack)
     largest = max(value.nbytes for value in whole.values())
-    assert len(pack.parts) > 2
-    assert all(buffer.nbytes <= max(3000, largest) for buffer, _ in pack.parts)
+    assert len(pack.buffers) > 2
+    assert all(buffer.nbytes <= max(3000, largest) for buffer, _ in pack.buffers)
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], value) for name, value in whole.items())
 
@@ -167,10 +167,10 @@ def test_an_adapter_travels_alone_and_is_merged_with_the_base_that_came_before(p
     for (name, value), (same, wanted) in zip(adapter.tensors(), expected.tensors(), strict=True):
         assert name == same
         assert torch.equal(value, wanted)
-    found, wanted = dict(adapter.merged(base, "cpu")), dict(two.weights().tensors())
-    assert list(found) == list(wanted)
-    assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=1e-6) for name in wanted)
-    assert any(not torch.equal(value, found[name]) for name, value in base.tensors())
+    actual, wanted = dict(adapter.merged(base, "cpu")), dict(two.weights().tensors())
+    assert list(actual) == list(wanted)
+    assert all(torch.allclose(actual[name], wanted[name], rtol=0, atol=1e-6) for name in wanted)
+    assert any(not torch.equal(value, actual[name]) for name, value in base.tensors())
 
 
 def test_each_rank_keeps_half(pair: Pair) -> None:
@@ -208,7 +208,7 @@ def test_a_checkpoint_changes_the_number_of_ranks(lora: bool, pair: Pair, tmp_pa
     save(store, 1, first)
     sizes = [file.stat().st_size for file in tmp_path.glob("checkpoint_000001.*/rank_*.safetensors")]
     assert len(sizes) == 2
-    assert max(sizes) < 0.6 * sum(sizes)  # the counts of steps and the header stand in rank 0's
+    assert max(sizes) < 0.6 * sum(sizes)  # the counts of steps and the header are in rank 0's
     second.load_state_dict(store.latest()[1]["learner"])
     second.update(batches[1])
     save(store, 2, second)
@@ -290,8 +290,8 @@ def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
     listed = row_list(rows)
     for some in (listed, listed[:2]):  # two rows leave one rank without any
         torch.testing.assert_close(two.measured(some), one.measured(some), **CLOSE)
-    (found, rounding), (expected, _) = (learner.measured_with_rounding(listed) for learner in (two, one))
-    torch.testing.assert_close(found, expected, **CLOSE)
+    (actual, rounding), (expected, _) = (learner.measured_with_rounding(listed) for learner in (two, one))
+    torch.testing.assert_close(actual, expected, **CLOSE)
     assert 0 < rounding.abs().max() < 0.1
     assert_equal_figures(two.diagnose(listed), one.diagnose(listed))
     (norm, gap, _), (expected_norm, *_) = (learner.gradient_gap(listed, (1000, 1)) for learner in (two, one))
@@ -332,8 +332,8 @@ def test_fp16_scales_and_skips_alike(pair: Pair) -> None:
     state["scaler"]["scale"] = 2.0**60
     two.load_state_dict(state)
     before = dict(two.weights().tensors())
-    found = two.update(ragged_rows(5))
-    assert (found["skipped_steps"], found["grad_norm"], found["optimizer_steps"]) == (1, None, 0)
+    actual = two.update(ragged_rows(5))
+    assert (actual["skipped_steps"], actual["grad_norm"], actual["optimizer_steps"]) == (1, None, 0)
     assert all(torch.equal(value, before[name]) for name, value in two.weights().tensors())
     state["scaler"]["scale"] = 2.0**10
     two.load_state_dict(state)
@@ -350,11 +350,11 @@ def test_ranks_of_a_run_have_the_models_own_weights_bit_for_bit(adapter: list[st
     pair.learner()  # so that they have met
     pair.ask("load", config)
     learner = RemoteLearner(pair.workers, make_settings(config, "cpu"), share=pair.launcher.share)
-    found, trained = dict(learner.weights().tensors()), learner.state_dict()["model"]
+    actual, trained = dict(learner.weights().tensors()), learner.state_dict()["model"]
     model = add_adapter(config, make_model(config, torch.device("cpu")))
     expected = dict(engine_weights(model))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
     own = {name: value for name, value in CausalPolicy(model).scorer.named_parameters() if value.requires_grad}
     assert trained.keys() == own.keys()
     assert all(torch.equal(trained[name], value) for name, value in own.items())

@@ -65,8 +65,8 @@ def test_two_updates_equal_one_ranks(kind: str, four: Pair) -> None:
     before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
     for step in range(2):
         rows = ragged_rows(6 - step)
-        found, expected = measured(many.update(rows)), measured(one.update(rows))
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        actual, expected = measured(many.update(rows)), measured(one.update(rows))
+        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-5)
     moved = max(float((value - before[name]).abs().max()) for name, value in engine_weights(one.policy.model))
     assert moved > 1e-4
     assert_equal_weights(many, one)
@@ -85,9 +85,9 @@ def test_half_precision_rounds_no_gradient_more(four: Pair) -> None:
         learner.update(rows.clone())
         states.append(learner.state_dict()["optimizer"]["state"])
     for index in states[2]:
-        found, rounded, true = (state[index]["exp_avg"] for state in states)
+        actual, rounded, true = (state[index]["exp_avg"] for state in states)
         # of a norm's four numbers the roundings of one device may cancel; a sum that is missing is tens of percents
-        assert (found - true).norm() < 2 * (rounded - true).norm() + 0.05 * true.norm(), index
+        assert (actual - true).norm() < 2 * (rounded - true).norm() + 0.05 * true.norm(), index
         assert (rounded - true).norm() > 0
 
 
@@ -122,13 +122,13 @@ def test_each_rank_keeps_a_quarter(four: Pair) -> None:
     assert max(kept) < 0.27 * whole  # norms are halved only, and the uneven parts are a row longer
 
 
-def test_tokens_of_kept_sets_are_scored_alike(four: Pair) -> None:
+def test_tokens_of_sampling_supports_are_scored_alike(four: Pair) -> None:
     many, one, rows = four.learner(**DIVIDED), four.one(**of_one(DIVIDED)), row_list(ragged_rows(6))
     for row in rows:  # each token was drawn from itself and two others
-        said = row[keys.ASSISTANT_MASK]
-        drawn = row[keys.FULL_TOKENS][said]
+        sampled = row[keys.ASSISTANT_MASK]
+        drawn = row[keys.FULL_TOKENS][sampled]
         others = torch.stack([drawn, (drawn + 1) % 37, (drawn + 20) % 37], dim=1)
-        row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = others.flatten().int(), said.int() * 3
+        row[keys.SUPPORT_IDS], row[keys.SUPPORT_COUNTS] = others.flatten().int(), sampled.int() * 3
     torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)
     (norm, gap, _), (expected, *_) = (learner.gradient_gap(rows, (1000, 1)) for learner in (many, one))
     assert norm == pytest.approx(expected, rel=1e-5)

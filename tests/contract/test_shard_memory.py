@@ -1,4 +1,4 @@
-"""Four real ranks save and go on: what each needs for it beside its own state, and what none needs."""
+"""Four real ranks save and continue: what each needs for it beside its own state, and what none needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sota_grpo.workers.processes import ProcessLauncher
 
 
 @pytest.mark.slow
-def test_a_rank_copies_its_own_part_and_nobody_has_more_than_that(tmp_path: Path) -> None:
+def test_a_rank_copies_its_shard_and_no_rank_has_more_than_that(tmp_path: Path) -> None:
     """25 million parameters, so that a share (75 MB of weights and moments) is far above what a process does anyway."""
     store = CheckpointStore(tmp_path)
     with started(ProcessLauncher(), 4, 512, 5) as (learner, memory):
@@ -24,7 +24,7 @@ def test_a_rank_copies_its_own_part_and_nobody_has_more_than_that(tmp_path: Path
         assert all(0.9 < rank <= 1.3 for rank in ranks)
         assert driver < 0.2
         with memory.watched():
-            found = store.latest()
-            assert found is not None
-            learner.load_state_dict(found[1]["learner"])
+            actual = store.latest()
+            assert actual is not None
+            learner.load_state_dict(actual[1]["learner"])
         assert all(own / share < 0.3 for own in memory.own)

@@ -45,7 +45,7 @@ ray.shutdown()
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow  # of the assignment alone: tests/unit/test_assembly.py
-def test_each_rank_has_a_gpu_of_its_engine_and_nobody_else_has_it(tmp_path: Path) -> None:
+def test_each_rank_has_a_gpu_of_its_engine_and_no_other_worker_has_it(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_VISIBLE"))}
     environment = kept | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-c", DRIVER, str(tmp_path)]

@@ -32,13 +32,15 @@ END = "<|im_end|>"
 @pytest.fixture(scope="module")
 def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrainedModel]:
     """The file as transformers reads it, which the first use converts."""
-    found, read = [], AutoModelForCausalLM.from_pretrained
+    actual, read = [], AutoModelForCausalLM.from_pretrained
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOTA_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: found.append(read(*a, **k)) or found[0])
+        patch.setattr(
+            AutoModelForCausalLM, "from_pretrained", lambda *a, **k: actual.append(read(*a, **k)) or actual[0]
+        )
         resolve_model_path("smollm2")
         patch.setattr(AutoModelForCausalLM, "from_pretrained", read)
-        yield found[0].eval()
+        yield actual[0].eval()
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +110,8 @@ def test_no_text_begins_or_ends_a_turn_and_harmless_text_has_the_tokenizers_ids(
 
 def test_it_answers_and_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     ids = prompt_ids(tokenizer)
-    found = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
-    assert tokenizer.decode(found) == f"The capital of France is Paris.{END}"
+    actual = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
+    assert tokenizer.decode(actual) == f"The capital of France is Paris.{END}"
 
 
 @pytest.mark.vllm

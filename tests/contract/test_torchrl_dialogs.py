@@ -76,11 +76,11 @@ class Policy:
         self.seed, self.engine = env.stream.seed, engine(env)
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        asked = tensordict.get("_step", torch.ones(tensordict.shape, dtype=torch.bool)).flatten()
-        for row in itertools.compress(tensordict.unbind(0), asked):  # without those that have ended
-            (said,) = next(iter(self.engine.generate([self.request(row)], SAMPLING))).samples
-            row.set(keys.RESPONSE_TOKENS, said.token_ids)
-            row.set(("log_probs", "response"), said.log_probs)
+        active = tensordict.get("_step", torch.ones(tensordict.shape, dtype=torch.bool)).flatten()
+        for row in itertools.compress(tensordict.unbind(0), active):  # without those that have ended
+            (sample,) = next(iter(self.engine.generate([self.request(row)], SAMPLING))).samples
+            row.set(keys.RESPONSE_TOKENS, sample.token_ids)
+            row.set(("log_probs", "response"), sample.log_probs)
         return tensordict
 
     def request(self, row: TensorDictBase) -> GroupRequest:
@@ -162,15 +162,15 @@ LOOPS = {
 @pytest.mark.parametrize("loop", LOOPS)
 def test_rows_are_those_of_training(env: TaskEnv, loop: str) -> None:
     """Also where rows end at different times, and siblings begin at different times."""
-    gathered, found = DialogRows(TOKENIZER, REPEATS), dict[int, list[TensorDictBase]]()
+    gathered, actual = DialogRows(TOKENIZER, REPEATS), dict[int, list[TensorDictBase]]()
     for steps in LOOPS[loop](env):
         for row in gathered.add(steps):
-            found.setdefault(int(row[keys.GROUP_ID]), []).append(row)
-        if len(found) >= 6:
+            actual.setdefault(int(row[keys.GROUP_ID]), []).append(row)
+        if len(actual) >= 6:
             break
-    expected = trained(env, max(found))
+    expected = trained(env, max(actual))
     lengths = set()
-    for group, rows in found.items():
+    for group, rows in actual.items():
         for row, own in zip(rows, expected[group], strict=True):
             if keys.TOKEN_VERSION not in row.keys(True):
                 del own[keys.TOKEN_VERSION], own[keys.POLICY_VERSION]
@@ -188,19 +188,19 @@ def test_an_answer_makes_the_next_prompt_longer_and_is_no_end(counter: str) -> N
     row = env.reset()
     before = row[0]["tokens", "prompt"].tolist()
     total = int(TOKENIZER.decode(before).partition("begin with ")[2].partition(".")[0] or -1)
-    said = TOKENIZER(call(5))["input_ids"] + [TOKENIZER.eos_token_id]
-    row = env.step(act(row, [said]))["next"]
+    token_ids = TOKENIZER(call(5))["input_ids"] + [TOKENIZER.eos_token_id]
+    row = env.step(act(row, [token_ids]))["next"]
     assert not row["done"].any()
     assert row["reward"].tolist() == [[0.0]]
     assert row["turn"].tolist() == [1]
     now = row[0]["tokens", "prompt"].tolist()
-    assert now[: len(before + said)] == before + said
-    between = TOKENIZER.decode(now[len(before + said) :])
-    heard = between.removeprefix("\n<|im_start|>tool\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n")
-    assert 5 <= int(heard) - max(total, 0) <= 14 + 99 * (total < 0)
+    assert now[: len(before + token_ids)] == before + token_ids
+    between = TOKENIZER.decode(now[len(before + token_ids) :])
+    reply = between.removeprefix("\n<|im_start|>tool\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+    assert 5 <= int(reply) - max(total, 0) <= 14 + 99 * (total < 0)
     last = env.step(act(row, [TOKENIZER("Done.")["input_ids"] + [TOKENIZER.eos_token_id]]))["next"]
     assert (last["done"].item(), last["terminated"].item(), last["truncated"].item()) == (True, True, False)
-    assert last["reward"].item() == float(heard)
+    assert last["reward"].item() == float(reply)
     assert json.loads(last[0]["reward_info"])["tool_calls"] == 1
     env.close()
 
@@ -245,22 +245,22 @@ def test_versions_are_those_of_the_steps() -> None:
 
 def test_what_is_done_needs_a_reset_and_prompts_may_not_change() -> None:
     env = make_env(max_steps=2)
-    said = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]] * NUM_ENVS
-    row = env.step(act(env.reset(), said))["next"]
+    token_ids = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]] * NUM_ENVS
+    row = env.step(act(env.reset(), token_ids))["next"]
     with pytest.raises(ValueError, match="row 0 answers another prompt"):
-        env.step(act(env.reset(), said).update(row.select(keys.PROMPT_TOKENS)))
-    row = env.step(act(env.reset(), said))["next"]
-    last = env.step(act(row, said))["next"]
+        env.step(act(env.reset(), token_ids).update(row.select(keys.PROMPT_TOKENS)))
+    row = env.step(act(env.reset(), token_ids))["next"]
+    last = env.step(act(row, token_ids))["next"]
     assert last["done"].all()
     with pytest.raises(ValueError, match="row 0 is over"):
-        env.step(act(last, said))
+        env.step(act(last, token_ids))
 
 
 def test_steps_that_do_not_follow_are_refused() -> None:
     env = make_env(max_steps=2, num_envs=1, repeats=1)
-    said = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]]
-    first = env.step(act(env.reset(), said))
-    last = env.step(act(first["next"].copy(), said))
+    token_ids = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]]
+    first = env.step(act(env.reset(), token_ids))
+    last = env.step(act(first["next"].copy(), token_ids))
     with pytest.raises(ValueError, match=r"turn 1 of group \d+, sample 0, does not follow"):
         DialogRows(TOKENIZER).add(last)
     rows = DialogRows(TOKENIZER)
@@ -281,8 +281,8 @@ def test_tools_are_functions_too_and_end_with_the_environment() -> None:
         return 2 * number
 
     env = make_env(tools=[double], num_envs=1, repeats=1)
-    said = TOKENIZER('<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>')["input_ids"]
-    row = env.step(act(env.reset(), [[*said, TOKENIZER.eos_token_id]]))["next"]
+    token_ids = TOKENIZER('<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>')["input_ids"]
+    row = env.step(act(env.reset(), [[*token_ids, TOKENIZER.eos_token_id]]))["next"]
     assert "tool\n42<|im_end|>" in TOKENIZER.decode(row[0]["tokens", "prompt"])
     episode = env._dialogs[0].episode
     instances, key = episode._responder.instances, episode._key
@@ -319,12 +319,12 @@ def test_named_environments_take_them(counter: str, tmp_path: Path) -> None:
 
 def test_the_turns_between_are_the_templates() -> None:
     env = make_env(num_envs=1, repeats=1)
-    said = TOKENIZER("#### 7777")["input_ids"]  # cut: no end was sampled
-    row = env.step(act(env.reset(), [said]))["next"]
+    token_ids = TOKENIZER("#### 7777")["input_ids"]  # cut: no end was sampled
+    row = env.step(act(env.reset(), [token_ids]))["next"]
     assert row["truncated"].all()
-    said.append(TOKENIZER.eos_token_id)
+    token_ids.append(TOKENIZER.eos_token_id)
     before = env.reset()
-    row = env.step(act(before, [said]))["next"]
+    row = env.step(act(before, [token_ids]))["next"]
     message = {"role": "user", "content": MESSAGE}
     between = TurnTokens(TOKENIZER).ids([message], TOKENIZER.eos_token_id)
-    assert row[0]["tokens", "prompt"].tolist() == [*before[0]["tokens", "prompt"].tolist(), *said, *between]
+    assert row[0]["tokens", "prompt"].tolist() == [*before[0]["tokens", "prompt"].tolist(), *token_ids, *between]

@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo import keys
 from sota_grpo.envs import ArithmeticEnv, TaskEnv, complete_rows
-from tests.l3_parts import score_of
+from tests.training_rigs import score_of
 from tests.unit.test_envs import char_tokenizer
 
 SEED = random.randrange(1 << 30)
@@ -104,8 +104,8 @@ def test_completed_rows_carry_the_log_probs_of_each_step(model: Qwen2ForCausalLM
             split = row[keys.PROMPT_TOKENS].shape[0]
             assert row[keys.ASSISTANT_MASK].nonzero()[0].item() == split
             # torchrl 0.14.1's wrapper overwrites the first response token's log-prob with 0 (_log_probs_generate)
-            found, expected = row[keys.LOG_PROBS][split + 1 :], log_probs_of(model, row)[1:]
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+            actual, expected = row[keys.LOG_PROBS][split + 1 :], log_probs_of(model, row)[1:]
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     collector.shutdown()
 
 

@@ -187,8 +187,8 @@ def test_reducing_the_output_gives_the_loss(model, reduction: str, aggregation: 
     terms = [value for name, value in out.items() if name.startswith("loss_")]
     assert len(terms) == 4
     expected = sum(getattr(term, reduction)() for term in terms)
-    found = getattr(out, reduction)(reduce=True)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    actual = getattr(out, reduction)(reduce=True)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
     whole = gradient(model, getattr(GRPOLoss(wrapper(model), **options)(batch), reduction)(reduce=True))
     torch.testing.assert_close(whole, gradient(model, expected), rtol=1e-4, atol=1e-6)
 

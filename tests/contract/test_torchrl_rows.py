@@ -181,7 +181,7 @@ PLACES: dict[str, Callable[..., TensorDictBase]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_kl_stands_wherever_torchrl_puts_it(place: str, model: Qwen2ForCausalLM) -> None:
+def test_the_kl_is_wherever_torchrl_puts_it(place: str, model: Qwen2ForCausalLM) -> None:
     """The reference has other weights; reward and log-probs are those of a loop over single rows."""
     torch.manual_seed(0)
     policy, env, reference = make_policy(model), make_env(), copy.deepcopy(model)
@@ -206,8 +206,8 @@ def test_the_kl_stands_wherever_torchrl_puts_it(place: str, model: Qwen2ForCausa
 def test_a_reference_may_be_a_model_or_a_wrapper(rows: TensorDictBase, model: Qwen2ForCausalLM, wrapped: bool) -> None:
     expected = reference_kl(model)(rows.clone())
     reference = make_policy(model, generate=False, pad_output=True) if wrapped else copy.deepcopy(model)
-    found = ReferenceKL(reference, pad_token_id=0, token_budget=4096)(rows)
-    for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
+    actual = ReferenceKL(reference, pad_token_id=0, token_budget=4096)(rows)
+    for row, other in zip(actual.unbind(0), expected.unbind(0), strict=True):
         torch.testing.assert_close(row[keys.REF_LOG_PROBS], other[keys.REF_LOG_PROBS], rtol=0, atol=1e-4)
 
 
@@ -251,9 +251,9 @@ def test_siblings_that_arrive_one_by_one_wait_for_each_other(rows: TensorDictBas
         sizes.append(len(buffer))
     assert sizes[: REPEATS - 1] == [0] * (REPEATS - 1)
     assert set(sizes) <= {0, REPEATS, NUM_ENVS}
-    found = {(row["query"], row["sample_id"].item()): row["advantage"].item() for row in buffer[:].unbind(0)}
-    assert found == pytest.approx(expected)
-    assert any(found.values())
+    actual = {(row["query"], row["sample_id"].item()): row["advantage"].item() for row in buffer[:].unbind(0)}
+    assert actual == pytest.approx(expected)
+    assert any(actual.values())
 
 
 def test_siblings_that_do_not_wait_are_refused(rows: TensorDictBase) -> None:

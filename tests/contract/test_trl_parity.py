@@ -5,7 +5,7 @@ the conventions of the two differ:
 
 - ``cispo``: TRL's ``epsilon_high`` is the bound of the ratio itself, ours, as everywhere, its distance from 1. So our
   ``clip_high=4`` is TRL's ``epsilon_high=5``, the value that its documentation recommends.
-- ``gspo``: TRL differentiates the sequence ratio as it stands, ours is GSPO's token form. Under the preset's
+- ``gspo``: TRL differentiates the sequence ratio unchanged, ours is GSPO's token form. Under the preset's
   aggregation, where the tokens of a row share one advantage and one weight, the gradients are equal, as shown here.
 - ``beta > 0``: TRL 1.16 multiplies k3 by the importance ratio, with its gradient, unless ``use_bias_correction_kl`` is
   False (GRPO's paper, eq. 3 and 4, and ours). What that buys, the gradient of KL(policy, reference) in place of that of
@@ -90,9 +90,9 @@ def trainer_for(name: str, config: Config, model, beta: float, tmp_path: Path, *
     from datasets import Dataset
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    given = arguments_of(config)
+    trl_arguments = arguments_of(config)
     if name != "gmpo":  # a trainer of its own, without the option
-        given["loss_type"] = TRL[name]
+        trl_arguments["loss_type"] = TRL[name]
     arguments, trainer_class = (GMPOConfig, GMPOTrainer) if name == "gmpo" else (trl.GRPOConfig, trl.GRPOTrainer)
     args = arguments(
         output_dir=str(tmp_path),
@@ -104,7 +104,7 @@ def trainer_for(name: str, config: Config, model, beta: float, tmp_path: Path, *
         bf16=False,
         use_cpu=True,
         report_to="none",
-        **given,
+        **trl_arguments,
         **options,
     )
     trainer = trainer_class(

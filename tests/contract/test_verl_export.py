@@ -57,8 +57,8 @@ def test_verl_takes_the_command_line(name: str, algorithm: str, variant: str, tm
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True, env=environment)
     with hydra.initialize_config_dir(str(folder), version_base=None):
-        found = hydra.compose("ppo_trainer", overrides=done.stdout.splitlines()[2:])
+        actual = hydra.compose("ppo_trainer", overrides=done.stdout.splitlines()[2:])
     for option, value in options.items():
         if not (isinstance(value, str) and value.startswith("$HERE")):
-            read = OmegaConf.select(found, option.lstrip("+"))
+            read = OmegaConf.select(actual, option.lstrip("+"))
             assert (OmegaConf.to_container(read) if OmegaConf.is_config(read) else read) == value, option

@@ -55,8 +55,8 @@ def actor_config(options: dict[str, Any], num_rows: int, num_tokens: int) -> Any
     from verl.workers.config import ActorConfig
 
     fields = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
-    given = {name: options[f"{ACTOR}.{name}"] for name in fields if f"{ACTOR}.{name}" in options}
-    config = ActorConfig(strategy="fsdp", rollout_n=2, use_dynamic_bsz=True, ppo_mini_batch_size=2, **given)
+    overrides = {name: options[f"{ACTOR}.{name}"] for name in fields if f"{ACTOR}.{name}" in options}
+    config = ActorConfig(strategy="fsdp", rollout_n=2, use_dynamic_bsz=True, ppo_mini_batch_size=2, **overrides)
     config.global_batch_info.update(global_batch_size=num_rows, batch_num_tokens=num_tokens, dp_size=1)
     config.global_batch_info["loss_scale_factor"] = options.get(f"{ACTOR}.loss_scale_factor")
     return config
@@ -86,16 +86,16 @@ def test_preset_equals_verl_in_loss_and_gradient(name: str) -> None:
     set_loss_weights(rows, config.algorithm.aggregation, max_response_tokens=longest_response(config))
     actor = TableActor(rows, stream, shift=SHIFT.get(name, 0.4))
     batch = pad_rows(rows, pad_token_id=0)
-    found = loss_of(config, actor)(batch)
+    actual = loss_of(config, actor)(batch)
     if loss_of(config, actor).surrogate.clipped and name != "cispo":
-        assert 0 < found.clip_fraction < 1, "a batch without clipped tokens would not tell the clips apart"
-    (grad,) = torch.autograd.grad(found.loss_objective, actor.log_probs)
+        assert 0 < actual.clip_fraction < 1, "a batch without clipped tokens would not tell the clips apart"
+    (grad,) = torch.autograd.grad(actual.loss_objective, actor.log_probs)
 
     mask = batch[keys.ASSISTANT_MASK].double()
     old = batch[keys.PROXIMAL_LOG_PROBS if corrected else keys.LOG_PROBS]
     weights, kept = their_correction(options, old - batch[keys.LOG_PROBS], mask)
     if corrected:
-        assert 0 < found.correction_fraction < 1
+        assert 0 < actual.correction_fraction < 1
     loss_mode, mode = options[f"{ACTOR}.policy_loss.loss_mode"], options[f"{ACTOR}.loss_agg_mode"]
     assert loss_mode == VERL[name][0]
     log_prob, advantage = actor(batch.copy())[keys.LOG_PROBS], batch["advantage"].squeeze(-1)
@@ -108,7 +108,7 @@ def test_preset_equals_verl_in_loss_and_gradient(name: str) -> None:
         config=actor_config(options, len(rows), int(mask.sum())),
         rollout_is_weights=weights,
     )
-    torch.testing.assert_close(found.loss_objective, theirs, **CLOSE)
+    torch.testing.assert_close(actual.loss_objective, theirs, **CLOSE)
     torch.testing.assert_close(grad, torch.autograd.grad(theirs, actor.log_probs)[0], **CLOSE)
 
 
@@ -126,9 +126,9 @@ def test_correction_equals_verls(level: str, mode: str) -> None:
     options = verl_options(config, FACTS)[0]
     gap, mask = 0.5 * torch.randn(40, 6, dtype=torch.float64), torch.rand(40, 6) < 0.7
     mask[:, 0] = True
-    found = importance_weights(gap, mask, level=level, mode=mode, cap=1.3, floor=floor)
+    actual = importance_weights(gap, mask, level=level, mode=mode, cap=1.3, floor=floor)
     weights, kept = their_correction(options, gap, mask.double())
-    torch.testing.assert_close(found, (kept if weights is None else weights * mask).double(), **CLOSE)
+    torch.testing.assert_close(actual, (kept if weights is None else weights * mask).double(), **CLOSE)
     assert raw_weights(gap, mask, level=level).max() > 1.3
 
 
@@ -153,9 +153,9 @@ def test_advantage_equals_verls(name: str) -> None:
         config=settings,
     )
     algorithm: Any = config.algorithm
-    found = group_advantages(rewards, ids, baseline=algorithm.baseline, scale=algorithm.scale, lengths=lengths)
-    close = {"rtol": 1e-5, "atol": 1e-5} if estimator.startswith("reinforce") else CLOSE  # eps stands elsewhere
-    torch.testing.assert_close(found.unsqueeze(-1) * mask, theirs.double() * mask, **close)
+    actual = group_advantages(rewards, ids, baseline=algorithm.baseline, scale=algorithm.scale, lengths=lengths)
+    close = {"rtol": 1e-5, "atol": 1e-5} if estimator.startswith("reinforce") else CLOSE  # eps is elsewhere
+    torch.testing.assert_close(actual.unsqueeze(-1) * mask, theirs.double() * mask, **close)
 
 
 def test_decoupled_terms_equal_verls() -> None:
@@ -174,5 +174,5 @@ def test_decoupled_terms_equal_verls() -> None:
     )
     algorithm: Any = exported("gdpo")[0].algorithm
     rewards = decoupled_rewards(terms, torch.tensor([1.0, 0.5]), ids)
-    found = group_advantages(rewards, ids, baseline=algorithm.baseline, scale=algorithm.scale)
-    torch.testing.assert_close(found, theirs.squeeze(-1).double(), rtol=1e-5, atol=1e-5)
+    actual = group_advantages(rewards, ids, baseline=algorithm.baseline, scale=algorithm.scale)
+    torch.testing.assert_close(actual, theirs.squeeze(-1).double(), rtol=1e-5, atol=1e-5)

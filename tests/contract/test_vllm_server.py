@@ -29,7 +29,7 @@ from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, S
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
-from sota_grpo.workers.base import promised
+from sota_grpo.workers.base import pending_future
 from tests.engine_rigs import (
     add,
     changed_weights,
@@ -39,8 +39,8 @@ from tests.engine_rigs import (
     reference_log_probs,
     step,
 )
-from tests.l3_parts import score_of
 from tests.process_rigs import children, members, wait_for
+from tests.training_rigs import score_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -175,7 +175,7 @@ def _running(metrics: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def test_nobody_else_on_the_machine_can_push_weights(rig: Rig):
+def test_no_other_user_of_the_machine_can_push_weights(rig: Rig):
     url = rig.engine._client.url
     assert url.startswith("http://127.0.0.1:")
     for path in ("/collective_rpc", "/pause", "/update_weight_version", "/inference/v1/generate", "/v1/models"):
@@ -206,7 +206,7 @@ class InProcess:
         self._task = task
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        future = promised()
+        future = pending_future()
         future.set_result([self._task.score(*pair) for pair in pairs])
         return future
 
@@ -225,15 +225,15 @@ def check(env: TaskEnv, rig: Rig, outputs: Sequence[GroupOutput]) -> None:
         rows = finish_rows(prompt, output.samples, env.tokenizer)
         for row, sample in zip(rows, output.samples, strict=True):
             ids, num_prompt = sample.token_ids, len(env.prompt_ids(example))
-            said = row[keys.ASSISTANT_MASK][num_prompt:]
+            sampled = row[keys.ASSISTANT_MASK][num_prompt:]
             own = reference_log_probs(rig.model, env.prompt_ids(example), ids, TEMPERATURE)
-            assert (own - sample.log_probs)[said].abs().max() < 1e-4
-            assert (sample.versions[said] == rig.engine.version).all()
-            assert (sample.versions[~said] == -1).all()
-            assert (sample.log_probs[~said] == 0).all()
+            assert (own - sample.log_probs)[sampled].abs().max() < 1e-4
+            assert (sample.versions[sampled] == rig.engine.version).all()
+            assert (sample.versions[~sampled] == -1).all()
+            assert (sample.log_probs[~sampled] == 0).all()
             between = f"\n<|im_start|>user\n{MESSAGE}<|im_end|>\n<|im_start|>assistant\n"
-            count = int((said[1:] & ~said[:-1]).sum())
-            assert env.tokenizer.decode(ids[~said].tolist()) == between * count
+            count = int((sampled[1:] & ~sampled[:-1]).sum())
+            assert env.tokenizer.decode(ids[~sampled].tolist()) == between * count
             turns.append(count + 1)
             assert sample.truncated or turns[-1] == MAX_STEPS or score_of(env, last_turn(sample), example).success
     assert max(turns) == MAX_STEPS

@@ -47,16 +47,16 @@ class Place:
 
 @pytest.fixture(scope="module")
 def places() -> Iterator[dict[str, Place]]:
-    found = {"thread": Place("thread", ThreadLauncher()), "process": Place("process", ProcessLauncher())}
+    actual = {"thread": Place("thread", ThreadLauncher()), "process": Place("process", ProcessLauncher())}
     if find_spec("ray") is not None:
         from sota_grpo.workers.ray_cluster import RayLauncher
 
         os.environ["RAY_AUTH_MODE"] = "disabled"  # whatever the shell says
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        found["ray"] = Place("ray", RayLauncher([{"CPU": 1}] * 2, object_store_bytes=80 * 2**20))
+        actual["ray"] = Place("ray", RayLauncher([{"CPU": 1}] * 2, object_store_bytes=80 * 2**20))
         assert signal.getsignal(signal.SIGTERM) is on_sigterm
-    yield found
-    for place in found.values():
+    yield actual
+    for place in actual.values():
         place.launcher.close()
         place.launcher.close()  # idempotent
 
@@ -144,7 +144,7 @@ def test_exceptions_keep_their_type(worker: Worker) -> None:
         worker.call("no_such_method").result(WAIT_S)
     with pytest.raises(AttributeError, match="private"):
         worker.call("_lock").result(WAIT_S)
-    # the worker goes on
+    # the worker continues
     assert worker.call("ping").result(WAIT_S) == 0.0
 
 
@@ -230,7 +230,7 @@ def test_kill_ends_the_process(own: Worker, stop: bool) -> None:
     assert pid is not None
     if stop:
         os.kill(pid, signal.SIGSTOP)
-        own.call("note", np.zeros(2_000_000))  # more than any socket buffers: whoever sends it is held up
+        own.call("note", np.zeros(2_000_000))  # more than any socket buffers: the sender is held up
     own.kill()
     assert is_gone(pid)
     assert isinstance(never.exception(0.1), WorkerDied)
@@ -245,7 +245,7 @@ def test_kill_from_outside_is_noticed(own: Worker) -> None:
     assert is_gone(pid)
 
 
-def test_a_worker_of_a_process_is_on_its_main_thread_and_its_exit_code_is_told(places: dict[str, Place]) -> None:
+def test_a_worker_of_a_process_is_on_its_main_thread_and_its_exit_code_is_reported(places: dict[str, Place]) -> None:
     worker = places["process"].start()
     assert worker.call("thread_is_main").result(WAIT_S)
     with pytest.raises(WorkerDied, match="exit code 5"):
@@ -289,7 +289,7 @@ def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
 
 @needs_ray
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
-def test_a_local_ray_listens_on_loopback_only_and_asks_for_a_token(places: dict[str, Place]) -> None:
+def test_a_local_ray_listens_on_loopback_only_and_requires_a_token(places: dict[str, Place]) -> None:
     import ray
 
     session = Path(ray._private.worker._global_node.get_session_dir_path()).name

@@ -63,8 +63,8 @@ def lay(folder: Path) -> None:
     _as_hub(folder / "allenai" / "RLVR-IFeval", "default", train=[_rlvr(n) for n in range(60)])
     _as_hub(folder / "google" / "IFEval", "default", train=[_ifeval(n) for n in range(20)])
 
-    asked = [{"prompt": p["question"], "ground_truth": p["number"]} for p in problems]
-    pandas.DataFrame(asked).to_parquet(folder / "train.parquet")
+    table = [{"prompt": p["question"], "ground_truth": p["number"]} for p in problems]
+    pandas.DataFrame(table).to_parquet(folder / "train.parquet")
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in worked))
     boxed = [{"question": p["question"], "ground_truth": p["number"]} for p in problems]
     (folder / "math.json").write_text(json.dumps(boxed))

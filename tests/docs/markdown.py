@@ -53,21 +53,21 @@ class Command:
 
 def blocks(document: Path) -> list[Block]:
     """The fenced blocks of a document, in order; a ``needs`` comment counts for the block right below it."""
-    found, opened, said, lines = [], None, None, []
+    actual, opened, heading, lines = [], None, None, []
     for number, line in enumerate(document.read_text().splitlines(), start=1):
         fence = _FENCE.fullmatch(line)
         if opened is None and fence:
             opened, lines = (fence[1], number + 1), []
         elif opened is None:
-            said = _NEEDS.fullmatch(line) or (None if line.strip() else said)
+            heading = _NEEDS.fullmatch(line) or (None if line.strip() else heading)
         elif fence and not fence[1]:
-            needs = (tuple(said[1].split(", ")), said[2], said[3] or Block.gpu_gib) if said else ()
-            found.append(Block(document, opened[0], "\n".join(lines) + "\n", opened[1], *needs))
-            opened = said = None
+            needs = (tuple(heading[1].split(", ")), heading[2], heading[3] or Block.gpu_gib) if heading else ()
+            actual.append(Block(document, opened[0], "\n".join(lines) + "\n", opened[1], *needs))
+            opened = heading = None
         else:
             lines.append(line)
     assert opened is None, f"{document}: the block of line {opened} is not closed"
-    return found
+    return actual
 
 
 def commands(block: Block) -> Iterator[Command]:
@@ -89,8 +89,8 @@ def commands(block: Block) -> Iterator[Command]:
 
 def _assigned(words: list[str]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     environment = []
-    while words and (given := _ASSIGNMENT.fullmatch(words[0])):
-        environment.append((given[1], given[2]))
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        environment.append((match[1], match[2]))
         words = words[1:]
     words = [word.removeprefix(_VENV) if place == 0 else word for place, word in enumerate(words)]
     return tuple(words), tuple(environment)

@@ -27,7 +27,7 @@ SIZES = {
 UNCHECKED = "check.mode=off"
 #: The desk of a run of four steps, in which others' work on pushed weights is seen.
 WHOLE = "reference_async"
-#: Folders that stand for a model of the reader's own; the desk has the embedded policy there.
+#: Folders that replace a model of the reader's own; the desk has the embedded policy there.
 OWN_MODELS = ("path/to/your/model", "checkpoints/your_sft_checkpoint")
 #: What a block may need that no test has; its configs are estimated all the same.
 ELSEWHERE = {"cluster", "docker", "server"}
@@ -75,7 +75,7 @@ def is_slow(command: Command) -> bool:
 
 def packages_of(command: Command) -> list[str]:
     """What has to be installed beside the package, so that it runs at all."""
-    found = ["ray"] if is_async(command) or any(".num_devices=2" in word for word in command.words) else []
+    actual = ["ray"] if is_async(command) or any(".num_devices=2" in word for word in command.words) else []
     for part, package in (
         ("engine=vllm", "vllm"),
         ("logging.wandb=", "wandb"),
@@ -84,8 +84,8 @@ def packages_of(command: Command) -> list[str]:
         ("env.dataset=reasoning_gym", "reasoning_gym"),
         ("dataset: reasoning_gym", "reasoning_gym"),
     ):
-        found += [package] if any(part in word for word in command.words) else []
-    return found
+        actual += [package] if any(part in word for word in command.words) else []
+    return actual
 
 
 def overrides_of(command: Command) -> list[str]:
@@ -98,19 +98,21 @@ def small(command: Command) -> list[str]:
 
     Nothing is added to what prints something and ends (``--help``, ``--cfg``).
     """
-    given = overrides_of(command)
-    if set(_TRAINS_NOTHING) & set(given):
-        return given
+    overrides = overrides_of(command)
+    if set(_TRAINS_NOTHING) & set(overrides):
+        return overrides
     if command.block.document.suffix == ".md":
-        given = _few(given)
+        overrides = _few(overrides)
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
-    sizes += ["hydra.sweeper.n_trials=2"] if any(word.startswith("hydra.sweeper.n_trials") for word in given) else []
+    sizes += (
+        ["hydra.sweeper.n_trials=2"] if any(word.startswith("hydra.sweeper.n_trials") for word in overrides) else []
+    )
     desk = command.block.document.name
     sizes += ["train.total_dialog_turns=64"] if desk == WHOLE else [] if desk == "README.md" else [UNCHECKED]
-    own = any(word == f"model.name={folder}" for word in given for folder in OWN_MODELS)
+    own = any(word == f"model.name={folder}" for word in overrides for folder in OWN_MODELS)
     if own:
-        return [*given, *sizes]
-    return [*(word for word in given if not word.startswith("model.size=")), *sizes, "model.name=tiny"]
+        return [*overrides, *sizes]
+    return [*(word for word in overrides if not word.startswith("model.size=")), *sizes, "model.name=tiny"]
 
 
 def _few(given: list[str]) -> list[str]:
@@ -128,18 +130,18 @@ def small_block(text: str) -> str:
 
 def small_tool(command: Command) -> list[str]:
     """The same for another command of ``sota-grpo``: what samples gets the sizes, the others stay as they are."""
-    given = list(command.words[1:])
-    if given[0] == "check":
-        return [*given, *(f"{name}={value}" for name, value in SIZES.items()), "model.name=tiny"]
-    if given[0] == "eval":
-        names = ("inference_model.max_tokens", *(("eval.num_samples",) if "--num-samples" not in given else ()))
-        return [*given, *(f"{name}={SIZES[name]}" for name in names)]
-    return given
+    words = list(command.words[1:])
+    if words[0] == "check":
+        return [*words, *(f"{name}={value}" for name, value in SIZES.items()), "model.name=tiny"]
+    if words[0] == "eval":
+        names = ("inference_model.max_tokens", *(("eval.num_samples",) if "--num-samples" not in words else ()))
+        return [*words, *(f"{name}={SIZES[name]}" for name in names)]
+    return words
 
 
 def estimated(command: Command) -> list[str]:
     """What ``sota-grpo estimate`` is given to say whether the run would fit as it is written: of a sweep, its first."""
-    given = [f"mode={'async' if is_async(command) else 'sync'}"]
+    overrides = [f"mode={'async' if is_async(command) else 'sync'}"]
     for word in overrides_of(command):
         if word in ("--multirun", "-m") or word.startswith(("hydra", "train.resume")):
             continue
@@ -147,8 +149,8 @@ def estimated(command: Command) -> list[str]:
         if value and "--multirun" in command.words:
             value = re.sub(r"^(?:choice\(|tag\(log, interval\()", "", value)
             word = f"{name}={value if value[:1] in '[{' else value.partition(',')[0]}"
-        given.append(word)
-    return given
+        overrides.append(word)
+    return overrides
 
 
 def needs_gpu(command: Command) -> bool:
@@ -156,12 +158,12 @@ def needs_gpu(command: Command) -> bool:
     from sota_grpo.assembly.compose import compose
     from sota_grpo.config import model_name
 
-    given = estimated(command)
+    assumed = estimated(command)
     name, overrides = "grpo_gsm8k", []
-    while given:
-        word = given.pop(0)
+    while assumed:
+        word = assumed.pop(0)
         if word in ("--config-name", "-cn"):
-            name = given.pop(0)
+            name = assumed.pop(0)
         elif "=" in word and not word.startswith("-"):
             overrides.append(word)
     config = compose(name, overrides)
@@ -189,8 +191,10 @@ def _is_target(command: Command) -> None:
 
 
 def _is_installable(command: Command) -> None:
-    asked = [extra for word in command.words for found in re.findall(r"\[(.*)\]", word) for extra in found.split(",")]
-    assert set(asked) <= _extras(), f"{command}: {set(asked) - _extras()} is no extra of pyproject.toml"
+    extras = [
+        extra for word in command.words for actual in re.findall(r"\[(.*)\]", word) for extra in actual.split(",")
+    ]
+    assert set(extras) <= _extras(), f"{command}: {set(extras) - _extras()} is no extra of pyproject.toml"
 
 
 @cache
@@ -199,7 +203,7 @@ def _extras() -> set[str]:
 
 
 def _has_options(command: Command) -> None:
-    """The script or module is there, and every ``--option`` and subcommand stands in its source."""
+    """The script or module is there, and every ``--option`` and subcommand is in its source."""
     words = command.words[1:]
     path = ROOT / (words[1].replace(".", "/") if words[0] == "-m" else words[0])
     path = path if path.suffix else (path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
@@ -211,8 +215,8 @@ def _has_options(command: Command) -> None:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    asked = [word.partition("=")[0] for word in words if word.startswith("--")]
-    missing = [option for option in asked if option not in strings]
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    missing = [option for option in options if option not in strings]
     assert not missing, f"{command}: {path.relative_to(ROOT)} has no {', '.join(missing)}"
 
 

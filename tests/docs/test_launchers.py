@@ -1,4 +1,4 @@
-"""The files of ``launchers/``: their commands are ours, their versions are the project's, and no secret stands in them.
+"""The files of ``launchers/``: their commands are ours, their versions are the project's, and they contain no secret.
 
 Their own tools (docs/cluster.md names them) say more, but cannot be installed beside the project.
 """
@@ -77,7 +77,7 @@ def test_runs_are_resumed_from_what_outlives_their_machines(command: Command) ->
     assert '"$NFS" /outputs\n' in SKY["setup"]
 
 
-def test_runs_take_every_gpu_that_is_asked_for() -> None:
+def test_runs_take_every_gpu_that_is_requested() -> None:
     per_node = int(container(PODS["worker"])["resources"]["limits"]["nvidia.com/gpu"])
     total = [WORKERS["replicas"] * per_node, SKY["num_nodes"] * int(SKY["resources"]["accelerators"].split(":")[1])]
     total.append(int(ASKED["nodes"]) * int(ASKED["gpus-per-node"]))

@@ -1,4 +1,4 @@
-"""The usage lines of TorchRL's GRPO recipe work as they stand, without the folder before the script's name.
+"""The usage lines of TorchRL's GRPO recipe work unchanged, without the folder before the script's name.
 
 Nothing is added to them but sizes and, for a model of the hub, the embedded policy (:data:`tests.docs.rules.SIZES`).
 """
@@ -62,9 +62,9 @@ def steps(run_dir: Path) -> list[dict]:
 
 @pytest.mark.parametrize("name", [marked(name, command) for name, command in COMMANDS.items()])
 def test_usage_lines_train(name: str, workshop: Workshop) -> None:
-    found, num_steps = ran(name, workshop), 4 if COMMANDS[name].block.document.name == WHOLE else 1
-    assert len(found) == {"sweep": 3, "grid": 4}.get(name, 1)
-    for run_dir in found:
+    actual, num_steps = ran(name, workshop), 4 if COMMANDS[name].block.document.name == WHOLE else 1
+    assert len(actual) == {"sweep": 3, "grid": 4}.get(name, 1)
+    for run_dir in actual:
         assert len(steps(run_dir)) == num_steps
         assert (run_dir / ".hydra" / "config.yaml").is_file()
         assert [path.name for path in (run_dir / "checkpoints").glob("*.pt")] == [f"checkpoint_{num_steps:06d}.pt"]
@@ -72,7 +72,7 @@ def test_usage_lines_train(name: str, workshop: Workshop) -> None:
 
 
 def test_options_reach_the_run(workshop: Workshop) -> None:
-    """What a line asks for stands in the config of its run, and a config name chooses the data."""
+    """What a line requires is in the config of its run, and a config name chooses the data."""
     from omegaconf import OmegaConf
 
     (first,), (second,) = ran("ifeval_config", workshop), ran("dataset", workshop)
@@ -89,8 +89,8 @@ def test_a_grid_holds_every_pair(workshop: Workshop) -> None:
     from omegaconf import OmegaConf
 
     configs = [OmegaConf.load(run_dir / "config.yaml") for run_dir in ran("grid", workshop)]
-    found = [(config.optimizer.lr, config.policy.kl_coef) for config in configs]
-    assert found == [(1e-4, 0.01), (1e-4, 0.1), (1e-5, 0.01), (1e-5, 0.1)]
+    actual = [(config.optimizer.lr, config.policy.kl_coef) for config in configs]
+    assert actual == [(1e-4, 0.01), (1e-4, 0.1), (1e-5, 0.01), (1e-5, 0.1)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: re.split(r"[=\s]", options)[0])

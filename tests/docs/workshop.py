@@ -55,7 +55,7 @@ class Workshop:
         self._server.close()
 
     def desk(self, name: str) -> Path:
-        """The working directory of that name; made when first asked for."""
+        """The working directory of that name; made when first requested."""
         if name not in self._desks:
             self._desks[name] = self._folder / "desks" / name
             self._desks[name].mkdir(parents=True)
@@ -87,7 +87,7 @@ class Workshop:
         return self._server.run(arguments, cwd=desk, environment=command.environment, timeout_s=_LONG_S)
 
     def run_python(self, block: Block) -> Done:
-        """Run a Python block as a script at the desk of its document; each has to stand alone."""
+        """Run a Python block as a script at the desk of its document; each has to be independent."""
         desk = self.desk(block.document.name)
         script = desk / f"block_{block.line}.py"
         script.write_text(small_block(block.text))
@@ -101,14 +101,14 @@ class Workshop:
             if is_of_the_shell(before) and before not in self._done:
                 self._done[before] = self._run(before)
         if (document.name, *_question(command)) not in self._estimates:
-            asked = sorted({_question(other) for other in (command, *others) if other.block.document == document})
+            every = sorted({_question(other) for other in (command, *others) if other.block.document == document})
             questions = self._folder / f"{document.name}.questions.json"
-            questions.write_text(json.dumps(asked))
+            questions.write_text(json.dumps(every))
             arguments = [str(ROOT / "tests" / "docs" / "estimates.py"), str(questions)]
             done = self._server.run(arguments, cwd=self.desk(document.name), environment=[("PYTHONPATH", str(ROOT))])
             done.require(f"{document.name}: the estimates")
             answers = json.loads(done.stdout.splitlines()[-1])
-            self._estimates |= {(document.name, *each): Done(*found) for each, found in zip(asked, answers)}
+            self._estimates |= {(document.name, *each): Done(*actual) for each, actual in zip(every, answers)}
         return self._estimates[document.name, *_question(command)]
 
     def _put_runs(self, desk: Path, text: str) -> None:
@@ -148,15 +148,15 @@ class Workshop:
 
 
 def _question(command: Command) -> tuple[str, ...]:
-    """As it is written, of a part of its data: thousands of prompts take seconds to tokenize, and tell no more."""
-    given = estimated(command)
-    part = [] if any(word.startswith("env.max_samples=") for word in given) else ["env.max_samples=256"]
+    """As it is written, of a part of its data: thousands of prompts take seconds to tokenize, and show no more."""
+    overrides = estimated(command)
+    part = [] if any(word.startswith("env.max_samples=") for word in overrides) else ["env.max_samples=256"]
     gpus = [] if command.block.gpus is None else ["--gpus", command.block.gpus]
-    return ("estimate", *given, *part, "--memory-gb", command.block.gpu_gib, *gpus)
+    return ("estimate", *overrides, *part, "--memory-gb", command.block.gpu_gib, *gpus)
 
 
 def typed(text: str, name: str = "typed") -> Command:
-    """A command that stands in no document; ``name`` is that of its desk."""
+    """A command that is in no document; ``name`` is that of its desk."""
     return next(commands(Block(Path(name), "bash", text + "\n", 1)))
 
 

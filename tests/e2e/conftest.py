@@ -67,8 +67,8 @@ def grpo(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.Co
     ) -> subprocess.CompletedProcess:
         arguments = command(run_dir, *overrides, config=config, script=script)
         if "engine=vllm" not in overrides:
-            given = {"environment": list(kwargs.get("env", {}).items()), "timeout_s": kwargs.get("timeout", 300)}
-            done = fork_server.run(arguments[1:], cwd=tmp_path, **given)
+            defaults = {"environment": list(kwargs.get("env", {}).items()), "timeout_s": kwargs.get("timeout", 300)}
+            done = fork_server.run(arguments[1:], cwd=tmp_path, **defaults)
             return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)
         return subprocess.run(
             arguments,
@@ -94,7 +94,7 @@ def signalled(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Done]:
         finally:
             for sent in range(times):
                 time.sleep(0.1 * bool(sent))
-                with suppress(ProcessLookupError):  # it has ended, as its code tells
+                with suppress(ProcessLookupError):  # it has ended, as its exit code shows
                     os.kill(process, number)
             done = fork_server.finish()
         return done

@@ -30,12 +30,12 @@ def below(root: int) -> dict[int, str]:
     rows = table()
     for pid, (parent, *_) in rows.items():
         children.setdefault(parent, []).append(pid)
-    found, frontier = dict[int, str](), [root]
+    actual, frontier = dict[int, str](), [root]
     while frontier:
-        for pid in set(children.get(frontier.pop(), [])) - set(found):
-            found[pid] = rows[pid][2]
+        for pid in set(children.get(frontier.pop(), [])) - set(actual):
+            actual[pid] = rows[pid][2]
             frontier.append(pid)
-    return found
+    return actual
 
 
 def workers(root: int) -> dict[int, str]:

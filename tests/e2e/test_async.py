@@ -36,8 +36,8 @@ def test_at_age_0_it_equals_sync_bit_for_bit(tmp_path: Path, grpo) -> None:
     sampler = f"train.sampler={tmp_path}/sampler.py:Noted"
     concurrent = grpo(tmp_path / "async", *options, "train.max_policy_age=0", sampler, script=ASYNC)
     assert concurrent.returncode == 0, concurrent.stderr
-    expected, found = (without_clock(metrics(tmp_path / name)) for name in ("sync", "async"))
-    assert [{name: row[name] for name in wanted} for row, wanted in zip(found, expected, strict=True)] == expected
+    expected, actual = (without_clock(metrics(tmp_path / name)) for name in ("sync", "async"))
+    assert [{name: row[name] for name in wanted} for row, wanted in zip(actual, expected, strict=True)] == expected
     rollouts = [(tmp_path / name / "rollouts.jsonl").read_text() for name in ("sync", "async")]
     assert rollouts[0] == rollouts[1]
     mine, theirs = final_weights(tmp_path / "async"), final_weights(tmp_path / "sync")

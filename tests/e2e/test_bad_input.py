@@ -121,9 +121,9 @@ def test_damaged_checkpoints(tmp_path: Path, grpo) -> None:
 
 def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:
     """A reward function that hangs has an hour for each answer here; three Ctrl-C end it as one does."""
-    asked = tmp_path / "asked"
+    marker = tmp_path / "asked"
     (tmp_path / "reward.py").write_text(
-        f"import pathlib, time\ndef wait(completions, **columns):\n    pathlib.Path({str(asked)!r}).touch()\n"
+        f"import pathlib, time\ndef wait(completions, **columns):\n    pathlib.Path({str(marker)!r}).touch()\n"
         "    time.sleep(3600)\n"
     )
     options = [option for option in QUICK if option != "check.mode=off"]
@@ -133,7 +133,7 @@ def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:
         f"reward.path={tmp_path / 'reward.py'}",
         "reward.name=wait",
     ]
-    done = signalled(signal.SIGINT, asked.exists, tmp_path / "run", *options, times=3)
+    done = signalled(signal.SIGINT, marker.exists, tmp_path / "run", *options, times=3)
     assert done.code == 130, done.stderr
     assert "interrupted; nothing was saved" in done.stderr
     assert "Traceback" not in done.stderr

@@ -52,13 +52,13 @@ def test_the_last_evaluation_of_a_run_comes_out_again(kind: str, run_dir: Path, 
     run_dir = trained(tmp_path / "full") if kind == "full" else run_dir
     copy, files = tmp_path / "copy", [tmp_path / f"{name}.jsonl" for name in ("exported", "checkpoint", "scored")]
     shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("hf"))
-    found = evaluated(tmp_path, str(run_dir), "--responses", str(files[0]))
+    actual = evaluated(tmp_path, str(run_dir), "--responses", str(files[0]))
     evaluated(tmp_path, str(copy), "--responses", str(files[1]))
     first, *_, own = [row for row in metrics(run_dir) if "eval/accuracy" in row]
-    assert own["step"] == found["steps"] == 2
+    assert own["step"] == actual["steps"] == 2
     for part, name in (("greedy", "eval/accuracy"), ("sampled", "eval/avg_at_k")):
         error = {"greedy": "eval/stderr", "sampled": "eval/avg_at_k_stderr"}[part]
-        assert (found[part]["accuracy"], found[part]["stderr"]) == (own[name], own[error])
+        assert (actual[part]["accuracy"], actual[part]["stderr"]) == (own[name], own[error])
     assert (first["eval/accuracy"], first["eval/avg_at_k"]) != (own["eval/accuracy"], own["eval/avg_at_k"])
     with pytest.raises(SystemExit, match="0"):
         main(
@@ -71,19 +71,21 @@ def test_the_last_evaluation_of_a_run_comes_out_again(kind: str, run_dir: Path, 
 
 
 def test_another_task_leaves_the_options_of_the_runs_own_behind(run_dir: Path, tmp_path: Path) -> None:
-    found = evaluated(tmp_path, str(run_dir), "--task", "countdown", "--k", "0", "--num-samples", "4")
-    assert found["task"] == "countdown"
-    assert "sampled" not in found
+    actual = evaluated(tmp_path, str(run_dir), "--task", "countdown", "--k", "0", "--num-samples", "4")
+    assert actual["task"] == "countdown"
+    assert "sampled" not in actual
 
 
 def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ("engine=transformers", "env.reward_workers=0", "inference_model.max_tokens=32")
     command = ("tiny", *small, "--k", "4", "--num-samples", "8")
-    found = evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3")
-    assert [found[name] for name in ("model", "task", "k", "temperature", "seed")] == ["tiny", "arithmetic", 4, 0.5, 3]
-    assert list(found["pass_at_k"]) == ["1", "2", "4"]
-    assert found["pass_at_k"]["1"] == {name: found["sampled"][name] for name in ("accuracy", "stderr")}
-    assert found == evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3") | {"seconds": found["seconds"]}
+    actual = evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3")
+    assert [actual[name] for name in ("model", "task", "k", "temperature", "seed")] == ["tiny", "arithmetic", 4, 0.5, 3]
+    assert list(actual["pass_at_k"]) == ["1", "2", "4"]
+    assert actual["pass_at_k"]["1"] == {name: actual["sampled"][name] for name in ("accuracy", "stderr")}
+    assert actual == evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3") | {
+        "seconds": actual["seconds"]
+    }
     assert "pass@4" in capsys.readouterr().out
 
 
@@ -93,10 +95,10 @@ def test_a_gain_is_that_of_the_same_problems(run_dir: Path, tmp_path: Path, caps
     common = ("--k", "0", "engine=transformers", "env.reward_workers=0", "inference_model.max_tokens=48")
     old = evaluated(tmp_path, "tiny", "--num-samples", "16", *common)
     before.write_text(json.dumps(old))
-    found = evaluated(tmp_path, str(run_dir), *common, "--against", str(before))
-    gain = found["against"]["gain"]["accuracy"]
-    assert gain["accuracy"] == found["greedy"]["accuracy"] - old["greedy"]["accuracy"]
-    pairs = zip(old["counts"]["accuracy"], found["counts"]["accuracy"], strict=True)
+    actual = evaluated(tmp_path, str(run_dir), *common, "--against", str(before))
+    gain = actual["against"]["gain"]["accuracy"]
+    assert gain["accuracy"] == actual["greedy"]["accuracy"] - old["greedy"]["accuracy"]
+    pairs = zip(old["counts"]["accuracy"], actual["counts"]["accuracy"], strict=True)
     differences = [new - first for (first, _), (new, _) in pairs]
     assert gain["stderr"] == pytest.approx(statistics.stdev(differences) / 4)
     assert f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f} |" in capsys.readouterr().out
@@ -117,10 +119,10 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row | {"prompt": f"Say {number}."}) + "\n" for number in range(3)))
     options = ("--engine", "transformers", "env.reward_workers=0", "inference_model.max_tokens=8", "device=cpu")
-    found = evaluated(tmp_path, "tiny", "--task", "ifeval", "--k", "0", *options, f"env.eval_path={file}")
+    actual = evaluated(tmp_path, "tiny", "--task", "ifeval", "--k", "0", *options, f"env.eval_path={file}")
     kinds = [f"{level}_{kind}" for level in ("prompt", "instruction") for kind in ("strict", "loose")]
-    assert list(found["counts"]) == ["accuracy", *kinds]
-    assert found["counts"]["instruction_strict"] == [[2 * hits, 2] for hits, _ in found["counts"]["prompt_strict"]]
+    assert list(actual["counts"]) == ["accuracy", *kinds]
+    assert actual["counts"]["instruction_strict"] == [[2 * hits, 2] for hits, _ in actual["counts"]["prompt_strict"]]
 
 
 @pytest.mark.parametrize(
@@ -142,22 +144,22 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: 
     with pytest.raises(SystemExit) as ended:
         main(["eval", *arguments])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert sentence in told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert sentence in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_with_vllm_a_greedy_evaluation_is_that_of_the_embedded_engine(tmp_path: Path) -> None:
     """In processes of their own: vLLM keeps what it has set up until its process ends."""
-    found = {}
+    actual = {}
     for engine in ("transformers", "vllm"):
         out = tmp_path / f"{engine}.jsonl"
         command = ["eval", "tiny", "--engine", engine, "--k", "0", "--num-samples", "16", "--responses", str(out)]
         program = [sys.executable, "-m", "sota_grpo.cli", *command, "inference_model.max_tokens=48"]
         done = subprocess.run(program, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
-        found[engine] = [json.loads(line)["response"] for line in out.read_text().splitlines()]
-    same = sum(one == other for one, other in zip(found["transformers"], found["vllm"], strict=True))
+        actual[engine] = [json.loads(line)["response"] for line in out.read_text().splitlines()]
+    same = sum(one == other for one, other in zip(actual["transformers"], actual["vllm"], strict=True))
     assert same >= 14, "two greedy answers of 16 may differ where two tokens are equally likely"

@@ -80,10 +80,10 @@ def test_the_adapter_computes_what_the_merged_model_does(run_dir: Path, tmp_path
 
     export(run_dir, "--to", "hf", "--adapter", "--out", tmp_path / "adapter")
     assert not list((tmp_path / "adapter").glob("model*.safetensors"))
-    found = logits(tmp_path / "adapter", AutoPeftModelForCausalLM)
-    torch.testing.assert_close(found, logits(run_dir / "hf"), rtol=1e-4, atol=1e-5)
+    actual = logits(tmp_path / "adapter", AutoPeftModelForCausalLM)
+    torch.testing.assert_close(actual, logits(run_dir / "hf"), rtol=1e-4, atol=1e-5)
     base = logits(Path(resolve_model_path("tiny")))
-    assert (found - base).abs().max() > 1e-3
+    assert (actual - base).abs().max() > 1e-3
     assert "library_name: peft" in (tmp_path / "adapter" / "README.md").read_text()
 
 
@@ -105,8 +105,8 @@ def test_verls_folder_is_whole(run_dir: Path, tmp_path: Path) -> None:
     exec((tmp_path / "verl" / "reward.py").read_text(), code)
     row = rows[0]
     for text, reward in ((f"#### {row['extra_info']['answer'].rpartition('#### ')[2]}", 1.0), ("#### 0.123", 0.0)):
-        found = code["compute_score"](row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
-        assert found == {"score": reward, "acc": reward}
+        actual = code["compute_score"](row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
+        assert actual == {"score": reward, "acc": reward}
 
 
 def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(

@@ -66,8 +66,8 @@ def wait_for(condition: Callable[[], object], run: subprocess.Popen, within_s: f
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:
         run.seen |= set(below(run.pid))
-        if found := condition():
-            return found
+        if actual := condition():
+            return actual
         assert run.poll() is None, "the run ended early"
         time.sleep(0.1)
     raise AssertionError("what was waited for never came")
@@ -122,8 +122,8 @@ def starts_failed(run_dir: Path, role: str) -> int:
 
 
 def kill_one(run: subprocess.Popen, role: str) -> bool:
-    found = [pid for pid, text in workers(run.pid).items() if role in text]
-    return bool(found) and hit(random.choice(found), signal.SIGKILL)
+    actual = [pid for pid, text in workers(run.pid).items() if role in text]
+    return bool(actual) and hit(random.choice(actual), signal.SIGKILL)
 
 
 def engines(run: subprocess.Popen) -> list[int]:

@@ -1,4 +1,4 @@
-"""Runs that a judge rewards: killed with -9 while it is asked, and continued; no answer is asked for again."""
+"""Runs that a judge rewards: killed with -9 during a request, and continued; no answer is requested again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = (
 
 
 def judged(metrics_of: list[dict]) -> list[dict]:
-    """Without what depends on what was asked before."""
+    """Without what depends on earlier requests."""
     return [{name: row[name] for name in row if not name.startswith("judge/")} for row in without_clock(metrics_of)]
 
 
@@ -71,7 +71,7 @@ def test_a_killed_run_asks_its_judge_nothing_again_and_equals_the_uninterrupted_
 
 
 @pytest.mark.slow
-def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_goes_on(
+def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"timeout_s": 20.0, "gone_s": 2.0, "first_pause_s": 0.05}.items():

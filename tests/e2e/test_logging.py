@@ -18,7 +18,7 @@ from tests.sink_files import event_files, wandb_config, wandb_history, wandb_run
 DOCS = (ROOT / "docs" / "logging.md").read_text()
 
 
-def promised() -> dict[str, list[str]]:
+def pending_future() -> dict[str, list[str]]:
     """What TorchRL's recipe logs, with our metrics of it: the first table of docs/logging.md."""
     table = DOCS.split("<!-- reference metrics -->")[1].strip().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
@@ -32,8 +32,8 @@ def test_the_docs_show_the_glossary() -> None:
 
 
 def test_every_promised_metric_is_declared() -> None:
-    names = [name for ours in promised().values() for name in ours]
-    assert len(promised()) == 8
+    names = [name for ours in pending_future().values() for name in ours]
+    assert len(pending_future()) == 8
     assert all(declared(name).name == name for name in names)
 
 
@@ -53,7 +53,7 @@ def test_everything_that_is_measured_reaches_wandb_and_tensorboard(tmp_path: Pat
     measured = [{name: value for name, value in row.items() if value is not None} for row in written]
     assert [row for row in sent if len(row) > 1] == measured
     names = {name for row in measured for name in row}
-    assert {name for ours in promised().values() for name in ours} <= names
+    assert {name for ours in pending_future().values() for name in ours} <= names
     (table,) = run_dir.glob("wandb/offline-run-*/files/media/table/*.json")
     assert json.loads(table.read_text())["columns"] == ["step", *ROLLOUT_FIELDS]
     assert wandb_config(run_dir)["policy"] == {"kl_coef": 0.01}
@@ -75,16 +75,16 @@ def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, 
     sweep += ("train.total_dialog_turns=96", "train.checkpoint_frequency=2", "env.num_heldout=8", "logging.project=p")
     sweep += ("logging.sinks=[tensorboard]", f"hydra.sweep.dir={tmp_path}/sweep", "seed=1,2")
     places = {"NETRC": tmp_path / "netrc", "WANDB_CACHE_DIR": tmp_path / "cache"}
-    given = {"cwd": tmp_path, "environment": [*((name, str(path)) for name, path in places.items())]}
-    given["environment"].append(("WANDB_API_KEY", ""))
+    process_options = {"cwd": tmp_path, "environment": [*((name, str(path)) for name, path in places.items())]}
+    process_options["environment"].append(("WANDB_API_KEY", ""))
     first, second = (tmp_path / "sweep" / job for job in "01")
 
-    process = fork_server.start(command(tmp_path, *sweep, "logging.wandb=offline")[1:], **given)
+    process = fork_server.start(command(tmp_path, *sweep, "logging.wandb=offline")[1:], **process_options)
     wait_for(lambda: (first / "metrics.jsonl").exists() and len(metrics(first)) >= 3)
     os.kill(process, signal.SIGKILL)
     assert fork_server.finish().code == -signal.SIGKILL
     again = [*sweep, "logging.wandb=online", "train.resume=auto"]
-    done = fork_server.run(command(tmp_path, *again)[1:], **given)
+    done = fork_server.run(command(tmp_path, *again)[1:], **process_options)
     assert done.code == 0, done.stderr
     assert "Continuing" in done.stderr
     assert done.stderr.count("because no API key was found") == 2

@@ -52,8 +52,8 @@ def test_nothing_is_lost_whatever_is_full_and_whenever_it_is_killed(tmp_path: Pa
         return done.code, done.stderr.splitlines()[-1]
 
     for pattern, number, steps, code, words in FULL:
-        found, last = meet("full", pattern, number, steps)
-        assert found == code, (pattern, last)
+        actual, last = meet("full", pattern, number, steps)
+        assert actual == code, (pattern, last)
         assert words in last
         assert "No space left on device" in last
     for kind, pattern, number, steps in KILLS:

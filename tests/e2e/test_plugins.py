@@ -90,12 +90,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_task_of_a_package_trains(installed: Path, tmp_path: Path) -> None:
-    given = command(
+    options = command(
         *(tmp_path / "run", *SMALL, "env.dataset=riddles", "env.max_samples=16"),
         *("train.total_dialog_turns=32", "logging.sinks=[lines]"),
     )
     paths = os.pathsep.join(filter(None, (str(installed), ENVIRONMENT.get("PYTHONPATH"))))
-    done = subprocess.run(given, env=ENVIRONMENT | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    done = subprocess.run(options, env=ENVIRONMENT | {"PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {"0 True", "1 True"} <= {*(tmp_path / "run" / "lines.txt").read_text().splitlines()}
     assert [row["reward"] is not None for row in metrics(tmp_path / "run") if "reward" in row] == [True, True]

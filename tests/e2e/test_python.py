@@ -80,8 +80,8 @@ def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path,
     os.kill(process, signal.SIGINT)
     done = fork_server.finish()
     assert done.code != 0
-    told = "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; its metrics so far"
-    assert told in done.stderr
+    sentence = "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; its metrics so far"
+    assert sentence in done.stderr
     assert started
     require_gone(set(started))
     newest = max(saved.glob("checkpoint_*.pt"))
@@ -95,13 +95,13 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
     from scripts.execute_notebook import executed
 
-    found = executed(NOTEBOOK, tmp_path)
+    actual = executed(NOTEBOOK, tmp_path)
     saved = nbformat.read(NOTEBOOK, as_version=4)
-    for new, old in zip(found.cells, saved.cells, strict=True):
+    for new, old in zip(actual.cells, saved.cells, strict=True):
         kinds = [[output.output_type for output in cell.get("outputs", [])] for cell in (new, old)]
         assert kinds[0] == kinds[1], f"make notebook: {new.source}"
-    text = json.dumps(found)
+    text = json.dumps(actual)
     assert "held out" in text
     assert NOTEBOOK.stat().st_size < 60_000
-    (line,) = [out for cell in found.cells for out in cell.get("outputs", []) if out.output_type == "display_data"]
+    (line,) = [out for cell in actual.cells for out in cell.get("outputs", []) if out.output_type == "display_data"]
     assert line.data["text/plain"].startswith("step 12/12")  # the progress, redrawn in place

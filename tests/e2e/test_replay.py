@@ -54,12 +54,12 @@ def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo, rep
 
     done = replay(str(run_dir), "--json")
     assert done.code == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["step"] == 4
-    assert found["agrees"]
-    told = replay(str(run_dir), "--step", "2", "algorithm=dapo")  # an override behind an option
-    assert told.code == 0, told.stderr
-    assert all(word in told.stdout for word in ("dapo", "grad_norm", "cosine of gradients"))
+    actual = json.loads(done.stdout)
+    assert actual["step"] == 4
+    assert actual["agrees"]
+    table = replay(str(run_dir), "--step", "2", "algorithm=dapo")  # an override behind an option
+    assert table.code == 0, table.stderr
+    assert all(word in table.stdout for word in ("dapo", "grad_norm", "cosine of gradients"))
     refused = replay(str(run_dir), "--step", "7")
     assert refused.code == 2
     assert "steps that can be replayed: 0, 1, 2, 3, 4 (logging.store" in refused.stderr
@@ -80,10 +80,10 @@ def test_a_run_with_workers_and_ranks_replays_in_one_process(tmp_path: Path, grp
     assert min(sample["policy_log_probs"]) < 0 < max(sample["entropy"])
     again = replay(str(run_dir), "--step", "1", "--json")
     assert again.code == 0, again.stderr
-    found = json.loads(again.stdout)
+    actual = json.loads(again.stdout)
     for name in ("loss/objective", "loss/kl", "grad_norm", "kl", "entropy"):
-        values = found["figures"][name]
+        values = actual["figures"][name]
         # the objective is a sum of advantages that cancel
         nothing = 1e-6 if name == "loss/objective" else 1e-7
         assert values["replayed"] == pytest.approx(values["stored"], rel=1e-4, abs=nothing), name
-    assert any("4 ranks" in note for note in found["notes"])
+    assert any("4 ranks" in note for note in actual["notes"])

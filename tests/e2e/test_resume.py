@@ -104,8 +104,8 @@ def test_a_mixture_of_four_tasks_and_twenty_of_reasoning_gym_is_killed_twice(tmp
     sizes = {"env.num_envs": 48, "env.repeats": 2, "train.dialog_turns_per_batch": 48, "train.optim_batch_size": 48}
     sizes |= {"train.total_dialog_turns": 288, "train.checkpoint_frequency": 1, "engine": "transformers"}
     sizes |= {"env.max_samples": 64, "eval.num_samples": 5, "eval.every": 6, "eval.avg_at_k": 0}
-    given = {"env.mixture": mixture, "check.mode": "off", "train.export_hf": False, **sizes}
-    options = (*SMALL, *overrides_of(given))
+    settings = {"env.mixture": mixture, "check.mode": "off", "train.export_hf": False, **sizes}
+    options = (*SMALL, *overrides_of(settings))
     whole = grpo(tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr
     run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")
@@ -115,9 +115,9 @@ def test_a_mixture_of_four_tasks_and_twenty_of_reasoning_gym_is_killed_twice(tmp
     last = grpo(run_dir, *again)
     assert last.returncode == 0, last.stderr
     assert (run_dir / "rollouts.jsonl").read_bytes() == (tmp_path / "whole" / "rollouts.jsonl").read_bytes()
-    found = {name for row in metrics(run_dir) for name in row}
-    assert found >= {each for name in mixture for each in (f"task/{name}/reward", f"eval/task/{name}")}
-    assert sum(f"task/gym/{name}/reward" in found for name in TWENTY) >= 15  # 96 draws
+    actual = {name for row in metrics(run_dir) for name in row}
+    assert actual >= {each for name in mixture for each in (f"task/{name}/reward", f"eval/task/{name}")}
+    assert sum(f"task/gym/{name}/reward" in actual for name in TWENTY) >= 15  # 96 draws
 
 
 def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo, signalled) -> None:
@@ -162,7 +162,7 @@ def test_ctrl_c_saves_the_step_and_exits(tmp_path: Path, signalled) -> None:
     assert newest.stem == f"checkpoint_{len(metrics(run_dir)):06d}"
 
 
-def test_a_run_does_not_go_on_over_another_base_model(tmp_path: Path, grpo) -> None:
+def test_a_run_does_not_continue_over_another_base_model(tmp_path: Path, grpo) -> None:
     """Of an adapter a checkpoint has no weight of the base."""
     folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
     options = (*SCRIPTED, f"model.name={folder}", "train_model.lora.enabled=true", "train.total_dialog_turns=32")
@@ -176,7 +176,7 @@ def test_a_run_does_not_go_on_over_another_base_model(tmp_path: Path, grpo) -> N
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_whose_console_goes_away_goes_on_and_saves_at_a_hangup(
+def test_a_run_whose_console_goes_away_continues_and_saves_at_a_hangup(
     terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reader is gone from the first line on; SIGHUP comes twice in its second step."""

@@ -1,4 +1,4 @@
-"""Whole runs of several ranks whose engines share their devices: real Ray, real ranks, everybody in turn."""
+"""Whole runs of several ranks whose engines share their devices: real Ray, real ranks, each in turn."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SHARED = ("mode=sync", "train_model.num_devices=2", "inference_model.num_devices
 
 def turns(path: Path) -> dict[str, dict[int, list[tuple[int, int]]]]:
     """When who worked: what, pid, begins and ends in order (``tests/e2e/turns``)."""
-    found: dict[str, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    actual: dict[str, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for line in path.read_text().splitlines():
         what, began, ended, pid = line.split()
-        found[what][int(pid)].append((int(began), int(ended)))
-    return found
+        actual[what][int(pid)].append((int(began), int(ended)))
+    return actual
 
 
 def is_asleep(at: int, sleeps: list[tuple[int, int]], wakes: list[tuple[int, int]]) -> bool:
@@ -47,11 +47,11 @@ def test_engines_sleep_whenever_a_rank_or_the_reference_computes(tmp_path: Path,
     assert sorted({(group["group_id"], group["step"]) for group in groups}) == [(n, n // 4) for n in range(16)]
     assert all(row["mismatch_kl"] < 1e-8 and row["policy_age/max"] == 0 for row in rows)
     assert min(row["grad_norm"] for row in rows[:-1]) > 0
-    found = turns(log)
-    assert [len(found[what]) for what in ("step", "sleep", "wake", "rank", "reference")] == [2, 2, 2, 2, 1]
-    computed = [span for what in ("rank", "reference") for spans in found[what].values() for span in spans]
-    for engine, steps in found["step"].items():
-        sleeps, wakes = found["sleep"][engine], found["wake"][engine]
+    actual = turns(log)
+    assert [len(actual[what]) for what in ("step", "sleep", "wake", "rank", "reference")] == [2, 2, 2, 2, 1]
+    computed = [span for what in ("rank", "reference") for spans in actual[what].values() for span in spans]
+    for engine, steps in actual["step"].items():
+        sleeps, wakes = actual["sleep"][engine], actual["wake"][engine]
         assert len(sleeps) >= 4 + 3  # every training step, and the gate's samples
         for began, ended in computed:
             assert is_asleep(began, sleeps, wakes)

@@ -39,7 +39,7 @@ def sweep(tmp_path: Path) -> Callable[..., subprocess.Popen]:
 
 def job_of(sweep: subprocess.Popen, run_dir: Path, steps: int) -> psutil.Process:
     """The process that trains in ``run_dir``, once it has done so many steps."""
-    found: list[psutil.Process] = []
+    actual: list[psutil.Process] = []
 
     def is_found() -> bool:
         if not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < steps:
@@ -48,15 +48,15 @@ def job_of(sweep: subprocess.Popen, run_dir: Path, steps: int) -> psutil.Process
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 is_job = "submitit.core._submit" in process.cmdline()
                 if is_job and any(file.path == str(run_dir / ".lock") for file in process.open_files()):
-                    found.append(process)
-        return bool(found)
+                    actual.append(process)
+        return bool(actual)
 
     wait_for(is_found)
-    return found[0]
+    return actual[0]
 
 
 @pytest.mark.slow
-def test_a_job_that_is_killed_goes_on_by_the_same_command(
+def test_a_job_that_is_killed_continues_by_the_same_command(
     tmp_path: Path, sweep: Callable[..., subprocess.Popen]
 ) -> None:
     runs = [tmp_path / "sweep" / name for name in ("0", "1")]
@@ -93,7 +93,7 @@ def test_what_a_job_has_to_say_reaches_the_command(sweep: Callable[..., subproce
 
 
 def test_a_search_whose_jobs_fail_fails(sweep: Callable[..., subprocess.Popen]) -> None:
-    """The sweeper goes on after a job that failed, so only the runs' directories say that there was one."""
+    """The sweeper continues after a job that failed, so only the runs' directories say that there was one."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra optuna is not installed")
     chosen = ("hydra/sweeper=search", "hydra.sweeper.n_trials=1", "optimizer.lr=choice(-1,-2)")
     jobs = sweep("hydra/launcher=submitit_local", *chosen)
@@ -112,10 +112,10 @@ def test_without_slurm_it_says_so(sweep: Callable[..., subprocess.Popen]) -> Non
     )
 
 
-def test_slurm_is_asked_for_what_the_preset_and_the_command_say(
+def test_slurm_gets_the_resources_of_the_preset_and_the_command(
     tmp_path: Path, sweep: Callable[..., subprocess.Popen]
 ) -> None:
-    """By a stand-in of sbatch that keeps what it is given, and refuses."""
+    """By a fake sbatch that keeps its arguments, and refuses."""
     for name, text in (("srun", ""), ("sbatch", 'cp "$1" "$KEPT"; echo "invalid partition" >&2; exit 1')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -25,14 +25,14 @@ def has(package: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path, grpo, fork_server: ForkServer) -> None:
+def test_a_killed_sweep_continues_where_it_was(tmp_path: Path, grpo, fork_server: ForkServer) -> None:
     """Run 0 is finished, run 1 is killed, run 2 has not begun; the same command with auto finds the sweep by itself."""
     sweep = ("--multirun", *QUICK, *LONGER, "seed=1,2,3")
     process = fork_server.start(command(tmp_path / "unused", *sweep)[1:], cwd=tmp_path)
 
     def second_run_is_under_way() -> bool:
-        found = list(tmp_path.glob("multirun/*/*/1/metrics.jsonl"))
-        return bool(found) and found[0].read_bytes().count(b"\n") >= 3
+        actual = list(tmp_path.glob("multirun/*/*/1/metrics.jsonl"))
+        return bool(actual) and actual[0].read_bytes().count(b"\n") >= 3
 
     wait_for(second_run_is_under_way)
     os.kill(process, signal.SIGKILL)
@@ -61,7 +61,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path, grpo, fork_server: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has("hydra-optuna-sweeper"), reason="the extra optuna is not installed")
-def test_a_search_that_is_repeated_proposes_the_same_and_goes_on_behind_it(tmp_path: Path, grpo) -> None:
+def test_a_search_that_is_repeated_proposes_the_same_and_continues_after_it(tmp_path: Path, grpo) -> None:
     folder = tmp_path / "search"
     search = (
         *("--multirun", f"hydra.sweep.dir={folder}", *QUICK),

@@ -64,7 +64,7 @@ def test_reasoning_in_two_turns_with_a_readable_log(tmp_path: Path) -> None:
     steps, rollouts = run(tmp_path, "grpo_reasoning", f"env.dataset_path={path}", *dialog)
     assert all({"reward/answer", "reward/format", "reward/thinking"} <= row.keys() for row in steps)
     assert all(row["reward/thinking"] <= 0 for row in steps)
-    assert any("Think about it again" in row["response"] for row in rollouts)  # a wrong answer is asked again
+    assert any("Think about it again" in row["response"] for row in rollouts)  # a wrong answer gets another turn
     assert all(row["response_tokens"] <= 2 * 48 for row in rollouts)
     assert all(row["mismatch_kl"] < 1e-8 for row in steps)  # the tokens of the inserted turn are not the policy's
     (log,) = (tmp_path / "run" / "debug_logs").glob("grpo_debug_*.txt")
@@ -161,8 +161,8 @@ def mixed(tmp_path: Path) -> tuple[dict[str, dict], tuple[str, ...]]:
 
 
 def test_a_mixture_is_trained(tmp_path: Path) -> None:
-    mixture, given = mixed(tmp_path)
-    steps, rollouts = run(tmp_path, "grpo_cpu", *given)
+    mixture, options = mixed(tmp_path)
+    steps, rollouts = run(tmp_path, "grpo_cpu", *options)
     for row in steps:
         responses = {name: row.get(f"task/{name}/responses", 0) for name in mixture}
         assert responses["sums"] in (0, 6)
@@ -172,20 +172,20 @@ def test_a_mixture_is_trained(tmp_path: Path) -> None:
         assert not any(f"grader/{name}/tool_calls" in row for name in ("maths", "numbers", "mine"))
         assert row["task/numbers/response_tokens"] <= 9 if responses["numbers"] else True
     assert {name.partition("/")[0] for row in rollouts for name in row["reward_terms"]} == set(mixture)
-    told = [next(iter(row["reward_terms"])) for row in rollouts if "Add two numbers" in row["prompt"]]
-    assert {*told} == {"sums/correct"}
+    first_terms = [next(iter(row["reward_terms"])) for row in rollouts if "Add two numbers" in row["prompt"]]
+    assert {*first_terms} == {"sums/correct"}
     (first, *_, last) = [row for row in metrics(tmp_path / "run") if "eval/accuracy" in row]
     for row in (first, last):
         assert {f"eval/task/{name}" for name in mixture} <= row.keys()
 
 
 @pytest.mark.slow
-def test_a_mixture_goes_on_where_it_stood(tmp_path: Path) -> None:
+def test_a_mixture_continues_at_its_position(tmp_path: Path) -> None:
     """Cut in two it is the same run: when tools and graders answer does not decide which turns are sampled together."""
-    _, given = mixed(tmp_path)
-    run(tmp_path, "grpo_cpu", *given)
+    _, settings = mixed(tmp_path)
+    run(tmp_path, "grpo_cpu", *settings)
     half = tmp_path / "half"
-    options = (*TINY, *given, "logging.store_steps=false")
+    options = (*TINY, *settings, "logging.store_steps=false")
     assert train(composed("grpo_cpu", *options, "train.total_dialog_turns=16"), half) == 1
     assert train(composed("grpo_cpu", *options, f"train.resume={half}"), half) == 2
     both = [[row for row in metrics(place) if "grad_norm" in row] for place in (tmp_path / "run", half)]

@@ -93,14 +93,14 @@ def test_mixed_precision_trains(precision: str, tmp_path: Path) -> None:
 
 def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
     rows = run(tmp_path, "eval.mode=on", "eval.every=1", "eval.avg_at_k=2", "env.reward_workers=1")
-    found = [row for row in rows if "eval/accuracy" in row]
-    assert [row["step"] for row in found] == [0, 1, 2]
-    for row in found:
+    actual = [row for row in rows if "eval/accuracy" in row]
+    assert [row["step"] for row in actual] == [0, 1, 2]
+    for row in actual:
         share = row["eval/accuracy"]
         assert row["eval/stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 7))
         assert 0 <= row["eval/avg_at_k"] <= 1
-    told = (line.partition("recording.progress: ") for line in (tmp_path / "run" / "training.log").open())
-    stages = [sentence.strip() for _, ours, sentence in told if ours and "so far" not in sentence]
+    lines = (line.partition("recording.progress: ") for line in (tmp_path / "run" / "training.log").open())
+    stages = [sentence.strip() for _, ours, sentence in lines if ours and "so far" not in sentence]
     assert [stage.partition(" ")[0] for stage in stages] == [
         *("Reading", "Loading", "Starting", "Putting", "Waiting", "Sending", "Checking", "Evaluating", "The", "The"),
     ]  # once each: nothing is being started after the first step

@@ -86,8 +86,8 @@ def require_each_prompt_once(run_dir: Path) -> None:
 def require_shared(nodes: TwoNodes, run_dir: Path) -> None:
     """``sota-grpo doctor`` sees both nodes, and that both can write to the run directory."""
     line = ("-m", "sota_grpo.cli", "doctor", "--address", nodes.address, "--run-dir", str(run_dir), "--json")
-    asked = nodes.run(0, sys.executable, *line)
-    findings = [one for node in json.loads(asked.stdout)["nodes"] for one in node["findings"]]
+    probe = nodes.run(0, sys.executable, *line)
+    findings = [one for node in json.loads(probe.stdout)["nodes"] for one in node["findings"]]
     assert [one["state"] for one in findings if one["subject"] == "run directory"] == ["ok", "ok"]
 
 
@@ -113,13 +113,13 @@ def require_cut_is_borne(nodes: TwoNodes, run: Popen, run_dir: Path, seconds: fl
 
 
 def ends_well(nodes: TwoNodes, run: Popen) -> None:
-    """The run ends by itself and leaves nobody on either node."""
+    """The run ends by itself and leaves no process on either node."""
     assert run.wait(timeout=300) == 0, nodes.console(0)
     wait_for(lambda: not nodes.workers(0) + nodes.workers(1), within_s=120)
 
 
 def test_a_link_that_is_cut_costs_no_prompt_and_weights_cross_it_once(tmp_path: Path) -> None:
-    """For a minute, with the settings of docs/cluster.md: nobody is taken for dead meanwhile, and no call is lost."""
+    """For a minute, with the settings of docs/cluster.md: no worker is taken for dead and no call is lost."""
     run_dir = tmp_path / "run"
     with two_nodes(tmp_path, cpus=(1, 3), settings=PATIENT) as nodes:
         require_weights_cross_once(nodes)
@@ -133,8 +133,8 @@ def test_a_link_that_is_cut_costs_no_prompt_and_weights_cross_it_once(tmp_path: 
     assert metrics(run_dir)[-1]["workers/restarts"] == 0
 
 
-def test_a_node_that_is_taken_for_dead_ends_and_the_run_goes_on(tmp_path: Path) -> None:
-    """The learner and all engines are lost; the far node ends with its workers, joins again, and the run goes on."""
+def test_a_node_that_is_taken_for_dead_ends_and_the_run_continues(tmp_path: Path) -> None:
+    """The learner and all engines are lost; the far node ends with its workers, joins again, and the run continues."""
     run_dir = tmp_path / "run"
     with two_nodes(tmp_path, cpus=(0, 3), settings=HASTY) as nodes:
         run = train(nodes, run_dir)
@@ -159,7 +159,7 @@ def test_a_node_that_dies_and_one_that_joins_cost_no_prompt(tmp_path: Path) -> N
         wait_for(lambda: steps_done(run_dir) >= 3)
         had_learner = "learner" in nodes.workers(1)
         require_cut_is_borne(nodes, run, run_dir, 5.0)
-        goal = steps_done(run_dir) + 2  # of groups that were asked for behind the cut
+        goal = steps_done(run_dir) + 2  # of groups that were requested behind the cut
         wait_for(lambda: steps_done(run_dir) >= goal)
         assert metrics(run_dir)[-1]["workers/restarts"] == 0
         require_at_work(run, run_dir)

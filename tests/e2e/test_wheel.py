@@ -64,8 +64,8 @@ def names(wheel: Path) -> set[str]:
 
 
 def sources(folder: str) -> set[str]:
-    found = (path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file())
-    return {name for name in found if "__pycache__" not in name}
+    actual = (path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {name for name in actual if "__pycache__" not in name}
 
 
 def test_the_wheel_holds_the_package_and_the_presets_and_nothing_else(wheel: Path) -> None:
@@ -94,11 +94,11 @@ def test_every_command_has_its_help(python: Path, tmp_path: Path) -> None:
 def test_it_trains_where_no_checkout_is(python: Path, tmp_path: Path, mode: str) -> None:
     options = [*SMALL, "train.total_dialog_turns=32", "engine=transformers", "eval.mode=off"]
     program = [str(python.parent / "sota-grpo"), "train", *(["--async"] if mode == "async" else [])]
-    said = run([*program, "--config-name", "grpo_cpu", *options], tmp_path)
+    output = run([*program, "--config-name", "grpo_cpu", *options], tmp_path)
     (run_dir,) = (tmp_path / "outputs").glob("*/*")
     assert len([row for row in metrics(run_dir) if "reward" in row]) == 2
     assert (run_dir / "hf" / "model.safetensors").is_file()
-    assert f"Run directory: {run_dir}" in said
+    assert f"Run directory: {run_dir}" in output
 
 
 def test_it_trains_from_python(python: Path, tmp_path: Path) -> None:
@@ -110,6 +110,6 @@ def test_it_trains_from_python(python: Path, tmp_path: Path) -> None:
         "print(len(sota_grpo.train('grpo_cpu', reward=f, dataset=rows, overrides=options).metrics))\n"
     )
     (tmp_path / "mine.py").write_text(code)
-    said = run([str(python), "mine.py"], tmp_path).split()
-    assert said[0][0].isdigit()
-    assert said[-1] == "1"
+    output = run([str(python), "mine.py"], tmp_path).split()
+    assert output[0][0].isdigit()
+    assert output[-1] == "1"

@@ -65,18 +65,18 @@ def apart(names: Sequence[str], seconds: float, first_seed: int) -> dict[str, di
             how = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         except subprocess.TimeoutExpired as late:
             how = f"one input did not end: {str(late.stderr)[-2000:]}"
-        found = dict(zip(names, map(json.loads, results.read_text().splitlines())))
-    left = names[len(found) :]
-    return found | {name: how if name == left[0] else f"not tried, since {left[0]} failed" for name in left}
+        actual = dict(zip(names, map(json.loads, results.read_text().splitlines())))
+    left = names[len(actual) :]
+    return actual | {name: how if name == left[0] else f"not tried, since {left[0]} failed" for name in left}
 
 
 def child(names: Sequence[str], seconds: float, first_seed: int, results: str) -> None:
     """What :func:`apart` runs: a line of results for each."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_GB << 30, MEMORY_GB << 30))
     for name in names:
-        found = fuzz(name, seconds, first_seed)
+        actual = fuzz(name, seconds, first_seed)
         with Path(results).open("a") as file:
-            print(json.dumps(found), file=file)
+            print(json.dumps(actual), file=file)
 
 
 def main() -> int:
@@ -91,14 +91,14 @@ def main() -> int:
     table = Table("target", "seeds", "inputs", "refused by a sentence", "longest, s", "memory, MB")
     crashes = 0
     for name in names:
-        found = apart([name], 60 * options.minutes / len(names), options.seed)[name]
-        if isinstance(found, str):
+        actual = apart([name], 60 * options.minutes / len(names), options.seed)[name]
+        if isinstance(actual, str):
             crashes += 1
-            print(f"== {name}, from seed {options.seed}\n{found}", file=sys.stderr)
+            print(f"== {name}, from seed {options.seed}\n{actual}", file=sys.stderr)
             table.add_row(name, "crashed")
         else:
-            counts = [f"{found[key]:,}" for key in ("seeds", "tried", "refused")]
-            table.add_row(name, *counts, f"{found['longest_s']:.2f}", f"{found['peak_mb']:.0f}")
+            counts = [f"{actual[key]:,}" for key in ("seeds", "tried", "refused")]
+            table.add_row(name, *counts, f"{actual['longest_s']:.2f}", f"{actual['peak_mb']:.0f}")
     Console().print(table)
     return 1 if crashes else 0
 

@@ -34,23 +34,23 @@ def main() -> int:
     parser.add_argument("--each-s", type=float, default=1.0, help="for one test in one pass over all")
     options, arguments = parser.parse_known_args()
     os.chdir(ROOT)
-    ends, seed, found = time.monotonic() + 60 * options.minutes, options.seed, dict[str, str]()
+    ends, seed, actual = time.monotonic() + 60 * options.minutes, options.seed, dict[str, str]()
     while (left_s := ends - time.monotonic()) > 0:
         os.environ |= {"TEST_SEED": str(seed), "PYTHONHASHSEED": str(seed)}
         bounds = [f"--minutes={left_s / 60}", f"--files-by={seed}", f"--redraw-s={options.each_s}"]
         failures = Failures()
         print(f"== seed {seed}, {left_s / 60:.0f} minutes left", flush=True)
         code = pytest.main([*PASS, *bounds, *arguments], plugins=[failures])
-        found |= failures.commands
+        actual |= failures.commands
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return int(code)
         seed += 1
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for name, command in found.items():
+    for name, command in actual.items():
         alone = subprocess.run(command, shell=True, capture_output=True, cwd=ROOT).returncode
         print(f"FAILED {name}, {'by itself too' if alone else 'but not by itself'}:\n  {command}")
-    print(f"{len(found)} tests failed with the seeds {options.seed} to {seed - 1}.")
-    return 1 if found else 0
+    print(f"{len(actual)} tests failed with the seeds {options.seed} to {seed - 1}.")
+    return 1 if actual else 0
 
 
 if __name__ == "__main__":

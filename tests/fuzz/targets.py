@@ -188,15 +188,15 @@ def _tokenizer() -> Any:
 
 
 def check_template(drawn: tuple[str | None, str, str]) -> None:
-    template, said, role = drawn
+    template, content, role = drawn
     tokenizer = _tokenizer()
     kept = tokenizer.chat_template
     tokenizer.chat_template = kept if template is None else template
     try:
         turns = TurnTokens(tokenizer)
         with contextlib.suppress(UserError):
-            turns.ids([{"role": role, "content": said}], tokenizer.eos_token_id)
-        example = Example(said or "?", "1")
+            turns.ids([{"role": role, "content": content}], tokenizer.eos_token_id)
+        example = Example(content or "?", "1")
         TaskEnv(GSM8KTask([example]), tokenizer).prompt_ids(example)
     finally:
         tokenizer.chat_template = kept
@@ -217,7 +217,7 @@ _SAID = st.text(max_size=200) | one_of_words('* - <<a>> *** P.S. 1. ... {"a":1} 
 
 def check_instructions(drawn: tuple[list[tuple[Any, Any]], list[Any], str]) -> None:
     instructions, more, response = drawn
-    ids, kwargs = [name for name, _ in instructions], [given for _, given in instructions]
+    ids, kwargs = [name for name, _ in instructions], [values for _, values in instructions]
     task = IFEvalTask()
     example = task.read_row({"prompt": "?", "instruction_id_list": ids, "kwargs": kwargs + more}, "a row")
     assert guarded_score(task.score, task.term_weights, response, example).error is None
@@ -255,10 +255,10 @@ _CALLED = st.tuples(
 
 def check_tool_calls(drawn: tuple[str, list[tuple[str, bool] | int], int]) -> None:
     """Of texts, special tokens as they are or spelled, and any numbers, as they are or fifty times."""
-    name, said, times = drawn
+    name, content, times = drawn
     tokenizer, reader = tool_calls.reader_of(name)
     ids: list[int] = []
-    for piece in said:
+    for piece in content:
         ids += [piece] if isinstance(piece, int) else tool_calls.ids_of(tokenizer, piece[0], spelled=piece[1])
     tool_calls.require_laws(reader, ids * times)
 

@@ -20,6 +20,6 @@ def tried() -> dict[str, dict[str, Any] | str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_random_input_is_taken_or_refused_with_a_sentence(name: str, tried: dict[str, dict[str, Any] | str]) -> None:
-    found = tried[name]
-    assert isinstance(found, dict), f"python -m tests.fuzz {name} --seed {SEED}\n{found}"
-    assert found["tried"] > found["refused"]
+    actual = tried[name]
+    assert isinstance(actual, dict), f"python -m tests.fuzz {name} --seed {SEED}\n{actual}"
+    assert actual["tried"] > actual["refused"]

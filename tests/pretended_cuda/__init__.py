@@ -12,5 +12,5 @@ wait for the device, and the device's memory. It says nothing about time, and it
 - :mod:`tensor`: the tensors, and what every operation with one of them passes through.
 - :mod:`kernels`: operations that the CPU has not.
 - :mod:`counters`: waits, copies, memory.
-- :mod:`host`: ``torch.cuda``, and what a process must be told once.
+- :mod:`host`: ``torch.cuda``, and what is set once in a process.
 """

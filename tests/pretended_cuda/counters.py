@@ -23,7 +23,7 @@ class HostTraffic:
     """Events by kind and by the line of Python that caused them.
 
     Attributes:
-        waits: the host stands still until the device has done all that it was given.
+        waits: the host waits until the device has done all that it was given.
         copies: memory that is not pinned goes to the device.
     """
 

@@ -1,4 +1,4 @@
-"""What a process is told once: the answers of ``torch.cuda``, modules that move, checkpoints, threads."""
+"""What is set once in a process: the answers of ``torch.cuda``, modules that move, checkpoints, threads."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Stream:
 
 
 def install() -> None:
-    """Tell the process of its device.
+    """Set the device of the process.
 
     The guard must be loaded (:func:`tests.pretended_cuda.guard.load`). There is no way back.
     """
@@ -188,9 +188,9 @@ def _answer_queries() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    torch._C._cuda_getCurrentRawStream = lambda device: 0  # asked for when libraries are imported
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # requested when libraries are imported
     for name in ("init", "_lazy_init", "set_device", "ipc_collect", "set_stream"):
-        setattr(torch.cuda, name, lambda *args, **options: None)  # a function each: torch tells them apart by identity
+        setattr(torch.cuda, name, lambda *args, **options: None)  # a function each: torch compares identities
 
 
 def _answer_memory() -> None:
@@ -246,7 +246,7 @@ def _answer_random() -> None:
 
 
 def _compile_nothing() -> None:
-    """``torch.compile`` would ask for Triton and a GPU: the function itself is what it must equal."""
+    """``torch.compile`` would require Triton and a GPU: the function itself is what it must equal."""
 
     def compile_nothing(model: Any = None, **options: Any) -> Any:
         return (lambda function: function) if model is None else model

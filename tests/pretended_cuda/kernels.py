@@ -107,10 +107,10 @@ def _seen_by_queries(starts: Tensor, tiles: Tensor, window: int) -> Tensor:
 
 def _seen_by_keys(starts: Tensor, tiles: Tensor, window: int) -> Tensor:
     (own, behind), counted = _own(starts), torch.zeros(len(starts), len(starts), dtype=torch.int64)
-    for first, end, asked, masked, last, _, prompt_end in tiles.tolist():
-        counted[asked:masked, first:end] += own[asked:masked, first:end]
+    for first, end, unmasked, masked, last, _, prompt_end in tiles.tolist():
+        counted[unmasked:masked, first:end] += own[unmasked:masked, first:end]
         counted[masked:last, first:end] += 1
-        behind[asked:last, first:end] += (prompt_end - starts[asked:last]).clamp(max=0).unsqueeze(1)
+        behind[unmasked:last, first:end] += (prompt_end - starts[unmasked:last]).clamp(max=0).unsqueeze(1)
     if int(counted.max()) > 1:
         raise RuntimeError("packed_attention: a query is computed twice for a key")
     return (counted > 0) & (behind < (window or len(starts)))
@@ -137,8 +137,8 @@ def _wide_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         narrow = tensors[-1].dtype
         if dtype != narrow and not (dtype == torch.float32 and narrow in HALF):
             raise RuntimeError(f"out_dtype must be that of the operands, or float32 for fp16 and bf16; not {dtype}")
-        found = product(*(each.to(dtype) for each in tensors), **factors)
-        return found if out is None else out.copy_(found)
+        actual = product(*(each.to(dtype) for each in tensors), **factors)
+        return actual if out is None else out.copy_(actual)
 
     return computed
 

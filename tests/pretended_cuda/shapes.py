@@ -1,7 +1,7 @@
 """The device without numbers: floats have a shape only, so that models of any size go through their whole step.
 
 Integers and masks that come from the host keep their values, since they decide shapes (layouts, indices), and so does
-what has few elements. What would be read from a float without a value is an answer that lets a step go on: 0 for a
+what has few elements. What would be read from a float without a value is an answer that lets a step continue: 0 for a
 number, true for a condition, every element for a mask.
 """
 
@@ -29,8 +29,8 @@ class Shapes(Numbers):
             made = func(*args, **{**kwargs, "device": META})
             return made if _is_large(made) else super().compute(func, args, kwargs)
         if all(not tensor.is_meta for tensor in tensors):
-            found = super().compute(func, args, kwargs)
-            return _bare(found) if isinstance(found, Tensor) else found
+            actual = super().compute(func, args, kwargs)
+            return _bare(actual) if isinstance(actual, Tensor) else actual
         if func in ANSWERS:
             return ANSWERS[func](*args)
         if func in INDEXING:
@@ -45,8 +45,8 @@ class Shapes(Numbers):
         return _bare(aten._to_copy.default(inner, **options, device=inner.device))
 
     def fetched(self, inner: Tensor, options: dict[str, Any], device: torch.device) -> Tensor:
-        found = torch.ones(inner.shape, dtype=options.get("dtype") or inner.dtype) if inner.is_meta else inner
-        return aten._to_copy.default(found, **options, device=device)
+        actual = torch.ones(inner.shape, dtype=options.get("dtype") or inner.dtype) if inner.is_meta else inner
+        return aten._to_copy.default(actual, **options, device=device)
 
     def copied_into(self, target: Tensor, source: Tensor) -> None:
         if source.is_meta or target.is_meta:
@@ -90,14 +90,14 @@ def _every(tensor: Tensor) -> Tensor:
 
 def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
     """Masks as the indices of their true elements."""
-    found: list[Tensor | None] = []
+    actual: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool:
-            found.append(index)
+            actual.append(index)
         else:
             known = _every(index) if index.is_meta else index
-            found += known.nonzero().unbind(1)
-    return found
+            actual += known.nonzero().unbind(1)
+    return actual
 
 
 def _scalar(tensor: Tensor) -> bool | int | float:

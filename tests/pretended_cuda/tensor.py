@@ -159,7 +159,7 @@ def _operation(name: str) -> Any:
 
 
 class Numbers:
-    """How the device computes: on CPU tensors. Another one may stand in :data:`numbers` (see :mod:`shapes`)."""
+    """How the device computes: on CPU tensors. Another one may be in :data:`numbers` (see :mod:`shapes`)."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on what the tensors of the device hold; factories have ``device=`` the CPU."""
@@ -306,13 +306,13 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
 
 def _random(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw from a generator of the device: the CPU's kernels know only their own, which takes over its state."""
-    asked = kwargs.get("generator")
-    if asked is not None and asked.device.type != "cuda":
+    source = kwargs.get("generator")
+    if source is not None and source.device.type != "cuda":
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-    generator, before = asked or DEFAULT_GENERATOR, torch.get_rng_state()
+    generator, before = source or DEFAULT_GENERATOR, torch.get_rng_state()
     torch.default_generator.set_state(generator.get_state())
     try:
-        return compute(*args, **({**kwargs, "generator": None} if asked else kwargs))
+        return compute(*args, **({**kwargs, "generator": None} if source else kwargs))
     finally:
         generator.set_state(torch.default_generator.get_state())
         torch.default_generator.set_state(before)

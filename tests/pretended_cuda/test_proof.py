@@ -32,22 +32,22 @@ def test_the_stages_go_through(tmp_path: Path) -> None:
     names = {stage: chosen or [check.__name__ for check in checks_of(stage)] for stage, chosen in CHECKS.items()}
     only = [name for chosen in names.values() for name in chosen]
     script = ("-m", "tests.pretended_cuda", "scripts/gpu_proof.py")
-    said = stages_said(*script, *names, "--out", str(tmp_path), "--only", *only)
-    assert all(f'"stage": "{stage}"' in said for stage in names)
+    sentences = stages_said(*script, *names, "--out", str(tmp_path), "--only", *only)
+    assert all(f'"stage": "{stage}"' in sentences for stage in names)
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_stage_of_vllm_goes_through_on_a_cpu(tmp_path: Path) -> None:
-    given = ("--device", "cpu", "--only", "vllm_engine", "preset")
-    assert '"stage": "engine"' in stages_said("scripts/gpu_proof.py", "engine", "--out", str(tmp_path), *given)
+    args = ("--device", "cpu", "--only", "vllm_engine", "preset")
+    assert '"stage": "engine"' in stages_said("scripts/gpu_proof.py", "engine", "--out", str(tmp_path), *args)
 
 
-def stages_said(*given: str) -> str:
+def stages_said(*args: str) -> str:
     """What the script has printed, in which nothing failed."""
     done = subprocess.run(
-        [sys.executable, *given, "--small", "--limit", "1200"],
+        [sys.executable, *args, "--small", "--limit", "1200"],
         cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

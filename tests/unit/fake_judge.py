@@ -37,12 +37,12 @@ def chat(said: str, *, finish_reason: str = "stop") -> dict[str, Any]:
 
 
 def nonce_of(body: Any) -> str:
-    """The word of the verdict that a chat asks for."""
+    """The word of the verdict that a chat requires."""
     return _TASK.findall(body["messages"][-1]["content"])[-1]
 
 
 def shown(body: Any, name: str) -> str:
-    """What a chat shows under ``name``: what stands between the lines with the nonce."""
+    """What a chat shows under ``name``: what is between the lines with the nonce."""
     nonce = nonce_of(body)
     text = body["messages"][-1]["content"]
     return text.split(f"<<< {name} {nonce}\n")[1].split(f"\n>>> {name} {nonce}")[0]
@@ -95,7 +95,7 @@ class FakeJudge:
         return self
 
     def kill(self) -> None:
-        """Nobody listens any more, and every connection breaks."""
+        """No client listens any more, and every connection breaks."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -157,7 +157,7 @@ def _handler(fake: FakeJudge) -> type[BaseHTTPRequestHandler]:
                 self.end_headers()
                 self.wfile.write(data)
                 self.wfile.flush()
-            except OSError:  # whoever asked is gone, or this server was killed
+            except OSError:  # the client is gone, or this server was killed
                 self.close_connection = True
                 return
             if say.status == 200 and body is not None and self.connection in fake._open:

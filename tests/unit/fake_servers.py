@@ -206,10 +206,10 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             fake.calls.append((self.path, body))
             known = fake.key is None or self.headers.get("Authorization") == f"Bearer {fake.key}"
             answer = fake.answers.get(self.path, lambda _: (404, {"detail": "Not Found"}))
-            status, said = answer(body) if known else (401, {"error": "Unauthorized"})
+            status, reply = answer(body) if known else (401, {"error": "Unauthorized"})
             try:
-                self._reply(status, said)
-            except ConnectionError:  # whoever asked did not wait
+                self._reply(status, reply)
+            except ConnectionError:  # the client did not wait
                 self.close_connection = True
 
         def _reply(self, status: int, body: Any) -> None:

@@ -115,7 +115,7 @@ class World:
         max_steps: int = 4,
         max_model_len: int = 4096,
     ) -> None:
-        task = with_tools(TableTask([Example("?", "!")]), has_reward=True, asks_task=False)
+        task = with_tools(TableTask([Example("?", "!")]), has_reward=True, adds_task_terms=False)
         self.env = PromptSource(_Asking(task), tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
         self.tokenizer, self._lines = tokenizer, lines
         self._start = tokenizer("<|im_start|>assistant")["input_ids"]
@@ -245,7 +245,7 @@ def test_an_environment_that_cannot_begin_costs_one_turn(tokenizer: Any, instanc
     assert sample.assistant_mask is None
 
 
-def test_what_reset_says_stands_in_the_prompt_and_siblings_begin_alike(tokenizer: Any, instances: Instances) -> None:
+def test_what_reset_returns_is_in_the_prompt_and_siblings_begin_alike(tokenizer: Any, instances: Instances) -> None:
     lines = lambda index: [call("draw"), "Done."]  # noqa: E731
     outputs = [World(tokenizer, instances, lines, row={"luck": True}).group(2, seed) for seed in range(6)]
     prompts = [tokenizer.decode(output.prompt_ids) for output in outputs]
@@ -283,7 +283,7 @@ class _Silent:
 
 
 def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:
-    """Invariant: prompt and response of a row, joined, are the tokens that the engine was asked and what it said."""
+    """Invariant: prompt and response of a row, joined, are the tokens that the engine read and sampled."""
     rng = random.Random(SEED)
     for _ in range(20):
         head = [rng.randrange(40, 90) for _ in range(rng.randint(1, 6))]
@@ -303,9 +303,9 @@ def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:
         for index, sample in enumerate(output.samples):
             assert asked[index] == own[index]
             assert [*output.prompt_ids, *sample.token_ids.tolist()] == [*own[index], 100 + index, 101 + index, 0]
-            heard = len(own[index]) - len(common)
+            num_inserted = len(own[index]) - len(common)
             mask = [True] * len(sample.token_ids) if sample.assistant_mask is None else sample.assistant_mask.tolist()
-            assert mask == [False] * heard + [True] * 3
+            assert mask == [False] * num_inserted + [True] * 3
 
 
 def test_rows_rewards_and_metrics_of_a_group(tokenizer: Any, instances: Instances) -> None:
@@ -322,9 +322,7 @@ def test_rows_rewards_and_metrics_of_a_group(tokenizer: Any, instances: Instance
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_dialog_that_nobody_waits_for_gives_its_instances_back(
-    tokenizer: Any, instances: Instances, is_open: bool
-) -> None:
+def test_an_abandoned_dialog_gives_its_instances_back(tokenizer: Any, instances: Instances, is_open: bool) -> None:
     dropped: list[int] = []
     opened: list[Future[Any]] = []
 
@@ -334,8 +332,8 @@ def test_a_dialog_that_nobody_waits_for_gives_its_instances_back(
         def __getattr__(self, name: str) -> Any:
             return getattr(instances, name)
 
-        def open(self, *given: Any) -> Future[Any]:
-            opened.append(instances.open(*given))
+        def open(self, *args: Any) -> Future[Any]:
+            opened.append(instances.open(*args))
             return opened[-1]
 
         def drop(self, key: int) -> None:
@@ -370,7 +368,7 @@ def test_functions_of_trls_form_are_given_all_turns(tmp_path: Path) -> None:
     messages = [{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "3"}]
     record = {"messages": messages, "tool_calls": 1, "tool_errors": 0, "ended": "answer", "reward": 0.25, "error": None}
     task = with_reward_functions(TableTask([Example("?", "!", _extra())]), str(path), ["calls"])
-    task = with_tools(task, has_reward=True, asks_task=True)
+    task = with_tools(task, has_reward=True, adds_task_terms=True)
     assert dict(task.term_weights) == {"calls": 1.0, "environment": 1.0}
     score = task.score(SampledText("3", record=record), Example("?", "!", _extra()))
     assert score.terms == {"calls": 1.0, "environment": 0.25}
@@ -385,8 +383,8 @@ def _extra() -> dict[str, Any]:
 def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(instances: Instances) -> None:
     """Under a template that takes no other: nine letters and digits, in the call and in what answers it."""
     tokenizer = make_tokenizer(*FORMATS["strict"])
-    said = '[TOOL_CALLS] [{"name": "add", "arguments": {"amount": 3}%s}]</s>'
-    lines = iter([said % ', "id": "aB3dE6gH9"', said % ', "id": "no id"', said % "", "Done.</s>"])
+    turn = '[TOOL_CALLS] [{"name": "add", "arguments": {"amount": 3}%s}]</s>'
+    lines = iter([turn % ', "id": "aB3dE6gH9"', turn % ', "id": "no id"', turn % "", "Done.</s>"])
     env = PromptSource(_Asking(TableTask([Example("?", "!")])), tokenizer, template_kwargs={"tools": instances.schemas})
     engine = ScriptedEngine(
         lambda request, sample, version: tokenizer(next(lines), add_special_tokens=False)["input_ids"],
@@ -397,11 +395,11 @@ def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(ins
     (output,) = dialogs.generate([GroupRequest(7, (1, 2), 1, SEED, Example("?", "!"))], SAMPLING)
     (sample,) = output.samples
     messages = sample.record["messages"]
-    asked = [call["id"] for message in messages for call in message.get("tool_calls", ())]
-    told = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
-    assert asked == told == ["aB3dE6gH9", "call00001", "call00002"]
-    heard = tokenizer.decode(sample.token_ids[~sample.assistant_mask])
-    assert heard == "".join(
+    call_ids = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    result_ids = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert call_ids == result_ids == ["aB3dE6gH9", "call00001", "call00002"]
+    inserted = tokenizer.decode(sample.token_ids[~sample.assistant_mask])
+    assert inserted == "".join(
         f'[TOOL_RESULTS] {{"content": "{total}", "call_id": "{name}"}}[/TOOL_RESULTS]'
-        for total, name in zip([3, 6, 9], told, strict=True)
+        for total, name in zip([3, 6, 9], result_ids, strict=True)
     )

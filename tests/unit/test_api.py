@@ -72,8 +72,8 @@ def test_rows_and_a_function_of_mine_make_a_run(tmp_path: Path) -> None:
     assert result.run_dir == tmp_path / "run"
     assert result.finished
     assert list(result.metrics.index) == [0, 1, 2, 3]
-    asked = {row["prompt"] for row in ROWS}
-    assert set(result.rollouts["query"]) <= asked
+    prompts = {row["prompt"] for row in ROWS}
+    assert set(result.rollouts["query"]) <= prompts
     for _, row in result.rollouts.iterrows():
         assert row["reward_terms"] == {"length": float(len(row["response"]))}
     assert (result.config["env"]["dataset"], result.config["reward"]["name"]) == ("table", "length")
@@ -119,7 +119,7 @@ def test_sentences_are_shown_unless_the_caller_shows_them(monkeypatch: pytest.Mo
         ({"overrides": ["env.repeats=3"]}, "not divisible by the group size"),
         ({"dataset": ROWS[:1]}, "leaves none; give other rows"),
         ({"dataset": [{"text": "?", "answer": "1"}] * 4}, "row 1: column 'prompt' holds no prompt"),
-        ({"reward": lambda completions, levels: [1.0]}, "asks for levels, but the columns of the data are answer"),
+        ({"reward": lambda completions, levels: [1.0]}, "requires levels, but the columns of the data are answer"),
     ],
 )
 def test_mistakes_are_one_sentence_of_a_user_error(tmp_path: Path, arguments: dict, sentence: str) -> None:
@@ -158,17 +158,17 @@ def test_beside_finished_and_other_runs_auto_finds_the_one_to_continue(
 ) -> None:
     """The directory is found by what was passed; the fresh one is not made."""
     monkeypatch.chdir(tmp_path)
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
 
     def once(**arguments: Any) -> sota_grpo.Result:
         return sota_grpo.train("grpo_cpu", overrides=[*SMALL, "train.resume=auto"], dataset=ROWS, **arguments)
 
     for name, reward in (("a", length), ("b", lambda solution_str: 2.0)):
-        found[name] = once(reward=reward)
-        record = found[name].run_dir / "run.json"
+        actual[name] = once(reward=reward)
+        record = actual[name].run_dir / "run.json"
         record.write_text(json.dumps({**json.loads(record.read_text()), "finished": False}))
-    assert found["a"].run_dir != found["b"].run_dir
-    assert once(reward=length).run_dir == found["a"].run_dir
+    assert actual["a"].run_dir != actual["b"].run_dir
+    assert once(reward=length).run_dir == actual["a"].run_dir
     assert len(list((tmp_path / "outputs").glob("*/*"))) == 2
 
 
@@ -187,9 +187,9 @@ def test_a_directory_of_its_own_for_every_run(tmp_path: Path, monkeypatch: pytes
 
 def test_it_trains_in_any_thread(tmp_path: Path) -> None:
     """Only the main thread may install signal handlers."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(trained(tmp_path / "run", "train.total_dialog_turns=8")))
+    actual: list[Any] = []
+    thread = threading.Thread(target=lambda: actual.append(trained(tmp_path / "run", "train.total_dialog_turns=8")))
     thread.start()
     thread.join(120)
-    assert found
-    assert found[0].finished
+    assert actual
+    assert actual[0].finished

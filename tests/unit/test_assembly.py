@@ -45,8 +45,8 @@ from tests.config.test_config import composed
 
 def config_of(*overrides: str) -> Config:
     base = ["model.name=tiny", "device=cpu", "env.dataset=arithmetic", "engine.name=transformers"]
-    found = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist([*base, *overrides]))
-    config = OmegaConf.to_object(found)
+    actual = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist([*base, *overrides]))
+    config = OmegaConf.to_object(actual)
     assert isinstance(config, Config)
     return config
 
@@ -72,10 +72,10 @@ def test_async_runs_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
     """One GPU: in turns. More: the engine has its own."""
     gpus(count)
     plan = make_plan(config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm"), "cuda")
-    found = plan.placement
+    actual = plan.placement
     assert plan.workers == (count > 1)
-    assert found.train == ((1,) if count > 1 else (0,))
-    assert (found.inference, found.ref) == ((0,), ((2,) if count > 2 else found.train))
+    assert actual.train == ((1,) if count > 1 else (0,))
+    assert (actual.inference, actual.ref) == ((0,), ((2,) if count > 2 else actual.train))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_async_runs_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
         (["train_model.num_devices=1", "inference_model.num_devices=1", "ref_model.num_devices=1"], False),
     ],
 )
-def test_other_processes_are_there_only_where_something_asks_for_them(overrides, workers) -> None:
+def test_other_processes_are_there_only_where_an_option_requires_them(overrides, workers) -> None:
     assert make_plan(config_of("policy.kl_coef=0.1", *overrides), "cpu").workers == workers
 
 
@@ -210,9 +210,9 @@ def test_a_gpu_that_torch_does_not_see_is_named_with_the_driver_that_it_needs(cu
     monkeypatch.setattr(preflight, "driver_version", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    for asked in (["device=cuda"], ["model.name=some/model", "device=auto"]):
+    for overrides in (["device=cuda"], ["model.name=some/model", "device=auto"]):
         with pytest.raises(UserError, match=said):
-            resolve_device(config_of(*asked))
+            resolve_device(config_of(*overrides))
     monkeypatch.setattr(preflight, "driver_version", lambda: None)
     with pytest.raises(UserError, match="no CUDA device; use device=cpu"):
         resolve_device(config_of("device=cuda"))
@@ -271,7 +271,7 @@ def test_a_missing_sink_is_found_before_anything_is_loaded(monkeypatch) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"logging.wandb=online needs wandb.*logging.wandb=disabled"):
         preflight.preflight(config_of("logging.wandb=online"))
-    preflight.preflight(config_of("logging.wandb=offline"))  # goes on without a copy
+    preflight.preflight(config_of("logging.wandb=offline"))  # continues without a copy
 
 
 @pytest.mark.parametrize(("seen", "names"), [(None, "0,2"), ("4,5,6", "4,6"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")])
@@ -290,7 +290,7 @@ def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(40))
     nodes = [
-        {"Alive": True, "Resources": found} for found in ({"CPU": 64, "GPU": 4}, {"CPU": 40, "GPU": 4}, {"CPU": 9})
+        {"Alive": True, "Resources": actual} for actual in ({"CPU": 64, "GPU": 4}, {"CPU": 40, "GPU": 4}, {"CPU": 9})
     ]
     monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 1, "GPU": 1}}])
     config = config_of("mode=async", *([] if address is None else [f"ray.address={address}"]))
@@ -300,7 +300,7 @@ def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None
     cluster.start_reference({})(0)
     cluster._starter("learner", WorkerSpec("a:b"), [(0,)], first=3)(0)
     placed = [call.kwargs for call in launcher.start.call_args_list]
-    assert [(found["threads"], found["env"]["OMP_WAIT_POLICY"]) for found in placed] == (
+    assert [(actual["threads"], actual["env"]["OMP_WAIT_POLICY"]) for actual in placed] == (
         [(8, "PASSIVE")] * 3 if address is None else [(10, "PASSIVE")] * 3
     )
 
@@ -319,8 +319,8 @@ def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None
     assert (alone.workers, alone.shared, alone.placement.colocated) == (False, False, True)
 
 
-def test_on_a_cluster_shared_engines_stand_in_the_bundles_of_their_ranks(monkeypatch, tmp_path, with_vllm) -> None:
-    """One GPU more, for a reference; which GPUs a bundle has is asked of a worker that gets all of them."""
+def test_on_a_cluster_shared_engines_are_in_the_bundles_of_their_ranks(monkeypatch, tmp_path, with_vllm) -> None:
+    """One GPU more, for a reference; which GPUs a bundle has is reported by a worker that gets all of them."""
     bundles, launcher = [], Mock()
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: bundles.extend(places) or launcher)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8, "GPU": 4}}])
@@ -341,18 +341,18 @@ def test_on_a_cluster_shared_engines_stand_in_the_bundles_of_their_ranks(monkeyp
             start(slot)
     cluster.start_ranks()
     placed = {call.args[0]: call.kwargs for call in launcher.start.call_args_list}
-    seen = {name: found.get("env", {}).get("CUDA_VISIBLE_DEVICES") for name, found in placed.items()}
+    seen = {name: actual.get("env", {}).get("CUDA_VISIBLE_DEVICES") for name, actual in placed.items()}
     assert (seen["rollout-0"], seen["rollout-1"]) == ("6,7", "GPU-a,GPU-b")
     assert [seen[f"learner-{rank}"] for rank in range(4)] == ["6", "7", "GPU-a", "GPU-b"]
     assert [placed[f"learner-{rank}"]["bundle"] for rank in range(4)] == [0, 0, 1, 1]
     assert [placed[name]["bundle"] for name in ("rollout-0", "rollout-1", "reference-0")] == [0, 1, 2]
     # who says which GPUs there are holds them for so long only
-    asked = [call.kwargs["num_gpus"] for call in launcher.start.call_args_list if call.kwargs.get("num_gpus")]
-    assert asked == [2, 2, 1]
+    gpu_shares = [call.kwargs["num_gpus"] for call in launcher.start.call_args_list if call.kwargs.get("num_gpus")]
+    assert gpu_shares == [2, 2, 1]
 
 
 def test_weights_reach_servers_as_they_are_though_a_reference_is_in_ray(monkeypatch, tmp_path) -> None:
-    """Servers are threads of this process: nobody would unwrap what Ray shares."""
+    """Servers are threads of this process: no process would unwrap what Ray shares."""
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: Mock())
     plan = Plan("cpu", Placement(train=(0,), inference=(1,), ref=(2,), colocated=False), "vllm_server", True)
     cluster, weights = Cluster(config_of("mode=async", "engine.name=vllm_server"), plan, tmp_path), object()
@@ -362,18 +362,22 @@ def test_weights_reach_servers_as_they_are_though_a_reference_is_in_ray(monkeypa
 
 
 def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> None:
-    given = []
-    monkeypatch.setattr(cluster_module, "starter", lambda launcher, name, spec: lambda slot: given.append((slot, spec)))
+    engines = []
+    monkeypatch.setattr(
+        cluster_module, "starter", lambda launcher, name, spec: lambda slot: engines.append((slot, spec))
+    )
     plan = Plan("cuda", Placement(train=(0,), inference=(1, 3), ref=(), colocated=False), "vllm_server", True)
     start = Cluster(config_of("mode=async", "engine.name=vllm_server"), plan, tmp_path).start_rollout(
         EngineOptions("tiny", engine="vllm_server", eos_token_ids=[2], max_rows=7)
     )
     for slot in (1, 0):
         start(slot)
-    asked = {slot: inspect.signature(rollout_worker).bind(**spec.options).arguments["options"] for slot, spec in given}
-    assert [Path(asked[slot].log_path).name for slot in (0, 1)] == ["vllm_server-0.log", "vllm_server-1.log"]
-    assert [asked[slot].environment["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["1", "3"]
-    assert {options.max_rows for options in asked.values()} == {7}
+    options_of = {
+        slot: inspect.signature(rollout_worker).bind(**spec.options).arguments["options"] for slot, spec in engines
+    }
+    assert [Path(options_of[slot].log_path).name for slot in (0, 1)] == ["vllm_server-0.log", "vllm_server-1.log"]
+    assert [options_of[slot].environment["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["1", "3"]
+    assert {options.max_rows for options in options_of.values()} == {7}
 
 
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
@@ -420,7 +424,7 @@ def test_the_presets_of_a_cpu_use_half_precision_where_it_has_instructions_for_i
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_cluster_that_asks_for_another_token_is_named_at_once(
+def test_a_cluster_that_requires_another_token_is_named_at_once(
     held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ~/.ray/auth_token that is left of another cluster is sent, as the head that has one sends its own."""
@@ -452,8 +456,8 @@ def test_a_cluster_that_asks_for_another_token_is_named_at_once(
 @pytest.mark.parametrize("counts", list(itertools.product((1, 2, 3), repeat=3)))
 def test_counts_give_disjoint_sets_of_that_size(counts: tuple[int, int, int]) -> None:
     train, inference, ref = (Role(name, count) for name, count in zip(("train", "inference", "ref"), counts))
-    found = place(train, inference, ref, available=9)
-    sets = (found.train, found.inference, found.ref)
+    actual = place(train, inference, ref, available=9)
+    sets = (actual.train, actual.inference, actual.ref)
     assert tuple(map(len, sets)) == counts
     assert len(set().union(*sets)) == sum(counts)
 
@@ -476,15 +480,15 @@ def test_the_fix_names_an_option_that_helps(roles: tuple[dict, dict, dict], avai
 @pytest.mark.parametrize("with_reference", [True, False])
 def test_the_defaults_fit_every_machine(available: int, with_reference: bool) -> None:
     ref = Role("ref_model") if with_reference else None
-    found = place(Role("train_model"), Role("inference_model"), ref, available=available)
+    actual = place(Role("train_model"), Role("inference_model"), ref, available=available)
     spare = 1 if available > 1 else 0
-    assert (found.train, found.inference, found.colocated) == ((0,), (0,), True)
-    assert found.ref == ((spare,) if with_reference else ())
+    assert (actual.train, actual.inference, actual.colocated) == ((0,), (0,), True)
+    assert actual.ref == ((spare,) if with_reference else ())
 
 
 def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
-    found = place(Role("train_model", devices=[0]), Role("inference_model", 2), None, available=3)
-    assert (found.train, found.inference, found.ref) == ((0,), (1, 2), ())
+    actual = place(Role("train_model", devices=[0]), Role("inference_model", 2), None, available=3)
+    assert (actual.train, actual.inference, actual.ref) == ((0,), (1, 2), ())
 
 
 @pytest.mark.parametrize(("devices", "message"), [([7], "device 7"), ([0], "named by")])
@@ -498,8 +502,8 @@ def test_an_index_that_does_not_exist_is_refused_where_there_is_one_device(name:
     roles = [
         Role(role, devices=[2] if role == name else None) for role in ("train_model", "inference_model", "ref_model")
     ]
-    said = rf"{name}\.devices names device 2, and this machine has 1 .*use {name}\.devices=\[0\]"
-    with pytest.raises(UserError, match=said):
+    message = rf"{name}\.devices names device 2, and this machine has 1 .*use {name}\.devices=\[0\]"
+    with pytest.raises(UserError, match=message):
         place(*roles, available=1)
 
 
@@ -513,11 +517,11 @@ def test_on_the_cpu_a_device_is_a_worker(counts: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])
-def test_shared_engines_stand_on_all_devices_of_the_learner(available: int, reference: tuple[int, ...]) -> None:
+def test_shared_engines_are_on_all_devices_of_the_learner(available: int, reference: tuple[int, ...]) -> None:
     engines = Role("inference_model", default=2, shared=True)
-    found = place(Role("train_model", 4), engines, Role("ref_model"), available=available, concurrent=True)
-    assert (found.train, found.inference, found.ref) == ((0, 1, 2, 3), (0, 1, 2, 3), reference)
-    assert found.colocated
+    actual = place(Role("train_model", 4), engines, Role("ref_model"), available=available, concurrent=True)
+    assert (actual.train, actual.inference, actual.ref) == ((0, 1, 2, 3), (0, 1, 2, 3), reference)
+    assert actual.colocated
     listed = place(Role("train_model", devices=[3, 1]), engines, None, available=4, concurrent=True)
     assert listed.train == listed.inference == (3, 1)
 
@@ -528,6 +532,6 @@ def test_shared_engines_ask_for_no_further_device() -> None:
         place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)
 
 
-def test_a_copy_over_several_devices_asks_for_all_of_them() -> None:
-    found = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
-    assert (found.train, found.inference) == ((2,), (0, 1))
+def test_a_copy_over_several_devices_reserves_all_of_them() -> None:
+    actual = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
+    assert (actual.train, actual.inference) == ((2,), (0, 1))

@@ -39,7 +39,7 @@ def make(folder: str, tmp_path: Path) -> Host:
     return Host("fake", folder, tmp_path / "fake.log", serve)  # type: ignore[arg-type]
 
 
-def test_a_system_answers_tells_what_it_raises_and_is_closed(tmp_path) -> None:
+def test_a_system_answers_returns_what_it_raises_and_is_closed(tmp_path) -> None:
     system = make(str(tmp_path / "fine"), tmp_path)
     system.ready()
     assert system.ask(LEARN)["seconds"] >= 0

@@ -30,21 +30,21 @@ def fresh(*overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("module", ["learning", "learning_trl", "presets", "simulation", "trainer_trl", "trainer_work"])
 def test_examples_are_true(module: str) -> None:
-    found = doctest.testmod(importlib.import_module(f"benchmarks.{module}"))
-    assert found.attempted
-    assert not found.failed
+    actual = doctest.testmod(importlib.import_module(f"benchmarks.{module}"))
+    assert actual.attempted
+    assert not actual.failed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", [0, 64])
 def test_first_batch_and_first_step_equal_trls(tmp_path: Path, penalty: int) -> None:
-    found = agreement(fresh(f"algorithm.overlong_buffer={penalty}"), tmp_path)
-    assert found.num_prompts == found.equal_prompts == 16
-    assert found.equal_greedy >= 15  # two logits may be tied up to rounding
-    assert found.end_tokens == ((2,), (2,))
-    assert found.step_gap_same_eps < 2e-5
+    actual = agreement(fresh(f"algorithm.overlong_buffer={penalty}"), tmp_path)
+    assert actual.num_prompts == actual.equal_prompts == 16
+    assert actual.equal_greedy >= 15  # two logits may be tied up to rounding
+    assert actual.end_tokens == ((2,), (2,))
+    assert actual.step_gap_same_eps < 2e-5
     if not penalty:  # groups with rewards 0 and 1 have a standard deviation of 0.35 to 0.54, to which TRL adds 1e-4
-        assert found.step_gap_same_eps < found.step_gap < 3e-4
+        assert actual.step_gap_same_eps < actual.step_gap < 3e-4
 
 
 @pytest.mark.slow
@@ -66,10 +66,10 @@ def test_area_is_the_mean_height() -> None:
 
 def test_the_error_of_the_difference_is_that_of_the_pairs() -> None:
     """Seeds differ by much more than the two programs do: pairs see the difference, two means would not."""
-    found = Comparison.of([(0.5, 0.4), (0.7, 0.62), (0.9, 0.84)])
-    assert found.gain == Estimate(pytest.approx(0.08), pytest.approx(0.02 / math.sqrt(3)))
-    assert found.ours.error == pytest.approx(0.2 / math.sqrt(3))
-    assert found.spread == pytest.approx(math.sqrt((0.2**2 + 0.22**2) / 3))
+    actual = Comparison.of([(0.5, 0.4), (0.7, 0.62), (0.9, 0.84)])
+    assert actual.gain == Estimate(pytest.approx(0.08), pytest.approx(0.02 / math.sqrt(3)))
+    assert actual.ours.error == pytest.approx(0.2 / math.sqrt(3))
+    assert actual.spread == pytest.approx(math.sqrt((0.2**2 + 0.22**2) / 3))
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ TINY = Case("tiny", vocab=512, prompt=10, group=4, response=6, prompts=2)
 
 @pytest.mark.parametrize("name", ["floor", "memory", "ours", "paced", "results", "run", "work"])
 def test_the_examples_in_the_docstrings_hold(name) -> None:
-    found = doctest.testmod(importlib.import_module(f"benchmarks.peers.{name}"))
-    assert found.attempted
-    assert not found.failed
+    actual = doctest.testmod(importlib.import_module(f"benchmarks.peers.{name}"))
+    assert actual.attempted
+    assert not actual.failed
 
 
 def test_rows_have_signal_in_every_group_and_ratios_on_both_sides_of_the_clip() -> None:
@@ -60,15 +60,15 @@ def test_the_floor_counts_the_operations_that_torch_counts() -> None:
 
 def test_the_floor_of_a_step_shares_prompts_and_learns_in_three_passes(monkeypatch) -> None:
     monkeypatch.setattr(floor, "matmul_seconds", lambda rows, inner, columns: 2 * rows * inner * columns / 1e9)
-    found = floor.Floor(TINY, [10, 12]).measure()
-    assert found["rate_wide"] == pytest.approx(1e9)
-    assert found["learn"] == pytest.approx(3 * found["ref"])
+    actual = floor.Floor(TINY, [10, 12]).measure()
+    assert actual["rate_wide"] == pytest.approx(1e9)
+    assert actual["learn"] == pytest.approx(3 * actual["ref"])
     alone = floor.Floor(Case("one", vocab=512, prompt=10, group=1, response=6, prompts=2), [10, 12]).measure()
-    assert found["ref"] < 4 * alone["ref"], "four responses per prompt cost less than four times one"
+    assert actual["ref"] < 4 * alone["ref"], "four responses per prompt cost less than four times one"
 
 
 class FakeHost:
-    """Answers at once with its own seconds; notes who was asked what."""
+    """Answers at once with its own seconds; records each request."""
 
     asked: list[tuple[str, str]]
     ended: list[str]
@@ -107,34 +107,34 @@ def runner_of(tmp_path, monkeypatch, seconds: dict[str, float], **plan) -> Runne
 
 def test_systems_take_turns_and_the_order_turns_too(tmp_path, monkeypatch) -> None:
     runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, TORCHRL: 4.0}, repeats=2)
-    found = runner.run()
+    actual = runner.run()
     learned = [name for name, question in FakeHost.asked if question == LEARN]
     assert learned == [OURS, TORCHRL, OURS, TORCHRL, TORCHRL, OURS]
-    assert found.systems[OURS].learn == [1.0, 1.0], "the first run is not counted"
-    assert found.systems[OURS].learn_bytes == found.systems[OURS].step_bytes == 5
-    assert found.ratio("learn", TORCHRL, OURS) == found.ratio("whole", TORCHRL, OURS) == 4.0
-    assert len(found.floor) == 3
+    assert actual.systems[OURS].learn == [1.0, 1.0], "the first run is not counted"
+    assert actual.systems[OURS].learn_bytes == actual.systems[OURS].step_bytes == 5
+    assert actual.ratio("learn", TORCHRL, OURS) == actual.ratio("whole", TORCHRL, OURS) == 4.0
+    assert len(actual.floor) == 3
     assert FakeHost.ended == [OURS, TORCHRL]
 
 
 def test_what_is_slower_than_its_budget_is_measured_once(tmp_path, monkeypatch) -> None:
     runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, TORCHRL: 7.0}, repeats=3, budget_s=10.0)
-    found = runner.run()
-    assert len(found.systems[OURS].learn) == 3
-    assert found.systems[TORCHRL].learn == [7.0, 7.0], "14 s are more than the budget"
-    assert [step["whole"] for step in found.systems[TORCHRL].steps] == [14.0], "its first run is never counted"
+    actual = runner.run()
+    assert len(actual.systems[OURS].learn) == 3
+    assert actual.systems[TORCHRL].learn == [7.0, 7.0], "14 s are more than the budget"
+    assert [step["whole"] for step in actual.systems[TORCHRL].steps] == [14.0], "its first run is never counted"
 
 
 def test_a_system_that_fails_is_a_row_that_says_so(tmp_path, monkeypatch) -> None:
     runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, OURS_VLLM: -2.0, TORCHRL: -1.0, TRL: 1.0}, repeats=2)
-    found = runner.run()
-    steps, learning = case_tables(found).split("learn phase, s")
+    actual = runner.run()
+    steps, learning = case_tables(actual).split("learn phase, s")
     for text in (steps, learning):
         assert "0: no model" in text
         assert "0: not installed: trl" in text
     assert "0: out of memory" in steps
     assert "1, then out of memory" in learning
-    assert len(found.systems[OURS].steps) == 2, "the others go on"
+    assert len(actual.systems[OURS].steps) == 2, "the others go on"
 
 
 def test_an_interrupted_case_has_what_there_is_and_leaves_no_process(tmp_path, monkeypatch) -> None:
@@ -152,13 +152,13 @@ def result(case: Case, learn: dict[str, float], whole: dict[str, float], **memor
     systems = {name: Measured(learn=[seconds]) for name, seconds in learn.items()}
     for name, seconds in whole.items():
         systems.setdefault(name, Measured()).steps = [{"learn": seconds / 2, "whole": seconds}]
-    for name, found in systems.items():
-        found.learn_bytes = memory.get(name)
-    found = dict.fromkeys(("generate", "ref", "learn", "whole"), 0.5) | {"rate_wide": 2e11, "rate_narrow": 1e11}
-    return CaseResult(case, systems, [found])
+    for name, actual in systems.items():
+        actual.learn_bytes = memory.get(name)
+    actual = dict.fromkeys(("generate", "ref", "learn", "whole"), 0.5) | {"rate_wide": 2e11, "rate_narrow": 1e11}
+    return CaseResult(case, systems, [actual])
 
 
-def test_promises_are_told_from_what_was_measured() -> None:
+def test_promises_are_distinguished_from_measurements() -> None:
     base = result(
         BASE, {OURS: 1.0, TRL: 3.6, TORCHRL: 9.9, TORCHRL_AS_IT_COMES: 11.0}, {OURS_VLLM: 2.0, OURS: 4.0, TRL: 5.0}
     )

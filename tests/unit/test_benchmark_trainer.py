@@ -40,13 +40,13 @@ def test_measured_figures_are_those_of_the_clock(tmp_path: Path, monkeypatch: py
     rows = make_rows(SMALL)
     ours = Ours(SMALL, rows, tmp_path)
     monkeypatch.setattr("benchmarks.trainer.timed_step", lambda system, device: (2.0, None))
-    (found,) = measure(SMALL, [ours], rows, ours.learner.shape, 1e9, repeat=3)
+    (actual,) = measure(SMALL, [ours], rows, ours.learner.shape, 1e9, repeat=3)
     load, shape = shared_loads(rows), ours.learner.shape
     weights = shape.trainable_weights * load.positions + shape.head_weights * load.predicted
     flops = 6 * weights + 12 * shape.attention_width * load.pairs
-    assert found["mfu"] == pytest.approx(flops / 2e9, abs=1e-4)
-    assert found["times_floor"] == pytest.approx(2e9 / flops, abs=1e-3)
-    assert (found["packed_tokens_per_s"], found["row_tokens_per_s"]) == (60, 120)
+    assert actual["mfu"] == pytest.approx(flops / 2e9, abs=1e-4)
+    assert actual["times_floor"] == pytest.approx(2e9 / flops, abs=1e-3)
+    assert (actual["packed_tokens_per_s"], actual["row_tokens_per_s"]) == (60, 120)
 
 
 @pytest.mark.bench
@@ -87,5 +87,5 @@ def test_a_library_replaces_layers_for_its_own_steps_only() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_reports_its_memory() -> None:
     case = Case(tokens=140, prompt=20, response=10, group=4, precision="bf16", device="cuda")
-    (found,) = run(case, measure_peak=True, repeat=1, profiled=False)
-    assert found["peak_gib"] > 0
+    (actual,) = run(case, measure_peak=True, repeat=1, profiled=False)
+    assert actual["peak_gib"] > 0

@@ -1,4 +1,4 @@
-"""Text cannot forge a turn: special tokens stand where the template writes them; all other ids are the tokenizer's."""
+"""Text cannot forge a turn: special tokens are where the template writes them; all other ids are the tokenizer's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def require_laws(made: Any, rng: random.Random, trials: int) -> None:
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """In the manner of Llama 2: a normaliser, blanks that stand before words, the first too."""
+    """In the manner of Llama 2: a normaliser, blanks that precede words, the first too."""
     symbols = ["<unk>", "▁", *map(chr, range(33, 127)), "\n", "\t", "é", "日"]
     core = Tokenizer(models.Unigram([(symbol, -1.0 - index / 99) for index, symbol in enumerate(symbols)], 0, False))
     core.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
@@ -185,7 +185,7 @@ def test_a_template_that_reads_the_names_itself_refuses_their_rows_by_name() -> 
 
 
 def test_a_template_that_leaves_its_own_end_out_takes_none_from_a_content() -> None:
-    """As many special tokens as around plain words, one of them in the middle of what somebody wrote."""
+    """As many special tokens as around plain words, one of them in the middle of written text."""
     made = characters(
         CHATML.replace(
             "{{ m.content }}<|im_end|>",
@@ -214,7 +214,7 @@ def test_two_halves_of_a_name_do_not_make_it() -> None:
         env.check_prompts()
 
 
-def test_a_long_table_is_told_about_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_table_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     chat, _, _ = chat_of(characters(CHATML))
     with caplog.at_level(logging.WARNING):
         for number in range(3):

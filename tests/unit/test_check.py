@@ -45,10 +45,10 @@ def test_a_reward_function_that_fails_at_every_text_fails_its_check(
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
     kept = tmp_path / "kept"
     assert called("--json", "--run-dir", str(kept), *SMALL, f"reward.path={reward}") == 1
-    found = json.loads(capsys.readouterr().out)
-    failed = [check["name"] for check in found["checks"] if not check["passed"]]
+    output = json.loads(capsys.readouterr().out)
+    failed = [check["name"] for check in output["checks"] if not check["passed"]]
     assert failed == ["responses can be graded", "responses end and are graded"]
-    assert found["passed"] is False
+    assert output["passed"] is False
     assert json.loads((kept / "gate.json").read_text())
 
 

@@ -113,10 +113,10 @@ def test_a_damaged_newest_one_falls_back_and_says_so(tmp_path, caplog):
         store.save(step, _state(step))
     (tmp_path / "checkpoint_000003.pt").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
-        found = store.latest()
-    assert found is not None
-    assert found[0] == 2
-    assert torch.equal(found[1]["weights"], torch.full((500,), 2.0))
+        actual = store.latest()
+    assert actual is not None
+    assert actual[0] == 2
+    assert torch.equal(actual[1]["weights"], torch.full((500,), 2.0))
     assert "Skipping the checkpoint of step 3" in caplog.text
     for step in (1, 2):
         (tmp_path / f"checkpoint_00000{step}.pt").write_bytes(b"junk" * 100)
@@ -168,9 +168,9 @@ def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(in_backgro
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         killed_mid_save += any(tmp_path.glob("*.tmp"))
-        found = store.latest()
-        assert found is not None
-        step, state = found
+        actual = store.latest()
+        assert actual is not None
+        step, state = actual
         assert step >= newest, "a checkpoint that was durable has gone"
         assert torch.equal(state["weights"], torch.full_like(state["weights"], float(step)))
         newest = step
@@ -192,7 +192,7 @@ class _SlowStore(CheckpointStore):
         return super().save(step, state)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(tmp_path):
+def test_training_continues_while_a_checkpoint_is_written_and_the_end_waits_for_it(tmp_path):
     store, weight = _SlowStore(tmp_path), torch.ones(3)
     with BackgroundSaves(store) as saves:
         saves.save(1, host_copy({"weight": weight}))
@@ -251,16 +251,16 @@ def test_a_random_state_of_another_form_is_refused_in_a_sentence():
 def test_cuda_generators_are_continued_where_they_are_used_and_as_many(visible, initialized, monkeypatch, caplog):
     """With other GPUs, or where the learner lives in other processes, all else is continued."""
     state = rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
-    given = []
+    states = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("it would start CUDA on every GPU"))
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.append)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", states.append)
     if not initialized:
         assert "cuda" not in rng_state()
     torch.rand(3)
     set_rng_state(state)
-    assert given == ([state["cuda"]] if (visible, initialized) == (3, True) else [])
+    assert states == ([state["cuda"]] if (visible, initialized) == (3, True) else [])
     assert torch.equal(torch.get_rng_state(), state["torch"])
     assert ("3 CUDA devices and 2 are visible" in caplog.text) == (visible == 2)

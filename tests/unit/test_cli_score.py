@@ -1,4 +1,4 @@
-"""``sota-grpo score``: rows in, rows out, in order; what is broken is named by its line and costs nobody else."""
+"""``sota-grpo score``: rows in, rows out, in order; what is broken is named by its line and affects no other row."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_rows_keep_their_order_and_their_columns(tmp_path: Path) -> None:
     ]
     scored = score(tmp_path, rows)
     assert [row["id"] for row in scored] == list(range(300))
-    assert [row["success"] for row in scored] == [said == gold for said, gold in zip(says, golds)]
-    assert [row["reward"] for row in scored] == [float(said == gold) for said, gold in zip(says, golds)]
+    assert [row["success"] for row in scored] == [answer == gold for answer, gold in zip(says, golds)]
+    assert [row["reward"] for row in scored] == [float(answer == gold) for answer, gold in zip(says, golds)]
     assert all(row["terms"].keys() == {"correct", "format"} and row["error"] is None for row in scored)
 
 
@@ -50,12 +50,12 @@ def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys
     rows = [good, "{not json", good, *broken, {"response": 4, "answer": "4"}, good]
     scored = score(tmp_path, rows)
     assert [row["reward"] for row in scored] == [1.0, None, 1.0, None, None, None, None, 1.0]
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     for number, what in ((2, "not valid JSON"), (4, "'response' is missing"), (5, "not an object"), (6, "'answer'")):
-        assert f"line {number}: " in told
+        assert f"line {number}: " in output
         assert what in scored[number - 1]["error"]
-    assert "3 responses scored" in told
-    assert "5 lines could not be read" in told
+    assert "3 responses scored" in output
+    assert "5 lines could not be read" in output
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_what_a_reward_function_prints_is_no_line_of_the_output(tmp_path: Path) 
 
 
 def test_no_byte_and_no_mark_of_the_input_stops_it(tmp_path: Path) -> None:
-    given = b"\xef\xbb\xbf" + b'{"response": "\xff\xc3\xa9 #### 4", "answer": "4"}\n'
-    (tmp_path / "rows.jsonl").write_bytes(given)
+    content = b"\xef\xbb\xbf" + b'{"response": "\xff\xc3\xa9 #### 4", "answer": "4"}\n'
+    (tmp_path / "rows.jsonl").write_bytes(content)
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     for source in ("-", str(tmp_path / "rows.jsonl")):
-        done = subprocess.run([*PIPE, "--input", source], input=given, capture_output=True, env=environment)
+        done = subprocess.run([*PIPE, "--input", source], input=content, capture_output=True, env=environment)
         assert done.returncode == 0, done.stderr
         (row,) = map(json.loads, done.stdout.decode().splitlines())
         assert (row["response"], row["reward"]) == ("\udcffé #### 4", 1.0)
@@ -170,12 +170,12 @@ def test_an_interrupt_says_how_many_rows_are_written(
     target = tmp_path / "scored.jsonl"
     where = ["--output", str(target)] if to_file else []
     assert ended("--task", "gsm8k", "--input", "-", "--workers", "1", *where) == 130
-    told = capsys.readouterr()
-    found = (Path(f"{target}.partial").read_text() if to_file else told.out).splitlines()
-    assert all(json.loads(line)["reward"] == 1.0 for line in found)
-    assert bool(found) == bool(num_read)
+    output = capsys.readouterr()
+    actual = (Path(f"{target}.partial").read_text() if to_file else output.out).splitlines()
+    assert all(json.loads(line)["reward"] == 1.0 for line in actual)
+    assert bool(actual) == bool(num_read)
     place = f"{target}.partial" if to_file else "stdout"
-    assert (f"rows written to {place}: {len(found)}." if num_read else "nothing was written") in told.err
+    assert (f"rows written to {place}: {len(actual)}." if num_read else "nothing was written") in output.err
     assert not target.exists()
 
 
@@ -186,15 +186,15 @@ def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == ""
 
 
-def test_sentences_that_are_split_by_rules_are_told(
+def test_sentences_that_are_split_by_rules_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "prompt": "Speak."}'
     for punkt in (None, "here"):
         monkeypatch.setattr(score_command, "find_punkt", lambda: punkt)  # noqa: B023
         assert ended("--task", "ifeval", "--text", "Well.", "--row", row, "--workers", "1") == 0
-        told = capsys.readouterr()
-        assert ("split by rules" in told.err) == (punkt is None)
+        output = capsys.readouterr()
+        assert ("split by rules" in output.err) == (punkt is None)
         if punkt is None:
-            assert json.loads(told.out)["success"]
+            assert json.loads(output.out)["success"]
             monkeypatch.setattr(score_command, "_score_text", lambda task, options: None)  # once is enough

@@ -16,14 +16,14 @@ from sota_grpo.run import entry
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Config]]:
-    """Run ``sota-grpo`` in this process with a stand-in for the training; returns the configs that it was given."""
+    """Run ``sota-grpo`` in this process with a fake training; returns the configs that it was given."""
     monkeypatch.setattr(entry, "quiet_console", lambda: None)
 
     def run(*arguments: str) -> list[Config]:
-        found: list[Config] = []
+        actual: list[Config] = []
 
         def train(config: Config, run_dir: Path, passed: object = None) -> int:
-            found.append(config)
+            actual.append(config)
             return num_steps(config)
 
         monkeypatch.setattr(sota_grpo.run.app, "train", train)
@@ -31,7 +31,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 0
-        return found
+        return actual
 
     return run
 
@@ -78,7 +78,7 @@ def test_commands_and_options_are_completed(line: str, expected: list[str], type
     assert done.stdout.split() == expected
 
 
-def test_the_shell_is_told_whom_to_ask(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shell_gets_the_command_to_call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", "train", "-sc", "install=bash"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -1,4 +1,4 @@
-"""Programs of a model: what tests decide, what a sandbox lets them do, and what a server of SandboxFusion is asked."""
+"""Programs of a model: what tests decide, what a sandbox lets them do, and the requests to a SandboxFusion server."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class PlainRunner:
 
 @pytest.mark.parametrize("fault", ["xs[0]", "1 / len(xs)", "undefined if not xs else 1", "exit(0) if not xs else 1"])
 def test_a_test_at_which_a_program_raises_fails_alone(fault: str) -> None:
-    """The share of the tests that pass is the same in whichever order they stand."""
+    """The share of the tests that pass is the same in whichever order they are."""
     program = f"def first(xs):\n    {fault}\n    return xs[0]"
     raises, *right = "assert first([]) is None", "assert first([1]) == 1", "assert first([2, 3]) == 2"
     assert run_tests(PlainRunner(), program, "\n".join([*right, raises])) == [True, True, False]
@@ -183,8 +183,8 @@ def test_a_server_is_asked_in_sandbox_fusions_form(fusion: FakeJudge) -> None:
     runner = FusionRunner(f"{fusion.url}/", Limits(wall_s=3.0, memory_mb=100))
     fusion.others["/run_code"] = lambda body: Say(finished("8\n"))
     assert run_tests(runner, "print(8)", [{"stdin": "4", "stdout": "8 \n"}]) == [True]
-    asked = {"code": "print(8)", "language": "python", "stdin": "4", "compile_timeout": 3.0, "run_timeout": 3.0}
-    assert fusion.bodies == [("/run_code", asked | {"memory_limit_MB": 100})]
+    request = {"code": "print(8)", "language": "python", "stdin": "4", "compile_timeout": 3.0, "run_timeout": 3.0}
+    assert fusion.bodies == [("/run_code", request | {"memory_limit_MB": 100})]
     for answer in (finished("8\n", 1), finished("8\n", 0, "TimeLimitExceeded"), finished(None), finished("9")):
         fusion.others["/run_code"] = lambda body, answer=answer: Say(answer | {"status": "Failed"})
         assert run_tests(runner, "", [{"stdin": "4", "stdout": "8"}]) == [False]
@@ -202,7 +202,7 @@ def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusio
     assert "OSError" in guarded_score(CodeTask(sandbox=NOWHERE).score, ["tests"], "```\n\n```", example).error
 
 
-def test_what_has_no_sandbox_is_refused_and_a_server_in_somebody_elses_run_needs_consent(
+def test_what_has_no_sandbox_is_refused_and_a_server_in_an_untrusted_run_needs_consent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = Config()

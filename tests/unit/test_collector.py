@@ -24,7 +24,7 @@ from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.source.rollouts import Prompt, Rollouts
-from tests.l3_parts import make_env, make_scripted
+from tests.training_rigs import make_env, make_scripted
 
 
 def make_collector(grader: Grader | None = None, **options) -> PromptGroupCollector:
@@ -50,7 +50,7 @@ def test_batches_hold_whole_groups_in_the_order_drawn() -> None:
 
 
 class LateGrader:
-    """Answers when it has been asked for ``num_groups`` groups, the last one first, from another thread."""
+    """Answers after requests for ``num_groups`` groups, the last one first, from another thread."""
 
     def __init__(self, num_groups: int, delay_s: float = 0.0) -> None:
         task = make_env().task
@@ -64,8 +64,8 @@ class LateGrader:
         return self.open[-1][0]
 
     def _answer(self) -> None:
-        for future, asked in reversed(self.open):
-            future.set_result(self._here.scores(asked).result())
+        for future, pairs in reversed(self.open):
+            future.set_result(self._here.scores(pairs).result())
 
     def close(self) -> None:
         """Nothing to end."""
@@ -82,7 +82,7 @@ def test_rows_are_the_same_wherever_and_whenever_they_are_graded() -> None:
     assert list(map(plain, late.next_batch().unbind(0))) == list(map(plain, here.next_batch().unbind(0)))
 
 
-def test_a_request_has_its_example_where_the_dialog_goes_on() -> None:
+def test_a_request_has_its_example_where_the_dialog_continues() -> None:
     for multi_turn in (False, True):
         env = make_env(multi_turn=multi_turn)
         example = env.task.train[3]
@@ -234,7 +234,7 @@ def test_a_collector_that_is_closed_ends_the_wait_for_a_batch() -> None:
             waiting.result(30)
 
 
-def test_a_batch_at_which_a_transform_fails_is_asked_for_again() -> None:
+def test_a_batch_at_which_a_transform_fails_is_requested_again() -> None:
     fails = iter([True, False])
 
     def postproc(rows):

@@ -39,19 +39,24 @@ def test_a_hydra_at_work_is_left_as_it_was(tmp_path: Path) -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_a_group_stands_before_the_options_in_it_whatever_their_order(tmp_path: Path) -> None:
+def test_a_group_precedes_the_options_in_it_whatever_their_order(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mode: sync")
     overrides = ["algorithm.clip_high=0.9", "algorithm=dapo"]
-    found = [load_config(tmp_path, order) for order in (overrides, overrides[::-1])] + [compose("grpo_cpu", overrides)]
-    assert [(config.algorithm.name, config.algorithm.clip_high) for config in found] == [("dapo", 0.9)] * 3
+    actual = [load_config(tmp_path, order) for order in (overrides, overrides[::-1])] + [compose("grpo_cpu", overrides)]
+    assert [(config.algorithm.name, config.algorithm.clip_high) for config in actual] == [("dapo", 0.9)] * 3
 
 
 def test_what_a_config_names_here_it_names_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("train.jsonl", "reward.py", "model/config.json", "tiny/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    given = ["model.name=model", "env.dataset_path=train.jsonl", "env.eval_path=org/table", "reward.path=./reward.py"]
-    config = compose("grpo_cpu", given)
+    overrides = [
+        "model.name=model",
+        "env.dataset_path=train.jsonl",
+        "env.eval_path=org/table",
+        "reward.path=./reward.py",
+    ]
+    config = compose("grpo_cpu", overrides)
     embedded = compose("grpo_cpu", ["model.name=tiny"])
     monkeypatch.chdir(tmp_path)
     anchor_paths(config)
@@ -90,7 +95,7 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
         ("+=[]", "The override +=[] names no option; an override is OPTION=VALUE."),
     ],
 )
-def test_a_mistyped_override_is_told_in_one_sentence(override: str, sentence: str) -> None:
+def test_a_mistyped_override_is_reported_in_one_sentence(override: str, sentence: str) -> None:
     with pytest.raises(UserError) as refused:
         compose("grpo_cpu", [override])
     assert sentence in str(refused.value)

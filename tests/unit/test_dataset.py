@@ -111,22 +111,22 @@ def test_a_column_that_is_missing_or_of_another_type_is_named() -> None:
         text_of({"answer": 3}, "answer", "demo, row 1")
 
 
-def test_the_hub_is_asked_for_config_and_split_and_its_failure_points_to_a_file(
+def test_the_hub_gets_config_and_split_and_its_failure_points_to_a_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import datasets
 
-    asked = []
+    calls = []
 
     def load_dataset(*args: object, **options: object) -> datasets.Dataset:
-        asked.append((*args, options))
-        if len(asked) > 1:
+        calls.append((*args, options))
+        if len(calls) > 1:
             raise ConnectionError("no route\nto host")
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load_rows("openai/gsm8k", split="test", config="main") == ROWS
-    assert asked == [("openai/gsm8k", "main", {"split": "test"})]
+    assert calls == [("openai/gsm8k", "main", {"split": "test"})]
     with pytest.raises(DatasetError, match=r"gsm8k .*ConnectionError: no route\); .*env.dataset_path=FILE") as caught:
         load_rows("openai/gsm8k", config="main")
     assert "\n" not in str(caught.value)

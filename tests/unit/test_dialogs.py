@@ -1,4 +1,4 @@
-"""Dialogs over every kind of engine: equal to a plain loop, whole, independent, and gone when nobody wants them."""
+"""Dialogs over every kind of engine: equal to a plain loop, whole, independent, and dropped when no caller waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sota_grpo.envs import ArithmeticEnv
 from sota_grpo.envs.dialogs import DialogEngine, Episode, GradedTurns, Rules
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
-from sota_grpo.workers.base import promised, resolve
+from sota_grpo.workers.base import pending_future, resolve
 from tests.worker_rigs import HostedRollout
 
 SEED = random.randrange(1 << 30)
@@ -38,8 +38,8 @@ class Words:
 
     def ids(self, replies: Sequence[dict[str, str]], last_id: int) -> tuple[int, ...]:
         (reply,) = replies
-        said = tuple(map(int, reply["content"].split()))
-        return said if last_id == EOS else (EOS, *said)
+        words = tuple(map(int, reply["content"].split()))
+        return words if last_id == EOS else (EOS, *words)
 
 
 def judge(text: str, example: Example) -> Score:
@@ -66,7 +66,7 @@ class Grader:
         assert all(isinstance(example, Example) for _, example in pairs)
         if self.late:
             return self._pool.submit(self._grade, pairs, random.random() / 200)
-        future = promised()
+        future = pending_future()
         resolve(future, lambda: self._grade(pairs))
         return future
 
@@ -151,24 +151,24 @@ def some_requests(count: int, seed: int = SEED, *, num_samples: int = 3) -> list
 def plain_dialog(request: GroupRequest, index: int, log_prob: float) -> tuple[list, list, list, list, bool]:
     """One dialog in a plain loop: ids, log-probs, versions, mask, truncated."""
     ids, log_probs, versions, mask = [], [], [], []
-    asked, number = replace(request, example=None), index
+    turn_request, number = replace(request, example=None), index
     for turn in itertools.count(1):
         room = min(SAMPLING.max_tokens, CONTEXT - len(request.prompt_ids) - len(ids))
-        said = [*script(asked, number, 0), EOS]
-        truncated, said = len(said) > room, said[:room]
-        ids, mask = ids + said, mask + [True] * len(said)
-        log_probs, versions = log_probs + [log_prob] * len(said), versions + [0] * len(said)
+        response = [*script(turn_request, number, 0), EOS]
+        truncated, response = len(response) > room, response[:room]
+        ids, mask = ids + response, mask + [True] * len(response)
+        log_probs, versions = log_probs + [log_prob] * len(response), versions + [0] * len(response)
         if truncated or turn == MAX_STEPS:
             return ids, log_probs, versions, mask, truncated
-        score = judge(" ".join(map(str, said)), Example("?", "!"))
+        score = judge(" ".join(map(str, response)), Example("?", "!"))
         if score.reply is None or score.error is not None:
             return ids, log_probs, versions, mask, False
-        heard = [int(word) for word in score.reply["content"].split()]
-        if len(request.prompt_ids) + len(ids) + len(heard) >= CONTEXT:
+        reply = [int(word) for word in score.reply["content"].split()]
+        if len(request.prompt_ids) + len(ids) + len(reply) >= CONTEXT:
             return ids, log_probs, versions, mask, True
-        ids, mask = ids + heard, mask + [False] * len(heard)
-        log_probs, versions = log_probs + [0.0] * len(heard), versions + [-1] * len(heard)
-        asked = GroupRequest(0, (*request.prompt_ids, *ids), 1, sample_seed(request.seed, index, turn + 1))
+        ids, mask = ids + reply, mask + [False] * len(reply)
+        log_probs, versions = log_probs + [0.0] * len(reply), versions + [-1] * len(reply)
+        turn_request = GroupRequest(0, (*request.prompt_ids, *ids), 1, sample_seed(request.seed, index, turn + 1))
         number = 0
     raise AssertionError
 
@@ -205,7 +205,7 @@ def test_every_sample_is_that_of_a_plain_loop(kind: str, late: bool) -> None:
     ("context", "said", "truncated"),
     [(7, "xx", True), (8, "xx..x", True), (9, "xx..xx", True), (12, "xx..xx..x", True)],
 )
-def test_a_dialog_goes_on_where_the_reply_and_one_more_token_have_room(
+def test_a_dialog_continues_where_the_reply_and_one_more_token_have_room(
     context: int, said: str, truncated: bool
 ) -> None:
     """A prompt of three, turns of two (with their ends), replies of two (``.``)."""
@@ -256,7 +256,7 @@ class Held:
         self.asked: list[Callable[[], None]] = []
 
     def _later(self, value: object) -> Future:
-        future = promised()
+        future = pending_future()
         self.asked.append(lambda: future.set_result(value))
         return future
 
@@ -344,7 +344,7 @@ def test_no_sample_waits_for_a_sibling() -> None:
     assert grader.asked == 2 * (MAX_STEPS - 1)
 
 
-def test_a_refusal_takes_back_what_was_asked_for_before_it() -> None:
+def test_a_refusal_cancels_the_requests_before_it() -> None:
     """As when the engine is closed while a group's samples are submitted."""
     inner = scripted(duration_s=3600.0)
     submit, count = inner.submit, itertools.count()
@@ -360,7 +360,7 @@ def test_a_refusal_takes_back_what_was_asked_for_before_it() -> None:
     assert inner.num_in_flight == 0
 
 
-def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version() -> None:
+def test_a_push_is_applied_between_the_turns_and_every_token_keeps_its_version() -> None:
     requests, pushed = some_requests(5), []
 
     def score(text: str, example: Example) -> Score:
@@ -373,10 +373,10 @@ def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version() -> N
     for output in engine.generate(requests, SAMPLING):
         for sample in output.samples:
             _, _, versions, mask, _ = as_lists(sample)
-            said = [version for version, own in zip(versions, mask) if own]
-            assert said == sorted(said)
+            sampled_versions = [version for version, own in zip(versions, mask) if own]
+            assert sampled_versions == sorted(sampled_versions)
             assert [version == -1 for version in versions] == [not own for own in mask]
-            seen |= set(said)
+            seen |= set(sampled_versions)
     assert seen == {0, 1}
     engine.close()
 
@@ -391,7 +391,7 @@ def test_what_the_engine_raises_in_a_later_turn_is_the_callers(by_future: bool) 
         def _submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
             if max(request.prompt_ids) < 100:
                 return self.worker.run(request, sampling)
-            future = promised()
+            future = pending_future()
             future.set_exception(OSError("the engine is gone"))
             return future
 
@@ -421,7 +421,7 @@ def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
     engine.close()
 
 
-def test_nothing_is_sampled_before_the_first_group_is_asked_for(kind: str) -> None:
+def test_nothing_is_sampled_before_the_first_group_is_requested(kind: str) -> None:
     grader = Grader()
     engine = of_kind(kind, grader)
     stream = engine.generate(some_requests(20), SAMPLING)
@@ -460,34 +460,34 @@ def test_a_stream_that_is_left_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
-def test_a_group_that_nobody_waits_for_asks_for_no_further_turn(how: str) -> None:
+def test_an_abandoned_group_requests_no_further_turn(how: str) -> None:
     """Workers' futures cannot be cancelled: the turns in flight are sampled to their end, and that is all."""
-    asked: list[Future] = []
+    futures: list[Future] = []
 
     class Workers(Submitting):
         def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-            asked.append(promised())
-            return asked[-1]
+            futures.append(pending_future())
+            return futures[-1]
 
     def score(text: str, example: Example) -> Score:
-        if how == "failed" and len(asked) > 4 and text == "5":
+        if how == "failed" and len(futures) > 4 and text == "5":
             raise KeyError("the grader is gone")
         return always(text, example)
 
-    said = Sample(torch.tensor([5]), torch.zeros(1), torch.zeros(1, dtype=torch.int64), truncated=False)
+    sample = Sample(torch.tensor([5]), torch.zeros(1), torch.zeros(1, dtype=torch.int64), truncated=False)
     inner = Workers()
     inner.worker.close()
     inner.submit = Workers.submit.__get__(inner)
     done = dialogs(inner, Grader(score)).submit(some_requests(1)[0], SAMPLING)
-    assert len(asked) == 3
-    for future in asked[:2]:
-        future.set_result(GroupOutput(10, (said,)))
-    assert len(asked) == 5  # each sample goes on by itself, before its sibling has begun
+    assert len(futures) == 3
+    for future in futures[:2]:
+        future.set_result(GroupOutput(10, (sample,)))
+    assert len(futures) == 5  # each sample continues by itself, before its sibling has begun
     if how == "cancelled":
         assert done.cancel()
-    for future in asked[2:]:
-        future.set_result(GroupOutput(10, (said,)))
-    assert len(asked) == 5
+    for future in futures[2:]:
+        future.set_result(GroupOutput(10, (sample,)))
+    assert len(futures) == 5
     assert done.cancelled() == (how == "cancelled")
     if how == "failed":
         with pytest.raises(KeyError, match="the grader is gone"):

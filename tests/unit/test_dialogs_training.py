@@ -40,7 +40,7 @@ from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.workers.rollout import FleetEngine
-from tests.l3_parts import collector_of
+from tests.training_rigs import collector_of
 from tests.unit.tiny_models import VOCAB, make_model
 from tests.worker_rigs import HostedRollout
 
@@ -86,8 +86,8 @@ def dialog_rows(seed: int, *, garbage: bool = False) -> list[TensorDictBase]:
 
 def loss_and_gradients(model: torch.nn.Module, rows: list[TensorDictBase]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     loss = GRPOLoss(CausalPolicy(model), clip_epsilon=CLIP, kl_to_ref_coeff=KL_COEFF, entropy_bonus=False)
-    found = loss(pad_rows(rows, pad_token_id=0))
-    total = found.loss_objective + found.loss_kl_to_ref
+    actual = loss(pad_rows(rows, pad_token_id=0))
+    total = actual.loss_objective + actual.loss_kl_to_ref
     return total.detach(), list(torch.autograd.grad(total, list(model.parameters())))
 
 
@@ -129,7 +129,7 @@ def test_the_loss_of_dialogs_is_that_of_a_plain_loop_over_the_policys_tokens(agg
         torch.testing.assert_close(mine.double(), plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
 
 
-def test_what_stands_beside_inserted_tokens_changes_nothing() -> None:
+def test_what_is_next_to_inserted_tokens_changes_nothing() -> None:
     torch.manual_seed(SEED)
     model = make_model()
     clean, garbage = (set_loss_weights(dialog_rows(SEED, garbage=g), "sequence") for g in (False, True))
@@ -208,14 +208,14 @@ def train(engine: DialogEngine, env: TaskEnv, dump_dir: Path, num_steps: int) ->
 
 
 def scripted_thinker(env: TaskEnv) -> ScriptedEngine:
-    """Sample 0 of a group is right at once, sample 1 when it is asked to think again, the others never."""
+    """Sample 0 of a group is right at once, sample 1 after the turn that says to think again, the others never."""
     tokenizer = env.tokenizer
     gold = {env.prompt_ids(example): env.task.gold_response(example) for example in env.task.train}
 
     def script(request: GroupRequest, index: int, version: int) -> list[int]:
-        heard = tokenizer.decode(request.prompt_ids)
+        transcript = tokenizer.decode(request.prompt_ids)
         answer = next(answer for prompt, answer in gold.items() if request.prompt_ids[: len(prompt)] == prompt)
-        right = "I am 1" in heard if MESSAGE in heard else index == 0
+        right = "I am 1" in transcript if MESSAGE in transcript else index == 0
         return tokenizer(answer if right else f"I am {index}\n#### -1")["input_ids"]
 
     return ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
@@ -253,8 +253,8 @@ def test_accuracy_of_the_first_turn_leaves_out_what_being_asked_again_helped() -
 
     inner = ScriptedEngine(script, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
     rollouts = Rollouts(env, WithExamples(inner, env, max_steps=2))
-    found = Evaluator(rollouts, examples, max_tokens=48, avg_at_k=0, seed=SEED).measure()
-    assert (found["eval/accuracy"], found["eval/first_turn_accuracy"]) == (0.75, 0.25)
+    actual = Evaluator(rollouts, examples, max_tokens=48, avg_at_k=0, seed=SEED).measure()
+    assert (actual["eval/accuracy"], actual["eval/first_turn_accuracy"]) == (0.75, 0.25)
 
 
 def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:
@@ -292,7 +292,7 @@ def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> 
         assert sum(num_turns(row) > 1 for row in rows) >= 4
         for row, own in learner.scored(rows):
             assert (own - row[keys.LOG_PROBS])[row[keys.ASSISTANT_MASK]].abs().max() < 1e-4
-        found = learner.update(rows)
-        assert found["ess"] > 1 - 1e-6
-        assert found["clip_fraction"] == 0
+        actual = learner.update(rows)
+        assert actual["ess"] > 1 - 1e-6
+        assert actual["clip_fraction"] == 0
         collector.update_policy_weights_(version=learner.version)

@@ -87,7 +87,7 @@ def decoded(made: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
     ],
     ids=["chatml", "chatml-tool", "thinking", "llama", "llama-tool", "mistral", "none", "none-tool"],
 )
-def test_what_stands_between_two_turns(template: str | None, end: str, reply: dict[str, str], between: str) -> None:
+def test_the_text_between_two_turns(template: str | None, end: str, reply: dict[str, str], between: str) -> None:
     made = tokenizer(template, end=end)
     turns = TurnTokens(made)
     ended = made.convert_tokens_to_ids(end)
@@ -156,8 +156,8 @@ def test_a_dialog_decodes_to_the_templates_own_rendering(name: str) -> None:
         messages = conversation(rng, num_turns)
         render = partial(made.apply_chat_template, add_generation_prompt=True)
         ids = list(render(messages[:1], tokenize=True, return_dict=True)["input_ids"])
-        for said, reply in zip(messages[1::2], messages[2::2]):
-            ids += [*made(said["content"], add_special_tokens=False)["input_ids"], made.eos_token_id]
+        for turn, reply in zip(messages[1::2], messages[2::2]):
+            ids += [*made(turn["content"], add_special_tokens=False)["input_ids"], made.eos_token_id]
             ids += turns.ids([reply], ids[-1])
         assert made.decode(ids) == render(messages, tokenize=False), f"seed {SEED}"
         assert ids == list(render(messages, tokenize=True, return_dict=True)["input_ids"])

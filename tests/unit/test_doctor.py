@@ -1,4 +1,4 @@
-"""``sota-grpo doctor``: each lack is seen and told with its fix; a machine that has everything passes."""
+"""``sota-grpo doctor``: each lack is reported with its fix; a machine that has everything passes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sota_grpo.cli import doctor, main
 from sota_grpo.cli.doctor import FAILED, OK, WARNING, Node
 
 
-def found(subject: str, folder: Path = Path("outputs")) -> tuple[str, str]:
+def found(components: str, folder: Path = Path("outputs")) -> tuple[str, str]:
     """State and sentence of one look, as ``examine`` has it."""
-    (one,) = (each for each in doctor.examine(str(folder.absolute())).findings if each.subject == subject)
+    (one,) = (each for each in doctor.examine(str(folder.absolute())).findings if each.components == components)
     return one.state, one.sentence
 
 
@@ -29,13 +29,13 @@ def test_a_node_that_has_everything_exits_with_0(tmp_path: Path, capsys, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--run-dir", str(tmp_path / "runs"), "--json"])
-    said = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     assert end.value.code == 0
-    assert [one["subject"] for one in said["nodes"][0]["findings"]][:3] == ["packages", "GPU", "memory"]
+    assert [one["subject"] for one in report["nodes"][0]["findings"]][:3] == ["packages", "GPU", "memory"]
     assert list(tmp_path.iterdir()) == []  # nothing is left
 
 
-def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch) -> None:
+def test_what_is_missing_is_reported_with_its_fix(tmp_path: Path, monkeypatch) -> None:
     """A package out of its range and one that is missing, little shared memory, a full disk, few files."""
     real = doctor.version
 

@@ -21,7 +21,7 @@ from sota_grpo.policy.end_tokens import end_of_turn, end_token_ids
 from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, Sample
-from tests.l3_parts import make_env
+from tests.training_rigs import make_env
 from tests.unit.test_dialogs_turns import CHATML, LLAMA, MISTRAL, THINKING
 from tests.unit.test_dialogs_turns import tokenizer as characters
 
@@ -101,17 +101,17 @@ def test_a_model_without_end_token_is_refused(tmp_path: Path) -> None:
         engine_options(config, "transformers", "cpu", SimpleNamespace(eos_token_id=None, pad_token_id=0), tmp_path)
 
 
-def test_special_tokens_stand_in_the_text_that_is_graded_and_ends_do_not() -> None:
+def test_special_tokens_are_in_the_text_that_is_graded_and_ends_are_not() -> None:
     """``<answer>`` is often added as a special token; only what ends a response is left out of its text."""
     env = make_env()
     env.tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
     ids = torch.tensor([*env.tokenizer("<answer>4</answer>")["input_ids"], START, END_OF_TURN, END_OF_TEXT])
-    said = "<answer>4</answer><|im_start|>"
-    assert env.decode(ids) == said
-    assert TurnTokens(env.tokenizer).text(ids) == said
+    text = "<answer>4</answer><|im_start|>"
+    assert env.decode(ids) == text
+    assert TurnTokens(env.tokenizer).text(ids) == text
     sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), truncated=False)
     (row,) = group_table(drawn_entries(0, Example("", ""), [5]), [sample], env.tokenizer).rows()
-    assert row[keys.RESPONSE_TEXT] == said
+    assert row[keys.RESPONSE_TEXT] == text
 
 
 def test_in_torchrls_loops_a_response_that_ends_as_the_template_does_is_not_truncated() -> None:

@@ -115,7 +115,7 @@ def test_greedy_takes_the_argmax_and_reports_the_raw_distribution():
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
-def test_samples_that_are_asked_for_one_by_one_are_the_groups_bit_for_bit(
+def test_samples_that_are_requested_one_by_one_are_the_groups_bit_for_bit(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Together with an equal prompt of another group as neighbour, and each prompt computed once."""
@@ -166,11 +166,11 @@ def test_a_push_between_two_steps_holds_from_the_next_token_on():
     for _ in range(num_before):
         assert step(engine) == []
     engine.update_weights(new.state_dict().items(), 6)
-    found = {}
+    actual = {}
     while engine.num_in_flight:
-        found.update(step(engine))
+        actual.update(step(engine))
     for ticket, request in zip(tickets, requests):
-        for sample in found[ticket].samples:
+        for sample in actual[ticket].samples:
             assert sample.versions.tolist() == [0] * num_before + [6] * (12 - num_before)
             expected = handed_over_log_probs(old, new, request.prompt_ids, sample.token_ids, num_before)
             torch.testing.assert_close(sample.log_probs, expected, rtol=0.0, atol=1e-5)
@@ -180,12 +180,12 @@ def test_a_push_between_two_steps_holds_from_the_next_token_on():
 
 @torch.no_grad()
 def handed_over_log_probs(old, new, prompt: tuple[int, ...], response: torch.Tensor, num_before: int) -> torch.Tensor:
-    ids, cache, found = torch.tensor([prompt]), DynamicCache(), []
+    ids, cache, actual = torch.tensor([prompt]), DynamicCache(), []
     for t, token in enumerate(response):
         model = old if t < num_before else new
-        found.append(model(ids, past_key_values=cache).logits[0, -1].log_softmax(-1)[token])
+        actual.append(model(ids, past_key_values=cache).logits[0, -1].log_softmax(-1)[token])
         ids = token[None, None]
-    return torch.stack(found)
+    return torch.stack(actual)
 
 
 def test_a_call_gives_equal_bits_whatever_else_is_in_flight():
@@ -193,11 +193,11 @@ def test_a_call_gives_equal_bits_whatever_else_is_in_flight():
     calls = [(ragged_requests(n, 3), Sampling(max_tokens=40)) for n in (3, 4, 8)]  # the last one comes in two parts
     alone = [generate(engine, *call) for call in calls]
     tickets = [(add(engine, *call), step(engine))[0] for call in calls]
-    found: dict[int, GroupOutput] = {}
+    actual: dict[int, GroupOutput] = {}
     while engine.num_in_flight:
-        found.update(step(engine))
+        actual.update(step(engine))
     for numbers, expected in zip(tickets, alone):
-        for output in map(found.__getitem__, numbers):
+        for output in map(actual.__getitem__, numbers):
             for a, b in zip(output.samples, expected[output.group_id].samples, strict=True):
                 assert torch.equal(a.token_ids, b.token_ids)
                 assert torch.equal(a.log_probs, b.log_probs)
@@ -222,7 +222,7 @@ def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
 
 def test_an_abandoned_stream_frees_its_memory():
     engine = hf_engine(tiny_model())
-    for seed in range(99):  # until others go on when the first is over
+    for seed in range(99):  # until others continue when the first is over
         stream = engine.generate(ragged_requests(6, 2, seed=seed), Sampling(max_tokens=80))
         next(stream)
         if engine._running:
@@ -264,7 +264,7 @@ def test_a_thread_that_waits_for_the_lock_is_not_overtaken_by_the_one_that_has_h
         thread.start()
         while not lock._first.locked():
             time.sleep(0.001)
-    with lock:  # asked for at once after the release, yet behind the other
+    with lock:  # requested at once after the release, yet behind the other
         order.append("same")
     thread.join()
     assert order == ["other", "same"]
@@ -332,7 +332,7 @@ def test_an_engine_that_is_closed_while_weights_arrive_says_so():
     assert engine.version == 0
 
 
-def test_what_waits_for_an_engine_is_told_though_its_shutdown_fails(monkeypatch: pytest.MonkeyPatch):
+def test_what_waits_for_an_engine_fails_though_its_shutdown_fails(monkeypatch: pytest.MonkeyPatch):
     engine = hf_engine(tiny_model())
     waiting = engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
     monkeypatch.setattr(engine, "_release", broken := Mock(side_effect=OSError("the device is gone")))
@@ -347,7 +347,7 @@ def test_what_waits_for_an_engine_is_told_though_its_shutdown_fails(monkeypatch:
 
 
 class SleepingClock:
-    """Moves only while somebody sleeps."""
+    """Moves only while a thread sleeps."""
 
     def __init__(self) -> None:
         self.slept: list[float] = []
@@ -365,16 +365,16 @@ def test_scripted_groups_end_shortest_first_with_the_version_of_their_start_and_
     monkeypatch.setattr(scripted, "time", clock := SleepingClock())
     engine = ScriptedEngine(duration_s=lambda request: 0.1 * (3 - request.group_id))
     tickets = add(engine, [GroupRequest(i, (2,), 1, seed=i) for i in range(3)], Sampling(max_tokens=2))
-    found, steps = step(engine), 1
+    actual, steps = step(engine), 1
     engine.update_weights([], 1)
     while engine.num_in_flight:
-        found += step(engine)
+        actual += step(engine)
         steps += 1
         assert len(clock.slept) <= steps
     assert max(clock.slept) <= 0.005
     assert clock.monotonic() == pytest.approx(0.3)
-    assert [number for number, _ in found] == tickets[::-1]
-    assert {int(output.samples[0].versions[0]) for _, output in found} == {0}
+    assert [number for number, _ in actual] == tickets[::-1]
+    assert {int(output.samples[0].versions[0]) for _, output in actual} == {0}
 
 
 def test_make_engine_loads_the_model_where_none_is_given(tmp_path: Path):
@@ -383,9 +383,9 @@ def test_make_engine_loads_the_model_where_none_is_given(tmp_path: Path):
     options = engines.EngineOptions(str(tmp_path), eos_token_ids=[EOS], pad_token_id=PAD, device="cpu")
     requests, sampling = ragged_requests(2, 2), Sampling(max_tokens=10)
     for name in ("transformers", "scripted"):
-        given, loaded = (engines.make_engine(replace(options, engine=name, model=part)) for part in (model, None))
-        assert token_lists(generate(given, requests, sampling)) == token_lists(generate(loaded, requests, sampling))
-        assert given.max_model_len == loaded.max_model_len == 160
+        engine, loaded = (engines.make_engine(replace(options, engine=name, model=part)) for part in (model, None))
+        assert token_lists(generate(engine, requests, sampling)) == token_lists(generate(loaded, requests, sampling))
+        assert engine.max_model_len == loaded.max_model_len == 160
 
 
 @pytest.mark.parametrize(("installed", "expected"), [(True, "vllm"), (False, "transformers")])
@@ -415,7 +415,7 @@ def test_auto_passes_over_a_vllm_whose_installation_was_not_finished(monkeypatch
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hook", ["_start", "_step"])
 def test_an_engine_that_fails_once_fails_all_that_is_in_flight_and_nothing_after_it(hook: str):
-    """Whoever drives it is told, and so is everybody who waits: how far a group has come is not known any more."""
+    """The driver thread and all waiting threads get the failure: how far a group has come is not known any more."""
     engine, works = ScriptedEngine(duration_s=0.05), [False]
     hooked = getattr(engine, hook)
 
@@ -443,10 +443,10 @@ def test_both_drivers_of_an_engine_that_fails_end():
     engine._step = lambda: (time.sleep(0.05), 1 / 0)  # both have submitted by then
     with ThreadPoolExecutor(2) as pool:
         requests = [[GroupRequest(number, (2,), 1, seed=0)] for number in range(2)]
-        drivers = [pool.submit(lambda asked: list(engine.generate(asked, Sampling(max_tokens=2))), r) for r in requests]
-        found = [driver.exception(30) for driver in drivers]
-    assert all(isinstance(error, ZeroDivisionError | RuntimeError) for error in found)
-    assert any(isinstance(error, ZeroDivisionError) for error in found)
+        drivers = [pool.submit(lambda batch: list(engine.generate(batch, Sampling(max_tokens=2))), r) for r in requests]
+        actual = [driver.exception(30) for driver in drivers]
+    assert all(isinstance(error, ZeroDivisionError | RuntimeError) for error in actual)
+    assert any(isinstance(error, ZeroDivisionError) for error in actual)
 
 
 def test_what_waits_is_decoded_together_once_it_is_no_less_than_what_runs():

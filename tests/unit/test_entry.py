@@ -41,7 +41,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 
 
 def noting(found: list[Config]) -> Callable[..., int]:
-    """A stand-in for the training that notes its config and does all steps."""
+    """A fake training that records its config and does all steps."""
 
     def train(config: Config, run_dir: Path, passed: object = None) -> int:
         found.append(config)
@@ -57,14 +57,14 @@ def raising(error: BaseException) -> Callable[..., int]:
     return train
 
 
-def test_overrides_may_stand_on_both_sides_of_an_option(command, tmp_path: Path) -> None:
-    found: list[Config] = []
-    train = noting(found)
+def test_overrides_may_be_on_both_sides_of_an_option(command, tmp_path: Path) -> None:
+    actual: list[Config] = []
+    train = noting(actual)
     assert command(train, "seed=3", "--multirun", "env.repeats=4,8", mode="async") == 0
-    assert [(config.mode, config.seed, config.env.repeats) for config in found] == [("async", 3, 4), ("async", 3, 8)]
+    assert [(config.mode, config.seed, config.env.repeats) for config in actual] == [("async", 3, 4), ("async", 3, 8)]
     assert read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
     assert command(train, "mode=sync", mode="async") == 0
-    assert found[-1].mode == "sync"
+    assert actual[-1].mode == "sync"
 
 
 def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:
@@ -82,15 +82,15 @@ def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, 
     assert {path.name: path.read_text() for path in noted.iterdir()} == before
 
 
-def test_a_run_that_is_named_goes_on_with_its_own_config(command, tmp_path: Path) -> None:
+def test_a_run_that_is_named_continues_with_its_own_config(command, tmp_path: Path) -> None:
     """Only what the command gives is another; the preset and the script that the run was started with need not be."""
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "run.json").write_text("{}")
     own = "{mode: async, model: {name: tiny}, env: {dataset: arithmetic, repeats: 16}, eval: {every: 7}}"
     (tmp_path / "before" / "config.yaml").write_text(own)
-    found: list[Config] = []
-    assert command(noting(found), f"train.resume={tmp_path / 'before'}", "train.total_dialog_turns=4096") == 0
-    (config,) = found
+    actual: list[Config] = []
+    assert command(noting(actual), f"train.resume={tmp_path / 'before'}", "train.total_dialog_turns=4096") == 0
+    (config,) = actual
     assert (config.mode, config.env.repeats, config.eval.every, config.optimizer.lr) == ("async", 16, 7, 1e-6)
     assert config.train.total_dialog_turns == 4096
     assert not (tmp_path / "run").exists()  # that Hydra made for this command
@@ -130,13 +130,13 @@ def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.Cap
     assert command(train, "--multirun", "seed=1,2") == 130
     assert len(calls) == 1
     kept = "finished runs stay, train.resume=auto continues the others"
-    told = capsys.readouterr()
-    assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in told.err
-    assert "1 run, 1 stopped" in told.out
+    output = capsys.readouterr()
+    assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in output.err
+    assert "1 run, 1 stopped" in output.out
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_an_interrupted_run_says_whether_it_can_go_on(
+def test_an_interrupted_run_says_whether_it_can_continue(
     saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*_: object, **__: object) -> None:
@@ -187,7 +187,7 @@ def test_vllm_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: p
     ],
     ids=["mistake", "failure", "bug"],
 )
-def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
+def test_a_run_that_fails_leaves_its_reason_and_the_others_continue(
     error: Exception, code: int, reason: str, command, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     trained = []
@@ -201,9 +201,9 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
     assert command(train, "--multirun", "seed=1,2,3") == code
     assert trained == [2, 3]
     assert read_json(tmp_path / "sweep" / "0" / FAILURE_FILE)["reason"] == reason
-    said = capsys.readouterr()
-    assert f"run 0 failed: {reason}" in said.out.splitlines()
-    assert said.err.count("Traceback") == (1 if isinstance(error, ZeroDivisionError) else 0)
+    output = capsys.readouterr()
+    assert f"run 0 failed: {reason}" in output.out.splitlines()
+    assert output.err.count("Traceback") == (1 if isinstance(error, ZeroDivisionError) else 0)
     summary = json.loads((tmp_path / "sweep" / "summary.json").read_text())
     assert [(run["overrides"]["seed"], run["state"]) for run in summary["runs"]][:1] == [("1", "failed")]
     assert not read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
@@ -226,10 +226,10 @@ def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(sota_grpo.run.app, "train", train)
     jobs = Jobs(["--multirun"], "grpo.py")
-    found = []
+    actual = []
     for seed in (1, 2):
         config = OmegaConf.structured(Config(seed=seed, device="cpu"))
         run_dir = tmp_path / str(seed)
         run_dir.mkdir()
-        found.append(jobs._one_of_a_sweep(config, run_dir, tmp_path))
-    assert found == [0.75, None]
+        actual.append(jobs._one_of_a_sweep(config, run_dir, tmp_path))
+    assert actual == [0.75, None]

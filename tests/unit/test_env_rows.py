@@ -94,22 +94,22 @@ def test_a_finished_row_worked_out_by_hand() -> None:
 def test_a_finished_dialog_worked_out_by_hand() -> None:
     """Two turns of the policy around a user turn, whose log-probs and versions in the sample are nonsense."""
     tokenizer = char_tokenizer()
-    first, heard, second = (tokenizer(text)["input_ids"] for text in ("2", "no", "3!"))
-    ids = [*first, tokenizer.eos_token_id, *heard, *second, tokenizer.eos_token_id]
-    said = [True, True, False, False, True, True, True]
+    first, reply, second = (tokenizer(text)["input_ids"] for text in ("2", "no", "3!"))
+    ids = [*first, tokenizer.eos_token_id, *reply, *second, tokenizer.eos_token_id]
+    mask = [True, True, False, False, True, True, True]
     sample = Sample(
         token_ids=torch.tensor(ids),
         log_probs=torch.tensor([-0.5, -0.25, float("nan"), 9.0, -1.0, -2.0, -3.0], dtype=torch.float64),
         versions=torch.tensor([8, 8, 2, 99, 9, 9, 9]),
         truncated=False,
-        assistant_mask=torch.tensor(said),
+        assistant_mask=torch.tensor(mask),
     )
     (row,) = finish_rows(prompt_rows(5, Example("1+2?", "#### 3"), [4, 6], repeats=1)[0], [sample], tokenizer)
     expected = {
         keys.FULL_TOKENS: [4, 6, *ids],
         keys.RESPONSE_TOKENS: ids,
         keys.ATTENTION_MASK: [True] * 9,
-        keys.ASSISTANT_MASK: [False, False, *said],
+        keys.ASSISTANT_MASK: [False, False, *mask],
         keys.LOG_PROBS: [0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -1.0, -2.0, -3.0],
         keys.TOKEN_VERSION: [-1, -1, 8, 8, -1, -1, 9, 9, 9],
         keys.POLICY_VERSION: 8,
@@ -141,10 +141,10 @@ def test_what_is_written_into_a_row_leaves_its_siblings_and_its_prompt_alone() -
 def test_a_group_of_dialogs_and_single_turns_is_its_rows_one_by_one() -> None:
     tokenizer, samples = char_tokenizer(), []
     for count in random.sample(range(1, 12), 5):
-        said = torch.rand(count) < 0.7
-        said[-1] = True
+        mask = torch.rand(count) < 0.7
+        mask[-1] = True
         ids, versions = torch.randint(4, 20, (count,)), torch.randint(0, 9, (count,))
-        samples.append(Sample(ids, -torch.rand(count), versions, bool(count % 2), said if count % 3 else None))
+        samples.append(Sample(ids, -torch.rand(count), versions, bool(count % 2), mask if count % 3 else None))
     prompt = drawn_entries(0, Example("q", "a"), [4, 6, 8])
     for index, row in enumerate(group_table(prompt, samples, tokenizer)):
         (alone,) = group_table(prompt, [samples[index]], tokenizer)
@@ -170,8 +170,10 @@ def test_every_row_keeps_its_own_prompt_and_example_among_rows_of_other_groups()
     problems = [Example("1+1?", "2", {"k": 0}), Example("1+1?", "2", {"k": 1}), Example("2+2?", "4")]
     for group_id, example in enumerate(problems):
         drawn = drawn_entries(group_id, example, tokenizer(example.query)["input_ids"] + [5] * group_id)
-        said = [torch.randint(4, 20, (count,)) for count in (2, 3)]
-        samples = [Sample(ids, -torch.rand(len(ids)), torch.zeros(len(ids)).long(), truncated=False) for ids in said]
+        responses = [torch.randint(4, 20, (count,)) for count in (2, 3)]
+        samples = [
+            Sample(ids, -torch.rand(len(ids)), torch.zeros(len(ids)).long(), truncated=False) for ids in responses
+        ]
         rows += group_table(drawn, samples, tokenizer).rows()
     mixed = random.sample(rows, len(rows))
     for row, (text, example) in zip(mixed, graded_texts(mixed), strict=True):

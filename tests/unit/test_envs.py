@@ -106,7 +106,7 @@ def test_environments_name_no_group_alike() -> None:
     assert set(make_env().reset()["group_id"].tolist()) == drawn[0]
 
 
-def test_a_stream_goes_on_with_the_groups_that_it_named() -> None:
+def test_a_stream_continues_with_the_groups_that_it_named() -> None:
     env, resumed = make_env(), make_env()
     env.reset()
     resumed.stream.load_state_dict(env.stream.state_dict())
@@ -117,10 +117,10 @@ def test_a_stream_goes_on_with_the_groups_that_it_named() -> None:
 
 def test_siblings_come_in_successive_resets_where_there_are_fewer_environments() -> None:
     env, whole = make_env(num_envs=1), make_env()
-    told = ("group_id", "sample_id", "query")
-    expected = [[str(row[key]) for key in told] for row in whole.reset().unbind(0)]
+    names = ("group_id", "sample_id", "query")
+    expected = [[str(row[key]) for key in names] for row in whole.reset().unbind(0)]
     alone = [env.reset()[0] for _ in expected]
-    assert [[str(row[key]) for key in told] for row in alone] == expected
+    assert [[str(row[key]) for key in names] for row in alone] == expected
     env.reset()
     env.set_seed(5)
     assert [env.reset()["sample_id"].item() for _ in range(4)] == [0, 1, 2, 0]
@@ -165,17 +165,17 @@ def test_an_answer_without_its_end_is_truncated() -> None:
 
 
 def test_a_step_asks_the_grader_for_each_group() -> None:
-    asked = []
+    graded = []
 
     class Listening(LocalGrader):
         def scores(self, pairs):
-            asked.append(list(pairs))
+            graded.append(list(pairs))
             return super().scores(pairs)
 
     env = make_env(grader=Listening(lambda text, example: Score({"correct": float(len(text))}, False), ["correct"]))
     rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: "x" * index)).reshape(-1)
-    assert [[text for text, _ in group] for group in asked] == [["", "x", "xx"], ["xxx", "xxxx", "xxxxx"]]
-    assert [{example.query for _, example in group} for group in asked] == [{rows[0]["query"]}, {rows[3]["query"]}]
+    assert [[text for text, _ in group] for group in graded] == [["", "x", "xx"], ["xxx", "xxxx", "xxxxx"]]
+    assert [{example.query for _, example in group} for group in graded] == [{rows[0]["query"]}, {rows[3]["query"]}]
     assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -183,9 +183,9 @@ def test_a_row_that_is_reset_alone_gets_the_sample_of_the_next_prompts() -> None
     env, other = make_env(), make_env()
     rows, _, second = env.reset(), other.reset(), other.reset()
     again = env.reset(rows.set("_reset", torch.tensor([[True]] * 5 + [[False]])))
-    found, expected = (list(zip(td["group_id"].tolist(), td["sample_id"].tolist())) for td in (again, second))
-    assert found[:5] == expected[:5]
-    assert found[5] == (rows["group_id"][5].item(), 2)
+    actual, expected = (list(zip(td["group_id"].tolist(), td["sample_id"].tolist())) for td in (again, second))
+    assert actual[:5] == expected[:5]
+    assert actual[5] == (rows["group_id"][5].item(), 2)
 
 
 @pytest.mark.parametrize(("num_envs", "repeats", "fix"), [(10, 4, 8), (3, 4, 4), (0, 2, 2)])
@@ -296,7 +296,7 @@ def test_a_value_that_cannot_be_honoured_is_refused(
         ArithmeticEnv(tokenizer=char_tokenizer(chat_template=None), apply_template=True)
 
 
-def test_of_a_file_nothing_is_held_out_unless_asked_for(files: dict[str, str]) -> None:
+def test_of_a_file_nothing_is_held_out_by_default(files: dict[str, str]) -> None:
     assert not envs.GSM8KEnv(dataset=files["GSM8KEnv"], tokenizer=char_tokenizer()).task.heldout
 
 

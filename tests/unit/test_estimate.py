@@ -32,7 +32,7 @@ from sota_grpo.run.entry import CONFIG_DIR
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.workers.instances import Instances
-from tests.l3_parts import make_subject
+from tests.training_rigs import make_components
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 GPU_PRESETS, HARDWARE = (
@@ -58,10 +58,10 @@ def called(*arguments: str) -> int:
 @NO_GPU
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_fits_the_hardware_that_its_first_line_names(name: str) -> None:
-    found = planned(name=name)
-    assert found.fits, found.refusal
-    assert len(found.devices) == 1
-    facts = found.as_dict()
+    actual = planned(name=name)
+    assert actual.fits, actual.refusal
+    assert len(actual.devices) == 1
+    facts = actual.as_dict()
     assert facts["optimizer_steps"] >= facts["steps"] > 0
 
 
@@ -93,10 +93,10 @@ def test_what_is_proposed_fits_and_nothing_less_of_it_does(gib: float, overrides
 @NO_GPU
 def test_smaller_micro_batches_are_proposed_before_anything_else_and_no_smaller_than_needed() -> None:
     wide = ["train.micro_batch_tokens=131072", "train.optim_batch_size=128", "model.size=0.5B"]
-    found = planned(*wide, "train_model.gradient_checkpointing=false", "engine=transformers", gib=60.0)
-    (option, tokens), = fits_with_its_change_only(found).items()  # fmt: skip
+    actual = planned(*wide, "train_model.gradient_checkpointing=false", "engine=transformers", gib=60.0)
+    (option, tokens), = fits_with_its_change_only(actual).items()  # fmt: skip
     assert option == "train.micro_batch_tokens"
-    assert not found.with_options({option: 2 * tokens}).fits
+    assert not actual.with_options({option: 2 * tokens}).fits
 
 
 def of_the_limit(found: RunMemory) -> float:
@@ -128,16 +128,16 @@ SMALL = ["model.name=Qwen/Qwen3-0.6B", "train_model.gradient_checkpointing=false
     ],
 )
 def test_auto_fills_nine_tenths_of_what_is_free_while_training(gib: float, overrides: list[str]) -> None:
-    found = planned(*overrides, gib=gib)
-    prompt, response = found.largest_sample
-    auto, group = found.micro_batch_tokens, prompt + found.config.env.repeats * response
+    actual = planned(*overrides, gib=gib)
+    prompt, response = actual.largest_sample
+    auto, group = actual.micro_batch_tokens, prompt + actual.config.env.repeats * response
     assert prompt + response < auto < 65_536
-    filled, more = (found.with_options({"train.micro_batch_tokens": size}) for size in (auto, auto + group))
+    filled, more = (actual.with_options({"train.micro_batch_tokens": size}) for size in (auto, auto + group))
     assert of_the_limit(filled) <= 1 < of_the_limit(more)
-    (training,) = [parts for name, parts in found.devices[-1].moments.items() if name in ("training", "at work")]
+    (training,) = [parts for name, parts in actual.devices[-1].moments.items() if name in ("training", "at work")]
     own = sum(training[part] for part in ("weights", "gradients", "optimizer", "activations", "logits"))
     assert own <= 0.9 * (gib * GIB - (sum(training.values()) - own))
-    assert found.as_dict()["micro_batch_tokens"] == auto
+    assert actual.as_dict()["micro_batch_tokens"] == auto
 
 
 @NO_GPU
@@ -155,22 +155,24 @@ def test_auto_ends_at_a_step_at_65536_at_the_longest_sample_and_on_a_cpu() -> No
 def test_a_run_plans_the_micro_batches_of_its_estimate_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, found = compose("grpo_gsm8k", SMALL), planned(*SMALL, gib=80.0)
+    config, actual = compose("grpo_gsm8k", SMALL), planned(*SMALL, gib=80.0)
 
     def tokens(config: Config) -> int | str:
-        return with_micro_batches(config, found.plan, 300).train.micro_batch_tokens
+        return with_micro_batches(config, actual.plan, 300).train.micro_batch_tokens
 
     with caplog.at_level("INFO", logger="sota_grpo"):
-        monkeypatch.setattr(estimating, "_machine", lambda *_: (replace(found.machine, count=1, is_here=True), ""))
-        assert tokens(config) == found.micro_batch_tokens
+        monkeypatch.setattr(estimating, "_machine", lambda *_: (replace(actual.machine, count=1, is_here=True), ""))
+        assert tokens(config) == actual.micro_batch_tokens
         (record,) = caplog.records
-        assert record.message.startswith(f"train.micro_batch_tokens=auto is {found.micro_batch_tokens:,}, which fills ")
+        assert record.message.startswith(
+            f"train.micro_batch_tokens=auto is {actual.micro_batch_tokens:,}, which fills "
+        )
         monkeypatch.undo()
         assert tokens(config) == 16_384  # elsewhere: its memory is not known
         assert "not on this machine" in caplog.text
     assert (
         with_micro_batches(
-            compose("grpo_gsm8k", ["train.micro_batch_tokens=5"]), found.plan, 300
+            compose("grpo_gsm8k", ["train.micro_batch_tokens=5"]), actual.plan, 300
         ).train.micro_batch_tokens
         == 5
     )
@@ -186,28 +188,28 @@ def test_a_resumed_run_keeps_the_micro_batches_that_it_was_started_with(tmp_path
 
 @NO_GPU
 def test_where_nothing_helps_it_says_so() -> None:
-    found = planned("model.name=Qwen/Qwen2.5-72B-Instruct", gib=4.0)
-    assert found.change is None
-    assert "smaller model" in found.refusal
+    actual = planned("model.name=Qwen/Qwen2.5-72B-Instruct", gib=4.0)
+    assert actual.change is None
+    assert "smaller model" in actual.refusal
 
 
 @NO_GPU
 def test_an_engine_whose_share_does_not_hold_the_model_cannot_start() -> None:
-    found = planned(*LLAMA, "engine=vllm", "inference_model.gpu_memory_utilization=0.1", gib=80.0)
-    assert "keys and values" in found.refusal
+    actual = planned(*LLAMA, "engine=vllm", "inference_model.gpu_memory_utilization=0.1", gib=80.0)
+    assert "keys and values" in actual.refusal
 
 
 @NO_GPU
 def test_engines_on_the_learners_gpus_are_counted_by_turns() -> None:
     """As on one GPU: never with gradients and activations; asleep, each leaves its weights on the host."""
     own = [*LLAMA, "engine=vllm", "policy.kl_coef=0", "train_model.num_devices=4"]
-    found = planned(*own, "inference_model.num_devices=shared", gib=80.0)
+    actual = planned(*own, "inference_model.num_devices=shared", gib=80.0)
     apart = planned(*own, "inference_model.num_devices=4", gib=80.0)
-    assert [device.roles for device in found.devices] == [("learner", "engine")] * 4
+    assert [device.roles for device in actual.devices] == [("learner", "engine")] * 4
     assert len(apart.devices) == 8
     (engine,) = [device for device in apart.devices if device.name == "cuda:0"]
     (rank,) = [device for device in apart.devices if device.name == "cuda:4"]
-    parts = found.devices[0].moments
+    parts = actual.devices[0].moments
     resting = {part: parts["training"][part] for part in ("context", "weights", "optimizer")}
     served = {part: size for part, size in engine.moments["at work"].items() if part.startswith("engine")}
     assert parts["sampling"] == resting | served
@@ -218,10 +220,10 @@ def test_engines_on_the_learners_gpus_are_counted_by_turns() -> None:
 def test_proposals_stay_within_the_gpus_that_there_are() -> None:
     """All weights of 7B need more than one GPU of 80 GiB; an adapter does not."""
     for gpus in (1, 4):
-        found = planned(*LLAMA, gib=80.0, gpus=gpus)
-        assert found.with_options(fits_with_its_change_only(found)).fits
-        assert (found.other_change is None) == (gpus == 1)
-    changed = found.with_options(found.other_change)
+        actual = planned(*LLAMA, gib=80.0, gpus=gpus)
+        assert actual.with_options(fits_with_its_change_only(actual)).fits
+        assert (actual.other_change is None) == (gpus == 1)
+    changed = actual.with_options(actual.other_change)
     assert {device.name for device in changed.devices} <= {f"cuda:{index}" for index in range(4)}
     with pytest.raises(UserError, match=r"5 devices are needed .* and this machine has 4"):
         planned(*LLAMA, "train_model.num_devices=4", "inference_model.num_devices=1", gpus=4)
@@ -241,20 +243,20 @@ def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> No
 
 def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:
     config = compose("grpo_cpu", ["train.micro_batch_tokens=1000", "env.repeats=4", "train.optim_batch_size=32"])
-    found = RunMemory(config, QWEN, 50, CPU).micro_batches(1)
+    actual = RunMemory(config, QWEN, 50, CPU).micro_batches(1)
 
     def row(group: int) -> TensorDict:
-        spoken = torch.arange(50 + 64) >= 50
-        return TensorDict({"tokens": {"full": torch.full((114,), group)}, "masks": {"all_assistant_mask": spoken}})
+        is_response = torch.arange(50 + 64) >= 50
+        return TensorDict({"tokens": {"full": torch.full((114,), group)}, "masks": {"all_assistant_mask": is_response}})
 
     made = micro_batches([row(index // 4) for index in range(32)], token_budget=1000)
-    assert len(found) == len(made)
+    assert len(actual) == len(made)
     tokens = [50 * len({int(one["tokens", "full"][0]) for one in part}) + 64 * len(part) for part in made]
-    assert [batch.tokens for batch in found][:-1] == [1000] * (len(made) - 1)  # ragged samples fill it
-    assert sum(tokens) <= sum(batch.tokens for batch in found) + 1000
+    assert [batch.tokens for batch in actual][:-1] == [1000] * (len(made) - 1)  # ragged samples fill it
+    assert sum(tokens) <= sum(batch.tokens for batch in actual) + 1000
 
 
-def test_prompts_are_counted_with_the_tools_that_they_tell_of() -> None:
+def test_prompts_are_counted_with_the_tools_that_they_describe() -> None:
     """As the chat template writes them, by hand."""
     tools = Path(__file__).parent / "environments" / "guess.py"
     options = ["env.max_samples=20", "env.num_heldout=4", "env.max_steps=3", f"env.environment={tools}:Guess"]
@@ -280,8 +282,8 @@ def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
         return estimate(compose("grpo_cpu", options), prompt_tokens=prompt_tokens).largest_sample
 
     longest, _ = largest_sample(512)
-    said = rf"has {longest} tokens and at most {longest - 1} fit; raise inference_model.max_model_len"
-    with pytest.raises(UserError, match=said):
+    message = rf"has {longest} tokens and at most {longest - 1} fit; raise inference_model.max_model_len"
+    with pytest.raises(UserError, match=message):
         largest_sample(longest)
     assert largest_sample(longest + 1) == (longest, 1)
     with pytest.raises(UserError, match="leaves no room for a response in a context of 64"):
@@ -337,8 +339,8 @@ GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
     ],
 )
 def test_what_is_written_to_the_disk_is_counted(overrides: list[str], sizes: tuple[float, int, float]) -> None:
-    found = planned(*GPUS, *overrides)
-    disk = estimating.disk_of(found.config, found.model)
+    actual = planned(*GPUS, *overrides)
+    disk = estimating.disk_of(actual.config, actual.model)
     assert (round(disk.checkpoint / GIB, 2), disk.checkpoints, round(disk.export / GIB, 2)) == sizes
     assert disk.total == disk.checkpoint * disk.checkpoints + disk.export
 
@@ -355,8 +357,8 @@ def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, mon
 
 
 def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
-    learner = make_subject(tmp_path).learner
-    rows = make_subject(tmp_path).sample()
+    learner = make_components(tmp_path).learner
+    rows = make_components(tmp_path).sample()
     rows.set(keys.ADVANTAGE, torch.ones(len(rows), 1, 1))
     learner.update(rows)
     path = CheckpointStore(tmp_path / "c").save(1, learner.state_dict())

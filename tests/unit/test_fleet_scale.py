@@ -13,7 +13,7 @@ from benchmarks.fleet_scale import Cluster, Job, bounds, publish_of, step_of, st
 from benchmarks.simulation import Scenario, Simulation
 from sota_grpo import keys
 from sota_grpo.rl.records import GroupRequest, sample_seed
-from tests.l3_parts import make_env
+from tests.training_rigs import make_env
 
 COSTS = replace(
     Measured(**{each.name: 1e9 if each.name.endswith("per_s") else 0.0 for each in fields(Measured)}), call_s=0.001
@@ -53,12 +53,12 @@ def test_with_a_tail_a_step_is_within_a_tenth_of_its_largest_bound(age: int, rat
 
 def test_every_group_is_trained_once_and_places_are_busy_for_as_long_as_groups_take() -> None:
     run = simulation(num_workers=3, groups_per_worker=2, num_groups=5, max_policy_age=2, num_steps=6)
-    asked: list[GroupRequest] = []
+    requests: list[GroupRequest] = []
     trained: list[int] = []
     submit, take = run.workers.submit, run.collector.next_batch
 
     def noted(request: GroupRequest, sampling):
-        asked.append(request)
+        requests.append(request)
         return submit(request, sampling)
 
     def taken():
@@ -71,9 +71,9 @@ def test_every_group_is_trained_once_and_places_are_busy_for_as_long_as_groups_t
     while run.workers.in_flight:
         run.clock.run_next()
     assert len(trained) == len(set(trained)) == 6 * 5
-    assert set(trained) <= {request.group_id for request in asked}
-    assert len({request.group_id for request in asked}) == len(asked) == 6 * 5 + 3 * 5  # what 15 slots hold, too
-    draws = (random.Random(sample_seed(run.scenario.seed, request.seed)) for request in asked)
+    assert set(trained) <= {request.group_id for request in requests}
+    assert len({request.group_id for request in requests}) == len(requests) == 6 * 5 + 3 * 5  # what 15 slots hold, too
+    draws = (random.Random(sample_seed(run.scenario.seed, request.seed)) for request in requests)
     longest = [max(run.scenario.length(draw) for _ in range(2)) for draw in draws]
     assert run.workers.busy_s() == pytest.approx(sum(longest) * run.scenario.token_s)
     assert run.workers.busy_s() <= 6 * run.clock.now  # places
@@ -96,7 +96,7 @@ def test_a_driver_of_one_lock_bounds_the_step_from_where_its_seconds_exceed_the_
     job = Job("7B", 1000, Cluster(), costs, publish="tree", tokens=256, learner_gpus=800)
     slow, fast = step_of(job), step_of(replace(job, costs=COSTS))
     assert slow.bottleneck == "driver"
-    # every 10 steps 3 * 8,000 groups are saved at 1 ms: 2.4 s; engines and ranks are told once, at 1 ms: 1.8 s;
+    # every 10 steps 3 * 8,000 groups are saved at 1 ms: 2.4 s; engines and ranks are notified once, at 1 ms: 1.8 s;
     # 1,000 engines are pinged every 30 s and 800 ranks every 10, at 1 ms
     assert slow.step_s == pytest.approx((80 + 2.4 + 1.8) / (1 - 1 / 30 - 0.08))
     assert slow.drivers == math.ceil(84.2 / slow.floors["sampling"] + 1 / 30 + 0.08)

@@ -75,8 +75,8 @@ def test_equals_the_plain_loop(baseline: str, scale: str) -> None:
     rewards = torch.randint(0, 3, ids.shape).double() / 7
     lengths = torch.randint(0, 9, ids.shape)
     expected = reference(rewards.tolist(), ids.tolist(), lengths.tolist(), baseline, scale, 1e-6)
-    found = group_advantages(rewards, ids, baseline=baseline, scale=scale, lengths=lengths)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    actual = group_advantages(rewards, ids, baseline=baseline, scale=scale, lengths=lengths)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
 def test_numbers_by_hand() -> None:
@@ -101,9 +101,9 @@ def test_numbers_by_hand() -> None:
 def test_seven_rewards_of_0_3_give_exactly_0(baseline: str, scale: str, dtype: torch.dtype) -> None:
     """Their mean is not 0.3 after rounding: in float32 arithmetic the quotient by eps alone is 0.029."""
     rewards, ids = torch.tensor([0.3] * 7 + [0.0, 1.0], dtype=dtype), torch.tensor([5] * 7 + [2, 2])
-    found = group_advantages(rewards, ids, baseline=baseline, scale=scale, lengths=torch.arange(1, 10))
-    assert found[:7].tolist() == [0.0] * 7
-    assert found[8] > 0.4
+    actual = group_advantages(rewards, ids, baseline=baseline, scale=scale, lengths=torch.arange(1, 10))
+    assert actual[:7].tolist() == [0.0] * 7
+    assert actual[8] > 0.4
 
 
 def test_the_smallest_difference_in_a_group_is_a_signal() -> None:
@@ -146,9 +146,9 @@ def test_ten_thousand_rows_take_as_many_operators_as_four() -> None:
 
 
 def test_integer_rewards_and_no_rewards() -> None:
-    found = group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0]), scale="none")
-    assert found.dtype == torch.float32
-    assert found.tolist() == [0.5, -0.5]
+    actual = group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0]), scale="none")
+    assert actual.dtype == torch.float32
+    assert actual.tolist() == [0.5, -0.5]
     assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
     assert zero_advantage_mask(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
@@ -184,21 +184,21 @@ def test_decoupled_rewards_by_the_plain_loop() -> None:
             values = [terms[i, k].item() for i in members]
             for i in members if len(set(values)) > 1 else ():
                 expected[i] += weight * (terms[i, k].item() - sum(values) / len(values)) / (std(values) + 1e-6)
-    found = decoupled_rewards(terms, weights, ids)
-    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    assert found[4:8].tolist() == [0.0] * 4
-    assert abs(found.mean().item()) < 1e-9
+    actual = decoupled_rewards(terms, weights, ids)
+    assert actual.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert actual[4:8].tolist() == [0.0] * 4
+    assert abs(actual.mean().item()) < 1e-9
     with pytest.raises(ValueError, match=r"they are \[24, 3\], \[2\] and \[24\]"):
         decoupled_rewards(terms, weights[:2], ids)
 
 
 def test_soft_overlong_penalty_by_the_plain_loop() -> None:
-    for length, found in zip(range(60), soft_overlong_penalty(torch.arange(60), 40, 16).tolist()):
+    for length, actual in zip(range(60), soft_overlong_penalty(torch.arange(60), 40, 16).tolist()):
         if length <= 24:
             expected = 0.0
         elif length <= 40:
             expected = (24 - length) / 16
         else:
             expected = -1.0
-        assert found == expected
-        assert math.copysign(1.0, found) == 1.0 or found < 0
+        assert actual == expected
+        assert math.copysign(1.0, actual) == 1.0 or actual < 0

@@ -26,13 +26,13 @@ NUM_TOKENS, NUM_IDS = 20_000, 12  # of the policies whose agreement is measured
 
 def test_by_the_plain_loop() -> None:
     log_prob, ref = -3 * torch.rand(2, 4, 7, dtype=torch.float64)
-    for p, q, *found in zip(
+    for p, q, *actual in zip(
         log_prob.flatten().tolist(),
         ref.flatten().tolist(),
         *(KL_ESTIMATORS[name](log_prob, ref).flatten().tolist() for name in ("k1", "k2", "k3")),
     ):
         expected = [p - q, (p - q) ** 2 / 2, math.exp(q - p) - (q - p) - 1]
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-14)
+        assert actual == pytest.approx(expected, rel=1e-9, abs=1e-14)
 
 
 def test_k3_keeps_its_digits_for_close_policies_in_float32() -> None:
@@ -53,11 +53,11 @@ def test_expected_gradient_in_the_loss(name: str) -> None:
     """Tokens are sampled, so their probabilities are constants: only the estimator is differentiated."""
     logits, ref = two_policies()
     log_prob = logits.log_softmax(-1)
-    (found,) = torch.autograd.grad((log_prob.exp().detach() * KL_ESTIMATORS[name](log_prob, ref)).sum(), logits)
+    (actual,) = torch.autograd.grad((log_prob.exp().detach() * KL_ESTIMATORS[name](log_prob, ref)).sum(), logits)
     log_prob = logits.log_softmax(-1)
     target = {"k1": 0 * logits.sum(), "k2": kl(log_prob, ref), "k3": kl(ref, log_prob)}[name]
     (expected,) = torch.autograd.grad(target, logits)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def random_rows() -> tuple[Tensor, Tensor]:
@@ -70,12 +70,12 @@ def random_rows() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("floor", [0.0, 0.7])
 def test_importance_weights_by_the_plain_loop(level: str, mode: str, floor: float) -> None:
     log_ratio, mask = random_rows()
-    found = importance_weights(log_ratio.requires_grad_(), mask, level=level, mode=mode, cap=1.3, floor=floor)
-    assert not found.requires_grad
-    assert found.dtype == torch.float64
+    actual = importance_weights(log_ratio.requires_grad_(), mask, level=level, mode=mode, cap=1.3, floor=floor)
+    assert not actual.requires_grad
+    assert actual.dtype == torch.float64
     for i, t in product(range(5), range(8)):
         if not mask[i, t]:
-            assert found[i, t] == 0
+            assert actual[i, t] == 0
             continue
         ratios = [math.exp(log_ratio[i, s].item()) for s in range(8) if mask[i, s]]
         whole = math.prod(ratios)
@@ -86,7 +86,7 @@ def test_importance_weights_by_the_plain_loop(level: str, mode: str, floor: floa
             "mask": inside * weight[level],
             "reject": float(inside),
         }
-        assert found[i, t].item() == pytest.approx(bounded[mode], rel=1e-12)
+        assert actual[i, t].item() == pytest.approx(bounded[mode], rel=1e-12)
 
 
 def test_off_policy_tokens_by_the_plain_loop() -> None:
@@ -95,13 +95,13 @@ def test_off_policy_tokens_by_the_plain_loop() -> None:
     mask[1] = False
     mask[2:4], behaviour[2:4], advantage[2], advantage[3] = True, log_prob[2:4] + 1, -1, 0
     dirty = log_prob.masked_fill(~mask, math.nan).requires_grad_()
-    found = off_policy_tokens(dirty, behaviour, advantage, mask, threshold=0.1)
-    assert not found.requires_grad
-    assert found[2].all()
+    actual = off_policy_tokens(dirty, behaviour, advantage, mask, threshold=0.1)
+    assert not actual.requires_grad
+    assert actual[2].all()
     for i in range(40):
         gaps = [(behaviour[i, t] - log_prob[i, t]).item() for t in range(8) if mask[i, t]]
         stale = bool(gaps) and advantage[i] < 0 and sum(gaps) / len(gaps) > 0.1
-        assert found[i].tolist() == [bool(stale) and trained for trained in mask[i].tolist()]
+        assert actual[i].tolist() == [bool(stale) and trained for trained in mask[i].tolist()]
 
 
 @pytest.mark.parametrize(("level", "mode"), WAYS)
@@ -116,16 +116,16 @@ def test_extreme_and_masked_values_do_no_harm(level: str, mode: str) -> None:
     log_ratio = torch.tensor([[400.0, 400.0, math.nan], [-400.0, -400.0, math.inf]])
     mask = torch.tensor([[True, True, False]] * 2)
     above = 2.0 if mode == "truncate" else 0.0
-    found = importance_weights(log_ratio, mask, level=level, mode=mode, cap=2.0)
+    actual = importance_weights(log_ratio, mask, level=level, mode=mode, cap=2.0)
     below = 1.0 if mode == "reject" else 0.0  # there is no floor
-    assert found.tolist() == [[above, above, 0.0], [below, below, 0.0]]
+    assert actual.tolist() == [[above, above, 0.0], [below, below, 0.0]]
 
 
 def test_a_long_row_whose_ratios_cancel_keeps_its_product() -> None:
     log_ratio = torch.tensor([[90.0] * 50 + [-90.0] * 50], dtype=torch.float64)
     mask = torch.ones(1, 100, dtype=torch.bool)
-    found = importance_weights(log_ratio, mask, level="sequence", mode="mask", cap=2.0)
-    assert torch.equal(found, torch.ones(1, 100, dtype=torch.float64))
+    actual = importance_weights(log_ratio, mask, level="sequence", mode="mask", cap=2.0)
+    assert torch.equal(actual, torch.ones(1, 100, dtype=torch.float64))
 
 
 def test_bad_corrections_are_refused() -> None:
@@ -158,13 +158,13 @@ def sampled_gaps(engine: Tensor, trainer: Tensor) -> tuple[Tensor, Tensor, Tenso
 def test_the_mean_ratio_is_one_for_any_two_policies_and_the_mass_that_is_left_under_a_cut() -> None:
     trainer = make_logits()
     engine = trainer + 0.3 * torch.randn(trainer.shape, dtype=torch.float64)
-    found = mean_ratio(sampled_gaps(engine, trainer)[0])
-    assert abs(found.value - 1) < 6 * found.error
+    actual = mean_ratio(sampled_gaps(engine, trainer)[0])
+    assert abs(actual.value - 1) < 6 * actual.error
     kept = engine >= engine.topk(4).values[:, -1:]
-    found = mean_ratio(sampled_gaps(engine.masked_fill(~kept, -1e9), trainer)[0])
+    actual = mean_ratio(sampled_gaps(engine.masked_fill(~kept, -1e9), trainer)[0])
     mass = float((trainer.softmax(-1) * kept).sum(-1).mean())
-    assert abs(found.value - mass) < 6 * found.error
-    assert 1 - mass > 12 * found.error
+    assert abs(actual.value - mass) < 6 * actual.error
+    assert 1 - mass > 12 * actual.error
 
 
 def test_the_slope_is_the_share_between_two_temperatures_and_nothing_under_rounding() -> None:
@@ -172,9 +172,9 @@ def test_the_slope_is_the_share_between_two_temperatures_and_nothing_under_round
     noise = 0.1 * torch.randn(NUM_TOKENS, dtype=torch.float64)
     for ratio in (0.98, 1.0, 1.02):  # T_trainer / T_engine
         gap, log_prob, entropy = sampled_gaps(logits, logits / ratio)
-        found = temperature_slope(gap + noise, log_prob, entropy)
-        assert abs(found.value - (1 - ratio)) < 6 * found.error + 2 * (1 - ratio) ** 2  # first order in 1 - ratio
-        assert found.error < 2e-3
+        actual = temperature_slope(gap + noise, log_prob, entropy)
+        assert abs(actual.value - (1 - ratio)) < 6 * actual.error + 2 * (1 - ratio) ** 2  # first order in 1 - ratio
+        assert actual.error < 2e-3
 
 
 def test_slope_and_error_are_those_of_least_squares() -> None:
@@ -184,9 +184,9 @@ def test_slope_and_error_are_those_of_least_squares() -> None:
     slope = torch.linalg.lstsq(score[:, None], gap[:, None]).solution.item()
     bread = 1 / (score @ score)
     meat = score @ torch.diag((gap - slope * score).square()) @ score
-    found = temperature_slope(gap, score - entropy, entropy)
-    assert found.value == pytest.approx(slope, rel=1e-10)
-    assert found.error == pytest.approx(float((bread * meat * bread).sqrt()), rel=1e-10)
+    actual = temperature_slope(gap, score - entropy, entropy)
+    assert actual.value == pytest.approx(slope, rel=1e-10)
+    assert actual.error == pytest.approx(float((bread * meat * bread).sqrt()), rel=1e-10)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 1 / 3, 0.5, 0.9, 1.0])

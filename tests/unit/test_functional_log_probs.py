@@ -75,13 +75,16 @@ def test_values_and_gradients_equal_the_full_logits(
     hidden, weight, bias, targets = problem()
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
     bias = bias if with_bias else None
-    found = tiled(hidden, weight, targets, tile, bias=bias, temperature=temperature, softcap=softcap, entropy_grad=True)
+    actual = tiled(
+        hidden, weight, targets, tile, bias=bias, temperature=temperature, softcap=softcap, entropy_grad=True
+    )
     expected = full(hidden, weight, bias, targets, temperature, softcap)
     pulls = torch.randn(2, M, dtype=torch.float64)
     gradients = [
-        torch.autograd.grad(sum((pull * x).sum() for pull, x in zip(pulls, pair)), leaves) for pair in (found, expected)
+        torch.autograd.grad(sum((pull * x).sum() for pull, x in zip(pulls, pair)), leaves)
+        for pair in (actual, expected)
     ]
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-11)
 
 
@@ -98,8 +101,10 @@ def test_a_frozen_input_changes_no_other_gradient(
     wanted = torch.autograd.grad(sum((pull * x).sum() for pull, x in zip(pulls, expected)), list(leaves.values()))
     for name in frozen.split(" and "):
         leaves[name].requires_grad_(False)
-    found = tiled(hidden, weight, targets, tile, bias=bias, temperature=0.7, softcap=softcap, entropy_grad=entropy_grad)
-    sum((pull * x).sum() for pull, x in zip(pulls, found)).backward()
+    actual = tiled(
+        hidden, weight, targets, tile, bias=bias, temperature=0.7, softcap=softcap, entropy_grad=entropy_grad
+    )
+    sum((pull * x).sum() for pull, x in zip(pulls, actual)).backward()
     for (name, leaf), gradient in zip(leaves.items(), wanted):
         if name in frozen.split(" and "):
             assert leaf.grad is None
@@ -111,9 +116,9 @@ def flops_of(pull: Tensor, weight: Tensor) -> tuple[int, int]:
     """Matrix-product operations of the forward and of the backward pass, for gradients of the log-probs ``pull``."""
     hidden, _, _, targets = problem()
     with Meter() as forward:
-        found, _ = tiled(hidden, weight, targets)
+        actual, _ = tiled(hidden, weight, targets)
     with Meter() as backward:
-        found.backward(pull)
+        actual.backward(pull)
     return forward.flops, backward.flops
 
 
@@ -138,10 +143,10 @@ def test_rows_without_a_gradient_change_nothing(entropy_grad: bool) -> None:
     pulls, idle = torch.randn(1 + entropy_grad, M, dtype=torch.float64), torch.randperm(M)[:5]
     pulls[:, idle] = 0
     pulls[0, idle[0]] = float(entropy_grad)  # a gradient by one of the two is a gradient
-    found = tiled(hidden, weight, targets, bias=bias, entropy_grad=entropy_grad)
+    actual = tiled(hidden, weight, targets, bias=bias, entropy_grad=entropy_grad)
     gradients = [
         torch.autograd.grad(sum((pull * x).sum() for pull, x in zip(pulls, pair)), (hidden, weight, bias))
-        for pair in (found, full(hidden, weight, bias, targets, 1.0))
+        for pair in (actual, full(hidden, weight, bias, targets, 1.0))
     ]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-11)
     assert (gradients[0][0][idle[1:]] == 0).all()
@@ -154,12 +159,12 @@ def test_nan_in_a_row_without_a_gradient_reaches_no_other(frozen: bool) -> None:
     broken = hidden.detach().clone()
     broken[3] = math.nan
     pull = torch.randn(M, dtype=torch.float64).index_fill_(0, torch.tensor([3]), 0)
-    found = []
+    actual = []
     for states in (hidden, broken.requires_grad_()):
         leaves = [states] if frozen else [states, weight]
         log_probs, _ = tiled(states, weight, targets)
-        found.append(torch.autograd.grad(log_probs, leaves, pull))
-    assert all(map(torch.equal, *found))
+        actual.append(torch.autograd.grad(log_probs, leaves, pull))
+    assert all(map(torch.equal, *actual))
 
 
 @pytest.mark.parametrize("tile", [20, 10_000])
@@ -183,10 +188,10 @@ def test_everything_keeps_its_digits_at_logits_of_some_thousands(tile: int, temp
 def test_bfloat16_gradients_are_rounded_once_however_many_tiles_add_to_them() -> None:
     hidden, weight = (torch.randn(n, H).bfloat16().requires_grad_() for n in (2000, 5))
     targets = torch.randint(0, 5, (2000,))
-    found, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=150)  # 25 logits
+    actual, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=150)  # 25 logits
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     wanted = torch.autograd.grad(full(*exact, None, targets, 1.0)[0].sum(), exact)
-    for gradient, reference in zip(torch.autograd.grad(found.sum(), (hidden, weight)), wanted):
+    for gradient, reference in zip(torch.autograd.grad(actual.sum(), (hidden, weight)), wanted):
         assert (gradient.double() - reference).norm() < 0.006 * reference.norm()
 
 
@@ -195,11 +200,11 @@ def test_autocast_multiplies_in_its_dtype_as_a_linear_layer_does(frozen: bool) -
     hidden, weight, _, targets = problem(torch.float32)
     weight.requires_grad_(not frozen)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400)
+        actual, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400)
         logits = torch.nn.functional.linear(hidden, weight)
-        found.sum().backward()
+        actual.sum().backward()
     assert logits.dtype == torch.bfloat16
-    torch.testing.assert_close(found, logits.float().log_softmax(-1)[torch.arange(M), targets])
+    torch.testing.assert_close(actual, logits.float().log_softmax(-1)[torch.arange(M), targets])
     assert {x.grad.dtype for x in (hidden, weight) if x.requires_grad} == {torch.float32}
     exact = hidden.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(full(exact, weight.detach().double(), None, targets, 1.0)[0].sum(), exact)
@@ -207,7 +212,7 @@ def test_autocast_multiplies_in_its_dtype_as_a_linear_layer_does(frozen: bool) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_ratio_is_one_whoever_computes_twice(dtype: torch.dtype) -> None:
+def test_the_ratio_is_one_whichever_policy_computes_twice(dtype: torch.dtype) -> None:
     hidden, weight, _, targets = problem(dtype)
     with torch.no_grad():
         first, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)
@@ -223,8 +228,8 @@ def test_a_confident_token_keeps_its_gradient_in_bfloat16(frozen: bool) -> None:
     lead = (hidden @ weight.t()).logsumexp(-1) + 7
     weight[3] = lead * hidden / hidden.square().sum()
     hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(not frozen)
-    found, _ = chunked_log_probs(hidden, weight, torch.tensor([3]), logits_bytes=400)
-    (gradient,) = torch.autograd.grad(found, hidden)
+    actual, _ = chunked_log_probs(hidden, weight, torch.tensor([3]), logits_bytes=400)
+    (gradient,) = torch.autograd.grad(actual, hidden)
     p = (hidden @ weight.t()).detach().double().softmax(-1)
     wanted = weight.detach().double()[3] - p @ weight.detach().double()
     assert (gradient - wanted).norm() < 0.03 * wanted.norm()
@@ -233,10 +238,10 @@ def test_a_confident_token_keeps_its_gradient_in_bfloat16(frozen: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_backward_under_autocast_keeps_the_precision_of_the_forward(dtype: torch.dtype) -> None:
     hidden, weight, _, targets = problem(dtype)
-    found, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400)
-    expected = torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True)
+    actual, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400)
+    expected = torch.autograd.grad(actual.sum(), (hidden, weight), retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = torch.autograd.grad(found.sum(), (hidden, weight))
+        inside = torch.autograd.grad(actual.sum(), (hidden, weight))
     assert all(torch.equal(a, b) for a, b in zip(inside, expected))
 
 
@@ -273,9 +278,9 @@ def test_no_tensor_grows_with_rows_times_vocabulary() -> None:
 
 def test_no_rows_is_no_work_and_a_zero_gradient() -> None:
     weight = torch.randn(V, H, requires_grad=True)
-    found, _ = chunked_log_probs(torch.zeros(0, H), weight, torch.zeros(0, dtype=torch.int64))
-    assert found.shape == (0,)
-    found.sum().backward()
+    actual, _ = chunked_log_probs(torch.zeros(0, H), weight, torch.zeros(0, dtype=torch.int64))
+    assert actual.shape == (0,)
+    actual.sum().backward()
     assert torch.equal(weight.grad, torch.zeros(V, H))
 
 
@@ -302,12 +307,12 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
 def test_a_gpu_computes_the_same(dtype: torch.dtype, close: float, frozen: bool) -> None:
     hidden, weight, _, targets = (x.detach().cuda() for x in problem(dtype))
     leaves = [hidden.requires_grad_()] if frozen else [hidden.requires_grad_(), weight.requires_grad_()]
-    found, entropy = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)
+    actual, entropy = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected = full(*exact, None, targets, 1.0)
-    torch.testing.assert_close((found.double(), entropy.double()), expected, rtol=0, atol=3 * close)
+    torch.testing.assert_close((actual.double(), entropy.double()), expected, rtol=0, atol=3 * close)
     wanted = torch.autograd.grad(expected[0].sum(), exact)
-    for gradient, reference in zip(torch.autograd.grad(found.sum(), leaves), wanted):
+    for gradient, reference in zip(torch.autograd.grad(actual.sum(), leaves), wanted):
         assert (gradient.double() - reference).norm() < close * reference.norm()
 
 
@@ -327,10 +332,10 @@ def test_kept_tiles_give_the_gradient_of_recomputed_ones(
     expected = torch.autograd.grad(log_p, exact, pull)
     made = []
     monkeypatch.setattr(functional_log_probs, "kept_limit", lambda device: 2**20)
-    pulled = functional_log_probs._pull_kept
-    monkeypatch.setattr(functional_log_probs, "_pull_kept", lambda *given: made.append(len(given)) or pulled(*given))
-    found, _ = chunked_log_probs(*leaves, targets, temperature=0.7, logits_bytes=20_000, with_entropy=True)
-    gradients = torch.autograd.grad(found, leaves, pull.to(found.dtype))
+    pulled = functional_log_probs._pull_saved
+    monkeypatch.setattr(functional_log_probs, "_pull_kept", lambda *args: made.append(len(args)) or pulled(*args))
+    actual, _ = chunked_log_probs(*leaves, targets, temperature=0.7, logits_bytes=20_000, with_entropy=True)
+    gradients = torch.autograd.grad(actual, leaves, pull.to(actual.dtype))
     assert made
     for one, right in zip(gradients, expected):
         assert (one.double() - right).norm() < close * right.norm()
@@ -339,5 +344,5 @@ def test_kept_tiles_give_the_gradient_of_recomputed_ones(
 def test_autocast_leaves_float64_as_it_is() -> None:
     hidden, weight, _, targets = problem()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, _ = chunked_log_probs(hidden, weight, targets)
-    assert torch.equal(found, chunked_log_probs(hidden, weight, targets)[0])
+        actual, _ = chunked_log_probs(hidden, weight, targets)
+    assert torch.equal(actual, chunked_log_probs(hidden, weight, targets)[0])

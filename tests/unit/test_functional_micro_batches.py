@@ -211,5 +211,5 @@ def test_shares_are_within_a_third_of_the_best_ones() -> None:
             max(sum(cost for cost, share in zip(costs, way) if share == one) for one in range(3))
             for way in itertools.product(range(3), repeat=len(costs))
         )
-        found = max(sum(costs[index] for index in share) for share in balanced_shares(costs, 3))
-        assert found <= (4 / 3 - 1 / 9) * best + 1e-9
+        actual = max(sum(costs[index] for index in share) for share in balanced_shares(costs, 3))
+        assert actual <= (4 / 3 - 1 / 9) * best + 1e-9

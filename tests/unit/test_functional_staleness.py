@@ -37,7 +37,7 @@ class Simulation:
         return None if short else oldest
 
     def step(self, pick: Callable[[list[int]], int]) -> None:
-        """Finish groups one by one until a batch stands, train on it, publish, free."""
+        """Finish groups one by one until a batch is ready, train on it, publish, free."""
         self.fill()
         batch = self.next_batch()
         while batch is None:

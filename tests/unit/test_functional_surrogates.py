@@ -139,14 +139,14 @@ def test_sequence_ratio_by_the_plain_loop(batch) -> None:
     log_prob, old, _ = batch
     mask = torch.rand(ROWS, TOKENS) < 0.6
     mask[3] = False
-    found = sequence_log_ratio(log_prob, old, mask)
+    actual = sequence_log_ratio(log_prob, old, mask)
     seed = torch.randn(ROWS, TOKENS, dtype=torch.float64)
-    found.backward(seed)
+    actual.backward(seed)
     for i in range(ROWS):
         steps = [t for t in range(TOKENS) if mask[i, t]]
         mean = sum(log_prob[i, t].item() - old[i, t].item() for t in steps) / max(len(steps), 1)
         expected = [mean if t in steps else 0.0 for t in range(TOKENS)]
-        assert found[i].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+        assert actual[i].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
     assert torch.equal(log_prob.grad, torch.where(mask, seed, 0.0))
 
 
@@ -241,9 +241,9 @@ def test_nan_in_a_masked_slot_changes_no_sequence_ratio(batch) -> None:
     mask = torch.rand(ROWS, TOKENS) < 0.6
     clean = sequence_log_ratio(log_prob, old, mask)
     dirty = log_prob.detach().masked_fill(~mask, math.nan).requires_grad_()
-    found = sequence_log_ratio(dirty, old.masked_fill(~mask, -math.inf), mask)
-    found.sum().backward()
-    assert torch.equal(found, clean)
+    actual = sequence_log_ratio(dirty, old.masked_fill(~mask, -math.inf), mask)
+    actual.sum().backward()
+    assert torch.equal(actual, clean)
     assert torch.equal(dirty.grad, mask.double())
 
 

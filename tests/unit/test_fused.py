@@ -1,6 +1,6 @@
 """Compiled decoder layers: the log-probs and gradients of eager ones, one compilation for rows of any length.
 
-With the kernel for half precision on CUDA, in whose place plain torch stands here, a layer is one graph.
+With the kernel for half precision on CUDA, which plain torch replaces here, a layer is one graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sota_grpo.policy import sharding, shared_prompt
 from sota_grpo.policy.causal import CausalPolicy, adapter_disabled, base_model
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.sharding import gather
 from tests.pretended_cuda import kernels
 from tests.unit.test_shared_prompt import GROUPS, make_groups
 from tests.unit.tiny_models import make_model
@@ -47,9 +47,9 @@ def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """As kernels are: what they are given decides how they round."""
 
     @wraps(kernel)
-    def computed(*given: Any) -> Any:
+    def computed(*args: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
-            return kernel(*given)
+            return kernel(*args)
 
     return computed
 
@@ -119,21 +119,21 @@ def pair_of(model: torch.nn.Module) -> list[CausalPolicy]:
 def assert_equal(
     eager: CausalPolicy, fused: CausalPolicy, rows: TensorDict, close: float, precise: bool = False
 ) -> None:
-    (expected, gradient), (found, other) = (measured(policy, rows, precise) for policy in (eager, fused))
-    assert (found - expected).norm() <= close * expected.norm()
+    (expected, gradient), (actual, other) = (measured(policy, rows, precise) for policy in (eager, fused))
+    assert (actual - expected).norm() <= close * expected.norm()
     assert (other - gradient).norm() <= close * gradient.norm()
 
 
 @pytest.mark.parametrize("builds", [False, True])
 def test_layers_are_compiled_where_they_can_be(builds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left open: on CUDA, with a compiler, and a run without one says so; asked for, everywhere."""
+    """Left open: on CUDA, with a compiler, and a run without one says so; requested, everywhere."""
     monkeypatch.setattr(learning, "builds_kernels", lambda: builds)
     monkeypatch.setattr(devices, "builds_kernels", lambda: builds)
     config = Config()
     assert learning.wants_fused_layers(config, "cuda") == builds
     assert not learning.wants_fused_layers(config, "cpu")
-    said = any("C compiler" in note for note in devices.make_plan(config, "cuda", 1).notes)
-    assert said != builds
+    is_noted = any("C compiler" in note for note in devices.make_plan(config, "cuda", 1).notes)
+    assert is_noted != builds
     config.train_model.compile = True
     assert learning.wants_fused_layers(config, "cpu")
 
@@ -154,7 +154,7 @@ def test_compiled_layers_are_sharded_as_eager_ones(tmp_path: Path, gpus_kernel: 
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
                 log_probs = policy(rows)[keys.LOG_PROBS]
             log_probs.sum().backward()
-            gradients.append(torch.cat([gathered(p.grad).flatten() for p in policy.parameters()]))
+            gradients.append(torch.cat([gather(p.grad).flatten() for p in policy.parameters()]))
         assert (gradients[1] - gradients[0]).norm() <= 3e-3 * gradients[0].norm()
     finally:
         dist.destroy_process_group()

@@ -41,34 +41,34 @@ from sota_grpo.training.gate import (
 from sota_grpo.training.gate import (
     TrainingComponents as Components,
 )
-from tests.l3_parts import TEMPERATURE, make_subject
+from tests.training_rigs import TEMPERATURE, make_components
 
 
 @pytest.fixture
-def subject(tmp_path: Path) -> Components:
-    return make_subject(tmp_path)
+def components(tmp_path: Path) -> Components:
+    return make_components(tmp_path)
 
 
-def graded_by(subject: Components, score: Callable[[str, Example], Score]) -> None:
-    subject.rollouts.env.grader = LocalGrader(score, ["correct"])
+def graded_by(components: Components, score: Callable[[str, Example], Score]) -> None:
+    components.rollouts.env.grader = LocalGrader(score, ["correct"])
 
 
-def failed(subject: Components) -> list[str]:
-    return [check.name for check in run_gate(subject, "warn") if check.passed is False]
+def failed(components: Components) -> list[str]:
+    return [check.name for check in run_gate(components, "warn") if check.passed is False]
 
 
-def test_a_right_run_passes_and_keeps_its_state(subject: Components) -> None:
-    before = {name: value.clone() for name, value in subject.learner.policy.state_dict().items()}
-    stream, random = subject.rollouts.env.stream.state_dict(), rng_state()
-    probe = subject.sample(num_prompts=1, num_samples=1)[0][keys.LOG_PROBS]
-    assert failed(subject) == []
-    after = subject.learner.policy.state_dict()
+def test_a_right_run_passes_and_keeps_its_state(components: Components) -> None:
+    before = {name: value.clone() for name, value in components.learner.policy.state_dict().items()}
+    stream, random = components.rollouts.env.stream.state_dict(), rng_state()
+    probe = components.sample(num_prompts=1, num_samples=1)[0][keys.LOG_PROBS]
+    assert failed(components) == []
+    after = components.learner.policy.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert subject.rollouts.env.stream.state_dict() == stream
+    assert components.rollouts.env.stream.state_dict() == stream
     assert str(rng_state()) == str(random)
-    assert torch.equal(subject.sample(num_prompts=1, num_samples=1)[0][keys.LOG_PROBS], probe)
-    assert all(parameter.grad is None for parameter in subject.learner.parameters)
-    assert subject.rollouts.engine.version == subject.learner.version == 0
+    assert torch.equal(components.sample(num_prompts=1, num_samples=1)[0][keys.LOG_PROBS], probe)
+    assert all(parameter.grad is None for parameter in components.learner.parameters)
+    assert components.rollouts.engine.version == components.learner.version == 0
 
 
 HALF = {
@@ -81,46 +81,46 @@ MIDDLE = [pytest.param(layer, marks=pytest.mark.slow) for layer in (1, 2)]
 
 @pytest.mark.parametrize("half", HALF)
 def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> None:
-    assert failed(make_subject(tmp_path, max_tokens=96, **HALF[half])) == []
+    assert failed(make_components(tmp_path, max_tokens=96, **HALF[half])) == []
 
 
 @pytest.mark.parametrize("layer", [None, 0, *MIDDLE, 3])
-def test_in_half_precision_a_push_without_a_layer_is_told_from_a_whole_one(layer: int | None, tmp_path: Path) -> None:
+def test_in_half_precision_a_push_without_a_layer_differs_from_a_whole_one(layer: int | None, tmp_path: Path) -> None:
     """Fresh samples. Of 12 seeds, right pushes came to at most 0.61 of what is allowed, others to 2.03 and more."""
     seed = random.randrange(1 << 30)
-    subject = make_subject(tmp_path, max_tokens=96, seed=seed, **HALF["bf16 both"])
-    subject.weight_sync.send(version=0)
-    subject.rows = graded_rows(subject)
+    components = make_components(tmp_path, max_tokens=96, seed=seed, **HALF["bf16 both"])
+    components.weight_sync.send(version=0)
+    components.rows = graded_rows(components)
     if layer is not None:
-        push = subject.weight_sync
+        push = components.weight_sync
         old = {name: weight.clone() for name, weight in push.policy_weights() if f"layers.{layer}." in name}
-        subject.weight_sync = EngineWeightSync(
+        components.weight_sync = EngineWeightSync(
             lambda: [(name, old.get(name, w)) for name, w in push.policy_weights()], push.engine
         )
-    check = pushed_weights_landed(subject)
+    check = pushed_weights_landed(components)
     assert check.passed == (layer is None), f"seed {seed}: {check.sentence}"
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
 def test_another_temperature_in_the_engine_is_found_and_named(half: str | None, tmp_path: Path) -> None:
     """The trainer's is 0.8: its check says so to a few per cent, and the other two refuse the run as well."""
-    subject = make_subject(tmp_path, engine_temperature=1.0, max_tokens=96, **HALF.get(half, {}))
-    subject.rows = subject.sample()
-    check = gate.engine_and_trainer_have_one_temperature(subject)
+    components = make_components(tmp_path, engine_temperature=1.0, max_tokens=96, **HALF.get(half, {}))
+    components.rows = components.sample()
+    check = gate.engine_and_trainer_have_one_temperature(components)
     assert not check.passed
     assert float(check.sentence.split()[3]) == pytest.approx(0.8, abs=0.03)
-    assert not gate.engine_and_trainer_agree(subject).passed
-    assert not gate.first_ratio_is_one(subject).passed
+    assert not gate.engine_and_trainer_agree(components).passed
+    assert not gate.first_ratio_is_one(components).passed
 
 
 def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
     """Under top-p it samples where the trainer has less than all of its mass, so that the mean ratio is below 1."""
-    subject = make_subject(tmp_path, temperature=4.0, max_tokens=96, **HALF["bf16 both"])
-    subject.rows = subject.sample()
-    assert gate.first_ratio_is_one(subject).passed
-    subject = make_subject(tmp_path, temperature=4.0, top_p=0.9, max_tokens=96, **HALF["bf16 both"])
-    subject.rows = subject.sample().without(keys.KEPT_IDS, keys.KEPT_COUNTS)  # and does not tell which
-    check = gate.first_ratio_is_one(subject)
+    components = make_components(tmp_path, temperature=4.0, max_tokens=96, **HALF["bf16 both"])
+    components.rows = components.sample()
+    assert gate.first_ratio_is_one(components).passed
+    components = make_components(tmp_path, temperature=4.0, top_p=0.9, max_tokens=96, **HALF["bf16 both"])
+    components.rows = components.sample().without(keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)  # and does not report which
+    check = gate.first_ratio_is_one(components)
     assert not check.passed
     assert float(check.sentence.split()[1]) == pytest.approx(0.9, abs=0.03)
 
@@ -128,103 +128,108 @@ def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layer", [0, *MIDDLE, 3])
 def test_one_layer_of_other_weights_is_found_in_half_precision(layer: int, tmp_path: Path) -> None:
     """The policy is sure of most tokens: the mean gap is 0.01, a fifth of what SmolLM2's rounding alone makes."""
-    subject = make_subject(tmp_path, max_tokens=96, **HALF["bf16 both"])
-    subject.rows = subject.sample()
-    learner = subject.learner
+    components = make_components(tmp_path, max_tokens=96, **HALF["bf16 both"])
+    components.rows = components.sample()
+    learner = components.learner
     learner.perturb([name for name in learner.trainable_names() if f"layers.{layer}." not in name])
-    assert not gate.engine_and_trainer_agree(subject).passed
+    assert not gate.engine_and_trainer_agree(components).passed
 
 
 def test_no_rounding_of_the_trainers_own_makes_all_gaps_right(tmp_path: Path) -> None:
     """A trainer that is wrong in half precision alone measures that as its rounding; what is allowed has an end."""
-    subject = make_subject(tmp_path, **HALF["bf16 engine"])
-    subject.rows = subject.sample()
-    said = subject.learner.measured_with_rounding(subject.rows)[0]
-    subject.learner.measured_with_rounding = lambda rows: (said - 1, torch.ones(said.shape[1]))
-    assert gate.allowed_gaps(subject).gap == 0.25
-    assert not gate.engine_and_trainer_agree(subject).passed
+    components = make_components(tmp_path, **HALF["bf16 engine"])
+    components.rows = components.sample()
+    log_probs = components.learner.measured_with_rounding(components.rows)[0]
+    components.learner.measured_with_rounding = lambda rows: (log_probs - 1, torch.ones(log_probs.shape[1]))
+    assert gate.allowed_gaps(components).gap == 0.25
+    assert not gate.engine_and_trainer_agree(components).passed
 
 
 def test_parameters_in_half_precision_have_a_bound_of_their_own(tmp_path: Path) -> None:
-    subject = make_subject(tmp_path, engine_dtype=torch.bfloat16)
-    subject.learner.policy.to(torch.bfloat16)
-    assert failed(subject) == []
-    assert gate.allowed_gaps(subject)[:2] == pytest.approx((0.1, 0.02))
-    found = subject.learner.gradient_gap(subject.rows[:4], (1 << 20, 1))
-    assert not found.single
-    assert 1e-4 < found.relative < 0.1
+    components = make_components(tmp_path, engine_dtype=torch.bfloat16)
+    components.learner.policy.to(torch.bfloat16)
+    assert failed(components) == []
+    assert gate.allowed_gaps(components)[:2] == pytest.approx((0.1, 0.02))
+    actual = components.learner.gradient_gap(components.rows[:4], (1 << 20, 1))
+    assert not actual.single
+    assert 1e-4 < actual.relative < 0.1
 
 
 def test_one_token_far_off_in_most_responses_is_found(tmp_path: Path) -> None:
     """One wrong log-prob in some hundred may pass as a mean; in half precision one alone may be rounding."""
-    subject = make_subject(tmp_path, **HALF["bf16 both"])
-    subject.rows = subject.sample()
-    said = subject.learner.measured_with_rounding(subject.rows)[0]
-    subject.learner.measured_with_rounding = lambda rows: (said, torch.full_like(said[0], 0.03))  # as SmolLM2's
-    for row in subject.rows.rows()[:4]:  # of 8
+    components = make_components(tmp_path, **HALF["bf16 both"])
+    components.rows = components.sample()
+    log_probs = components.learner.measured_with_rounding(components.rows)[0]
+    components.learner.measured_with_rounding = lambda rows: (
+        log_probs,
+        torch.full_like(log_probs[0], 0.03),
+    )  # as SmolLM2's
+    for row in components.rows.rows()[:4]:  # of 8
         row[keys.LOG_PROBS][-1] -= 1.2
-    check = gate.engine_and_trainer_agree(subject)
+    check = gate.engine_and_trainer_agree(components)
     assert check.passed
     assert "largest 1.2, all but 4 within 0.0" in check.sentence
-    subject.rows[4][keys.LOG_PROBS][-1] -= 1.2
-    check = gate.engine_and_trainer_agree(subject)
+    components.rows[4][keys.LOG_PROBS][-1] -= 1.2
+    check = gate.engine_and_trainer_agree(components)
     assert not check.passed
     assert "all but 4 within 1.2" in check.sentence
-    assert subject.gaps.abs().mean() < gate.allowed_gaps(subject).gap
+    assert components.gaps.abs().mean() < gate.allowed_gaps(components).gap
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_the_side_that_half_precision_moves_too_far_is_told(precision: str, tmp_path: Path) -> None:
+def test_the_side_that_half_precision_moves_too_far_is_reported(precision: str, tmp_path: Path) -> None:
     """Three distances: the engine's and the trainer's from float32, and theirs from each other."""
-    subject = make_subject(tmp_path, engine_dtype=torch.bfloat16, precision=precision)
-    subject.rows = subject.sample()
-    subject.rows.set(keys.LOG_PROBS, [row[keys.LOG_PROBS] - 0.3 * row[keys.ASSISTANT_MASK] for row in subject.rows])
-    single = make_subject(tmp_path, engine_dtype=torch.bfloat16).learner.measured(subject.rows)[0]
-    mask = sampled_tokens(subject.rows)
-    engine = float((single - subject.rows.flat(keys.LOG_PROBS))[mask].abs().mean())
-    trainer = float((subject.learner.measured(subject.rows)[0] - single)[mask].abs().mean())
+    components = make_components(tmp_path, engine_dtype=torch.bfloat16, precision=precision)
+    components.rows = components.sample()
+    components.rows.set(
+        keys.LOG_PROBS, [row[keys.LOG_PROBS] - 0.3 * row[keys.ASSISTANT_MASK] for row in components.rows]
+    )
+    single = make_components(tmp_path, engine_dtype=torch.bfloat16).learner.measured(components.rows)[0]
+    mask = sampled_tokens(components.rows)
+    engine = float((single - components.rows.flat(keys.LOG_PROBS))[mask].abs().mean())
+    trainer = float((components.learner.measured(components.rows)[0] - single)[mask].abs().mean())
     assert (trainer == 0) == (precision == "fp32")
-    check = gate.engine_and_trainer_agree(subject)
+    check = gate.engine_and_trainer_agree(components)
     assert check.passed is False
     assert f"the engine is {engine:.2g} away and the trainer {trainer:.2g}: " in check.sentence
     assert ("use inference_model.torch_dtype=float32 train.prec" in check.sentence) == (precision == "bf16")
 
 
-def test_one_token_off_in_float32_is_found(subject: Components) -> None:
-    subject.rows = subject.sample()
-    assert gate.engine_and_trainer_agree(subject).passed
-    subject.rows[0][keys.LOG_PROBS][-1] -= 0.0025
-    check = gate.engine_and_trainer_agree(subject)
+def test_one_token_off_in_float32_is_found(components: Components) -> None:
+    components.rows = components.sample()
+    assert gate.engine_and_trainer_agree(components).passed
+    components.rows[0][keys.LOG_PROBS][-1] -= 0.0025
+    check = gate.engine_and_trainer_agree(components)
     assert not check.passed
     assert "largest 0.0025, over" in check.sentence
 
 
-def test_a_clipped_token_in_float32_is_found(subject: Components) -> None:
-    subject.rows = subject.sample()
-    assert gate.first_ratio_is_one(subject).passed
-    subject.diagnosis |= {"clip_fraction": 0.01}
-    assert not gate.first_ratio_is_one(subject).passed
+def test_a_clipped_token_in_float32_is_found(components: Components) -> None:
+    components.rows = components.sample()
+    assert gate.first_ratio_is_one(components).passed
+    components.diagnosis |= {"clip_fraction": 0.01}
+    assert not gate.first_ratio_is_one(components).passed
 
 
-def test_rows_that_are_padded_for_no_reason_are_found(subject: Components) -> None:
-    subject.rows = subject.sample()
-    subject.packs = True
-    assert gate.prompts_are_computed_once(subject).passed
-    del subject.diagnosis
-    subject.learner.policy.scorer.shared_prompt = False
-    check = gate.prompts_are_computed_once(subject)
+def test_rows_that_are_padded_for_no_reason_are_found(components: Components) -> None:
+    components.rows = components.sample()
+    components.packs = True
+    assert gate.prompts_are_computed_once(components).passed
+    del components.diagnosis
+    components.learner.policy.scorer.shared_prompt = False
+    check = gate.prompts_are_computed_once(components)
     assert not check.passed
     assert "rows are padded" in check.sentence
-    subject.packs = False
-    assert gate.prompts_are_computed_once(subject).passed
+    components.packs = False
+    assert gate.prompts_are_computed_once(components).passed
 
 
 def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> None:
     """Under ``drop_truncated`` a step on them has no gradient; the check of the split is about that, not about them."""
-    subject = make_subject(tmp_path, drop_truncated=True, max_tokens=2)
-    assert all(bool(row[keys.TRUNCATED]) for row in subject.sample())
-    assert failed(subject) == ["responses end and are graded"]
-    check = gate.responses_end_and_are_graded(subject)
+    components = make_components(tmp_path, drop_truncated=True, max_tokens=2)
+    assert all(bool(row[keys.TRUNCATED]) for row in components.sample())
+    assert failed(components) == ["responses end and are graded"]
+    check = gate.responses_end_and_are_graded(components)
     assert "0 of 8 responses end" in check.sentence
     assert "raise inference_model.max_tokens (now 2)" in check.sentence
 
@@ -232,112 +237,114 @@ def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> 
 def test_that_responses_end_is_not_said_of_longer_ones_than_were_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = make_subject(tmp_path, max_tokens=256, optim_batch_size=8)
-    subject.rows = graded_rows(subject)
-    subject.rows.set(keys.TRUNCATED, torch.ones(len(subject.rows), 1, dtype=torch.bool))
-    monkeypatch.setattr(subject, "sample", None)
-    assert "; not verified: that longer ones than the 85 tokens" in gate.responses_end_and_are_graded(subject).sentence
+    components = make_components(tmp_path, max_tokens=256, optim_batch_size=8)
+    components.rows = graded_rows(components)
+    components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
+    monkeypatch.setattr(components, "sample", None)
+    assert (
+        "; not verified: that longer ones than the 85 tokens" in gate.responses_end_and_are_graded(components).sentence
+    )
 
 
 def test_responses_that_are_cut_by_chance_are_not_the_rule(
-    subject: Components, monkeypatch: pytest.MonkeyPatch
+    components: Components, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject.rows = graded_rows(subject)
-    subject.rows.set(keys.TRUNCATED, torch.ones(len(subject.rows), 1, dtype=torch.bool))
-    assert gate.responses_end_and_are_graded(subject).passed  # of those that are drawn then, some end
-    subject.sampling = replace(subject.sampling, ignore_eos=True)
-    monkeypatch.setattr(subject, "sample", None)
-    assert gate.responses_end_and_are_graded(subject).passed  # they need not end
+    components.rows = graded_rows(components)
+    components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
+    assert gate.responses_end_and_are_graded(components).passed  # of those that are drawn then, some end
+    components.sampling = replace(components.sampling, ignore_eos=True)
+    monkeypatch.setattr(components, "sample", None)
+    assert gate.responses_end_and_are_graded(components).passed  # they need not end
 
 
-def test_each_task_of_a_mixture_is_looked_at(subject: Components) -> None:
-    subject.rows = graded_rows(subject)
+def test_each_task_of_a_mixture_is_looked_at(components: Components) -> None:
+    components.rows = graded_rows(components)
     errors = torch.zeros(8, 1, dtype=torch.bool)
     errors[[3, 5]] = True  # all of one task's
-    subject.rows.set(keys.REWARD_ERROR, errors)
-    subject.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}' if lost else "{}" for lost in errors.flatten()])
+    components.rows.set(keys.REWARD_ERROR, errors)
+    components.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}' if lost else "{}" for lost in errors.flatten()])
     tasks = ["b" if failed else "a" for failed in errors.flatten()]
-    check = gate.responses_end_and_are_graded(subject)
+    check = gate.responses_end_and_are_graded(components)
     assert check.passed
     assert check.sentence.endswith("6 are graded; the grader failed at 2 of 8, the first time: OSError: gone")
-    subject.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
-    check = gate.responses_end_and_are_graded(subject)
+    components.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
+    check = gate.responses_end_and_are_graded(components)
     assert check.passed is False
     assert "the grader failed at every response of b, the first time: OSError: gone" in check.sentence
 
 
-def test_a_check_over_nothing_is_not_passed(subject: Components) -> None:
-    subject.task = with_gold(subject.task, heldout=[])
-    subject.transforms = []
-    graded_by(subject, lambda text, example: Score({"correct": None}, False))
-    subject.rows = graded_rows(subject)
-    subject.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
-    assert gate.gold_answers_earn_the_full_reward(subject).passed is None
-    assert gate.no_held_out_question_is_trained_on(subject).passed is None
-    assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed is None
+def test_a_check_over_nothing_is_not_passed(components: Components) -> None:
+    components.task = with_gold(components.task, heldout=[])
+    components.transforms = []
+    graded_by(components, lambda text, example: Score({"correct": None}, False))
+    components.rows = graded_rows(components)
+    components.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
+    assert gate.gold_answers_earn_the_full_reward(components).passed is None
+    assert gate.no_held_out_question_is_trained_on(components).passed is None
+    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is None
 
 
 def changing(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[RowTable], RowTable]:
     return lambda rows: (rows.set(keys.ADVANTAGE, change(rows.get(keys.ADVANTAGE))), rows)[1]
 
 
-def test_advantages_of_other_rows_or_of_the_other_sign_are_found(subject: Components) -> None:
-    own = subject.transforms
-    subject.transforms = [*own, changing(torch.neg)]
-    assert failed(subject) == ["rewards and advantages belong to their responses"]
+def test_advantages_of_other_rows_or_of_the_other_sign_are_found(components: Components) -> None:
+    own = components.transforms
+    components.transforms = [*own, changing(torch.neg)]
+    assert failed(components) == ["rewards and advantages belong to their responses"]
     for by in (1, -1, 2, 3):
-        subject.transforms = [*own, changing(lambda rows, by=by: rows.roll(by, 0))]
-        assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed is False, by
+        components.transforms = [*own, changing(lambda rows, by=by: rows.roll(by, 0))]
+        assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is False, by
 
 
-def test_every_baseline_and_scale_passes(subject: Components) -> None:
+def test_every_baseline_and_scale_passes(components: Components) -> None:
     """Whatever the rewards of the samples were: others are made up, no two siblings alike."""
-    subject.rows = subject.sample()
-    terms = subject.task.term_weights
+    components.rows = components.sample()
+    terms = components.task.term_weights
     for baseline, scale in itertools.product(get_args(Baseline), get_args(Scale)):
-        subject.transforms = [GroupAdvantage(baseline, scale)]
-        assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed, (baseline, scale)
-    subject.transforms = [GroupAdvantage(decouple_terms=True, term_weights=dict.fromkeys(terms, -1.0))]
-    assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed is False  # worse is better
-    subject.transforms = [GroupAdvantage(decouple_terms=True, term_weights=terms)]
-    assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed
+        components.transforms = [GroupAdvantage(baseline, scale)]
+        assert gate.rewards_and_advantages_belong_to_their_responses(components).passed, (baseline, scale)
+    components.transforms = [GroupAdvantage(decouple_terms=True, term_weights=dict.fromkeys(terms, -1.0))]
+    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is False  # worse is better
+    components.transforms = [GroupAdvantage(decouple_terms=True, term_weights=terms)]
+    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed
 
 
-def test_scores_of_other_rows_are_found(subject: Components) -> None:
-    graded_by(subject, lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False))
-    subject.rows = graded_rows(subject)
-    assert gate.rewards_and_advantages_belong_to_their_responses(subject).passed
-    rewards = subject.rows.get(keys.REWARD)
+def test_scores_of_other_rows_are_found(components: Components) -> None:
+    graded_by(components, lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False))
+    components.rows = graded_rows(components)
+    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed
+    rewards = components.rows.get(keys.REWARD)
     for by in (1, -1, 2):
-        subject.rows.set(keys.REWARD, rewards.roll(by, 0))
-        check = gate.rewards_and_advantages_belong_to_their_responses(subject)
+        components.rows.set(keys.REWARD, rewards.roll(by, 0))
+        check = gate.rewards_and_advantages_belong_to_their_responses(components)
         assert check.passed is False
         assert "when they are graded again; response" in check.sentence
 
 
-def test_a_reward_that_is_another_each_time_is_no_fault(subject: Components) -> None:
+def test_a_reward_that_is_another_each_time_is_no_fault(components: Components) -> None:
     drawn = itertools.count()
-    graded_by(subject, lambda text, example: Score({"correct": float(next(drawn))}, False))
-    subject.rows = graded_rows(subject)
-    check = gate.rewards_and_advantages_belong_to_their_responses(subject)
+    graded_by(components, lambda text, example: Score({"correct": float(next(drawn))}, False))
+    components.rows = graded_rows(components)
+    check = gate.rewards_and_advantages_belong_to_their_responses(components)
     assert check.passed
     assert check.sentence.startswith("0 of 0 responses")
 
 
-def test_a_grader_that_fails_once_leaves_its_response_uncompared(subject: Components) -> None:
+def test_a_grader_that_fails_once_leaves_its_response_uncompared(components: Components) -> None:
     """It fails at one response when all are graded again; and a sibling's row has not the reward that it earned."""
-    subject.task.score = NeedsEverySibling(NUM_SAMPLES)
-    graded_by(subject, subject.task.score)
-    subject.rows = graded_rows(subject)
-    subject.rows.get(keys.REWARD)[1] += 1.0
-    grade, calls = subject.task.score.score_group, itertools.count()
+    components.task.score = NeedsEverySibling(NUM_SAMPLES)
+    graded_by(components, components.task.score)
+    components.rows = graded_rows(components)
+    components.rows.get(keys.REWARD)[1] += 1.0
+    grade, calls = components.task.score.score_group, itertools.count()
 
     def once(asked: list[tuple[str, Example]]) -> list[Score]:
         first, *others = grade(asked)
         return [first if next(calls) else replace(first, error="OSError: busy"), *others]
 
-    subject.task.score.score_group = once
-    check = gate.rewards_and_advantages_belong_to_their_responses(subject)
+    components.task.score.score_group = once
+    check = gate.rewards_and_advantages_belong_to_their_responses(components)
     assert check.passed is False
     assert check.sentence.startswith("6 of 7 responses earn the reward of their row")
 
@@ -351,30 +358,30 @@ MASKS = {
 }
 
 
-def test_a_sampled_token_that_is_not_trained_is_found(subject: Components) -> None:
-    subject.rows = graded_rows(subject)
-    assert gate.every_sampled_token_is_trained(subject).passed
-    rows = subject.rows.rows()
+def test_a_sampled_token_that_is_not_trained_is_found(components: Components) -> None:
+    components.rows = graded_rows(components)
+    assert gate.every_sampled_token_is_trained(components).passed
+    rows = components.rows.rows()
     for sentence, fault in MASKS.items():
         masks = [fault(row[keys.ASSISTANT_MASK], len(row[keys.PROMPT_TOKENS])) for row in rows]
-        subject.rows.set(keys.ASSISTANT_MASK, masks)
-        check = gate.every_sampled_token_is_trained(subject)
+        components.rows.set(keys.ASSISTANT_MASK, masks)
+        check = gate.every_sampled_token_is_trained(components)
         assert check.passed is False
         assert check.sentence.endswith(sentence)
 
 
-def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(subject: Components) -> None:
-    subject.rows = graded_rows(subject)
-    ids = [row[keys.FULL_TOKENS].clone() for row in subject.rows]
-    assert not subject.rows.get(keys.TRUNCATED)[0]
-    ids[0][-1] = subject.rollouts.env.tokenizer("5")["input_ids"][0]
-    subject.rows.set(keys.FULL_TOKENS, ids)
-    assert gate.every_sampled_token_is_trained(subject).sentence.endswith("the end token is not trained")
-    subject.stop = ["5"]
-    assert gate.every_sampled_token_is_trained(subject).passed
-    subject.stop = []
-    subject.rows.set(keys.TRUNCATED, torch.ones(8, 1, dtype=torch.bool))
-    assert gate.every_sampled_token_is_trained(subject).passed
+def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(components: Components) -> None:
+    components.rows = graded_rows(components)
+    ids = [row[keys.FULL_TOKENS].clone() for row in components.rows]
+    assert not components.rows.get(keys.TRUNCATED)[0]
+    ids[0][-1] = components.rollouts.env.tokenizer("5")["input_ids"][0]
+    components.rows.set(keys.FULL_TOKENS, ids)
+    assert gate.every_sampled_token_is_trained(components).sentence.endswith("the end token is not trained")
+    components.stop = ["5"]
+    assert gate.every_sampled_token_is_trained(components).passed
+    components.stop = []
+    components.rows.set(keys.TRUNCATED, torch.ones(8, 1, dtype=torch.bool))
+    assert gate.every_sampled_token_is_trained(components).passed
 
 
 def flipped(log_ratio, advantage):
@@ -390,37 +397,37 @@ def without_gradient(log_ratio, advantage):
 )
 def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=sentence) as raised:
-        run_gate(make_subject(tmp_path, objective=objective), "strict")
+        run_gate(make_components(tmp_path, objective=objective), "strict")
     assert raised.value.check.name == "the objective raises better responses"
     if objective is without_gradient:  # where checks only warn, the loss refuses it
         with pytest.raises(UserError, match=r"algorithm\.objective gives no log-prob a gradient"):
-            run_gate(make_subject(tmp_path, objective=objective), "warn")
+            run_gate(make_components(tmp_path, objective=objective), "warn")
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
 def test_every_objective_raises_better_responses(half: str | None, tmp_path: Path) -> None:
-    subject = make_subject(tmp_path, **HALF.get(half, {}))
-    subject.rows = graded_rows(subject)
+    components = make_components(tmp_path, **HALF.get(half, {}))
+    components.rows = graded_rows(components)
     for objective, surrogate in SURROGATES.items():
-        subject.learner.loss.surrogate = surrogate
-        check = gate.the_objective_raises_better_responses(subject)
+        components.learner.loss.surrogate = surrogate
+        check = gate.the_objective_raises_better_responses(components)
         assert check.passed, f"{objective}: {check.sentence}"
 
 
-def with_reference(subject: Components, temperature: float = TEMPERATURE, noise: float = 0.0) -> Components:
+def with_reference(components: Components, temperature: float = TEMPERATURE, noise: float = 0.0) -> Components:
     model = load_model("tiny")
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         weight.data += noise * weight.data.std() * torch.randn(weight.shape, generator=generator)
-    reference = FrozenReference(model, temperature=temperature, autocast=subject.learner.autocast)
-    sizes = {"pad_token_id": subject.learner.pad_token_id, "token_budget": 512}
-    subject.transforms, subject.reference_exact = [ReferenceKL(reference, **sizes), *subject.transforms], True
-    return subject
+    reference = FrozenReference(model, temperature=temperature, autocast=components.learner.autocast)
+    sizes = {"pad_token_id": components.learner.pad_token_id, "token_budget": 512}
+    components.transforms, components.reference_exact = [ReferenceKL(reference, **sizes), *components.transforms], True
+    return components
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
 def test_a_reference_that_is_the_policy_passes(half: str | None, tmp_path: Path) -> None:
-    assert failed(with_reference(make_subject(tmp_path, max_tokens=96, **HALF.get(half, {})))) == []
+    assert failed(with_reference(make_components(tmp_path, max_tokens=96, **HALF.get(half, {})))) == []
 
 
 REFERENCES = {"another checkpoint": {"noise": 0.05}, "another temperature": {"temperature": 2 * TEMPERATURE}}
@@ -429,23 +436,25 @@ REFERENCES = {"another checkpoint": {"noise": 0.05}, "another temperature": {"te
 @pytest.mark.parametrize("half", [None, "bf16 both"])
 @pytest.mark.parametrize("fault", REFERENCES)
 def test_another_reference_is_found(fault: str, half: str | None, tmp_path: Path) -> None:
-    subject = with_reference(make_subject(tmp_path, max_tokens=96, **HALF.get(half, {})), **REFERENCES[fault])
-    assert failed(subject) == ["the reference is the policy at its start"]
+    components = with_reference(make_components(tmp_path, max_tokens=96, **HALF.get(half, {})), **REFERENCES[fault])
+    assert failed(components) == ["the reference is the policy at its start"]
 
 
 def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = make_subject(tmp_path, micro_batch_tokens=1)
-    padded, seen = subject.learner.padded, []
-    monkeypatch.setattr(subject.learner, "padded", lambda rows, *weights: seen.append(rows) or padded(rows, *weights))
-    assert failed(subject) == []
+    components = make_components(tmp_path, micro_batch_tokens=1)
+    padded, seen = components.learner.padded, []
+    monkeypatch.setattr(
+        components.learner, "padded", lambda rows, *weights: seen.append(rows) or padded(rows, *weights)
+    )
+    assert failed(components) == []
     # several rows at once only where the split is compared, and there no more tokens than the two longest could have
     together = [sum(group.tokens for group in groups_by_prompt(row_prompts(rows))) for rows in seen if len(rows) > 1]
-    longest = max(row[keys.FULL_TOKENS].shape[-1] for row in subject.rows)
+    longest = max(row[keys.FULL_TOKENS].shape[-1] for row in components.rows)
     assert 0 < max(together) <= 2 * longest
-    assert sum(map(len, seen)) - len(seen) < len(subject.rows)
-    subject.learner.settings = replace(subject.learner.settings, micro_batch_tokens=1 << 20)
+    assert sum(map(len, seen)) - len(seen) < len(components.rows)
+    components.learner.settings = replace(components.learner.settings, micro_batch_tokens=1 << 20)
     seen.clear()
-    assert gate.gradient_does_not_depend_on_the_split(subject).passed
+    assert gate.gradient_does_not_depend_on_the_split(components).passed
     assert sorted(set(map(len, seen))) == [1, gate.NUM_COMPARED]
 
 
@@ -454,22 +463,22 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
     [(None, "layers.0.self_attn.q_proj.weight"), ("bf16 both", "self_attn"), ("bf16 engine", "norm")],
 )
 def test_a_family_left_out_of_the_push_is_found(half: str | None, family: str, tmp_path: Path) -> None:
-    subject = make_subject(tmp_path, **HALF.get(half, {}))
-    push = subject.weight_sync.policy_weights
+    components = make_components(tmp_path, **HALF.get(half, {}))
+    push = components.weight_sync.policy_weights
     first = {name: value.clone() for name, value in push() if family in name}
-    subject.weight_sync.policy_weights = lambda: [(name, first.get(name, weight)) for name, weight in push()]
-    assert not gate.pushed_weights_landed(subject).passed
+    components.weight_sync.policy_weights = lambda: [(name, first.get(name, weight)) for name, weight in push()]
+    assert not gate.pushed_weights_landed(components).passed
 
 
-def without(subject: Components, *stale: str) -> Components:
+def without(components: Components, *stale: str) -> Components:
     """The same, with a push that leaves these tensors as they were."""
-    first = {name: value.clone() for name, value in subject.weight_sync.policy_weights()}
+    first = {name: value.clone() for name, value in components.weight_sync.policy_weights()}
     assert {*stale} <= first.keys()
-    engine, update = subject.rollouts.engine, subject.rollouts.engine.update_weights
+    engine, update = components.rollouts.engine, components.rollouts.engine.update_weights
     engine.update_weights = lambda weights, version: update(
         [(name, first[name] if name in stale else value) for name, value in weights], version
     )
-    return subject
+    return components
 
 
 LAYER = "model.layers.1"
@@ -484,18 +493,18 @@ STALE = {
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
 @pytest.mark.parametrize("stale", ["a projection", "the last norm"])
-def test_a_single_tensor_that_did_not_land_is_named_by_its_checksum(stale: str, half: str | None, tmp_path) -> None:
+def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(stale: str, half: str | None, tmp_path) -> None:
     """In half precision as well, where its effect is within the rounding."""
-    check = pushed_weights_landed(without(make_subject(tmp_path, **HALF.get(half, {})), *STALE[stale]))
+    check = pushed_weights_landed(without(make_components(tmp_path, **HALF.get(half, {})), *STALE[stale]))
     assert check.passed is False
-    assert check.sentence.endswith(f"; these did not land: {STALE[stale][0]}")
+    assert check.sentence.endswith(f"; these were not applied: {STALE[stale][0]}")
 
 
-def test_what_half_precision_hides_and_no_engine_tells_is_said(tmp_path: Path) -> None:
-    """Of a tensor that the engine holds in another order, as of an engine that tells nothing."""
-    subject = make_subject(tmp_path, **HALF["bf16 both"])
-    subject.rows = graded_rows(subject)
-    engine, own = subject.rollouts.engine, subject.rollouts.engine.weight_sums
+def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path) -> None:
+    """Of a tensor that the engine holds in another order, as of an engine without checksums."""
+    components = make_components(tmp_path, **HALF["bf16 both"])
+    components.rows = graded_rows(components)
+    engine, own = components.rollouts.engine, components.rollouts.engine.weight_sums
     turned, unknown = STALE["a projection"][0], "model.norm.weight"
 
     def told():
@@ -503,35 +512,35 @@ def test_what_half_precision_hides_and_no_engine_tells_is_said(tmp_path: Path) -
         del sums[unknown]
         return sums | {turned: sums[turned]._replace(by_row=0)}
 
-    for said, sentence in (
+    for ending, sentence in (
         (told, f"not verified: {turned}, {unknown}, which the engine holds in another form"),
         (lambda: None, f"not verified: single tensors, which {engine.name} does not read back"),
     ):
-        engine.weight_sums = said
-        check = pushed_weights_landed(subject)
+        engine.weight_sums = ending
+        check = pushed_weights_landed(components)
         assert check.passed
         assert check.sentence.endswith(sentence)
 
 
 @pytest.mark.parametrize("stale", STALE)
-def test_in_float32_whatever_did_not_land_is_named_of_an_engine_that_does_not_tell(stale: str, subject) -> None:
-    subject.rollouts.engine.weight_sums = lambda: None
-    check = pushed_weights_landed(without(subject, *STALE[stale]))
+def test_in_float32_what_was_not_applied_is_named_without_checksums(stale: str, components) -> None:
+    components.rollouts.engine.weight_sums = lambda: None
+    check = pushed_weights_landed(without(components, *STALE[stale]))
     assert check.passed is False
-    assert check.sentence.endswith(f"; these did not land: {', '.join(STALE[stale])}")
+    assert check.sentence.endswith(f"; these were not applied: {', '.join(STALE[stale])}")
 
 
-def test_a_mean_of_micro_batch_means_is_found(subject: Components, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_of_micro_batch_means_is_found(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest mistake of the field: each micro-batch normalised by itself."""
-    padded = subject.learner.padded
+    padded = components.learner.padded
 
     def renormalised(rows, weights=None):
         tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
         return padded(rows, weights and [1 / tokens] * len(rows))
 
-    monkeypatch.setattr(subject.learner, "padded", renormalised)
-    assert failed(subject) == ["the gradient does not depend on the split"]
-    assert "mixes the rows of a micro-batch" in gate.gradient_does_not_depend_on_the_split(subject).sentence
+    monkeypatch.setattr(components.learner, "padded", renormalised)
+    assert failed(components) == ["the gradient does not depend on the split"]
+    assert "mixes the rows of a micro-batch" in gate.gradient_does_not_depend_on_the_split(components).sentence
 
 
 def with_gold(task, gold_response=lambda example: None, **changes) -> SimpleNamespace:
@@ -540,22 +549,22 @@ def with_gold(task, gold_response=lambda example: None, **changes) -> SimpleName
     return SimpleNamespace(gold_response=gold_response, **{**own, **changes})
 
 
-def test_a_grader_that_refuses_the_gold_answer_is_found(subject: Components) -> None:
-    task = subject.task
-    subject.task = with_gold(task, lambda example: "the gold answer, in a form that the grader cannot read")
-    check = gate.gold_answers_earn_the_full_reward(subject)
+def test_a_grader_that_refuses_the_gold_answer_is_found(components: Components) -> None:
+    task = components.task
+    components.task = with_gold(task, lambda example: "the gold answer, in a form that the grader cannot read")
+    check = gate.gold_answers_earn_the_full_reward(components)
     assert not check.passed
     assert task.train[0].query[:40] in check.sentence
 
 
-def test_a_grader_that_pays_for_nothing_is_found(subject: Components) -> None:
-    graded_by(subject, lambda response, example: Score({"correct": 1.0}, True))
-    assert not gate.gold_answers_earn_the_full_reward(subject).passed
+def test_a_grader_that_pays_for_nothing_is_found(components: Components) -> None:
+    graded_by(components, lambda response, example: Score({"correct": 1.0}, True))
+    assert not gate.gold_answers_earn_the_full_reward(components).passed
 
 
-def test_a_task_that_knows_no_gold_answers_passes_and_says_so(subject: Components) -> None:
-    subject.task = with_gold(subject.task)
-    check = gate.gold_answers_earn_the_full_reward(subject)
+def test_a_task_that_knows_no_gold_answers_passes_and_says_so(components: Components) -> None:
+    components.task = with_gold(components.task)
+    check = gate.gold_answers_earn_the_full_reward(components)
     assert check.passed
     assert check.name == "responses can be graded"
     assert check.sentence == "not checked against gold answers, of which the task knows none"
@@ -574,23 +583,23 @@ class NeedsEverySibling:
 
 
 @pytest.mark.parametrize("more", [0, 1], ids=["works in training", "works in no group"])
-def test_a_function_of_whole_groups_is_asked_about_a_whole_group(subject: Components, more: int) -> None:
-    subject.task = with_gold(subject.task)
-    subject.task.score = NeedsEverySibling(subject.rollouts.env.repeats + more)
-    graded_by(subject, subject.task.score)
-    check = gate.gold_answers_earn_the_full_reward(subject)
+def test_a_function_of_whole_groups_is_asked_about_a_whole_group(components: Components, more: int) -> None:
+    components.task = with_gold(components.task)
+    components.task.score = NeedsEverySibling(components.rollouts.env.repeats + more)
+    graded_by(components, components.task.score)
+    check = gate.gold_answers_earn_the_full_reward(components)
     assert check.passed == (not more)
     assert ("failed at" in check.sentence) == bool(more)
 
 
 @pytest.mark.parametrize("share_device", [True, False])
 def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
-    share_device: bool, subject: Components, monkeypatch: pytest.MonkeyPatch
+    share_device: bool, components: Components, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And before it wakes, this process gives back what it only holds in reserve."""
     seen = {"asleep": False, "given back": False}
     computed, woken = [], []
-    engine, learner = subject.rollouts.engine, subject.learner
+    engine, learner = components.rollouts.engine, components.learner
     sleep = lambda: seen.update({"asleep": True, "given back": False})  # noqa: E731
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.update({"given back": True}))
     monkeypatch.setattr(engine, "sleep", sleep)
@@ -599,88 +608,88 @@ def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
         call = getattr(learner, name)
         watched = lambda *args, call=call: (computed.append(seen["asleep"]), call(*args))[1]  # noqa: E731
         monkeypatch.setattr(learner, name, watched)
-    subject.transforms = [lambda batch: (computed.append(seen["asleep"]), batch)[1]]
-    subject.weight_sync.make_room = learner.give_back if share_device else None
-    assert failed(subject) == []
+    components.transforms = [lambda batch: (computed.append(seen["asleep"]), batch)[1]]
+    components.weight_sync.make_room = learner.give_back if share_device else None
+    assert failed(components) == []
     assert set(computed) == {share_device}
     assert set(woken) == {share_device}
     assert not seen["asleep"]
 
 
-def test_a_strict_gate_ends_at_the_first_check_that_fails(subject: Components) -> None:
+def test_a_strict_gate_ends_at_the_first_check_that_fails(components: Components) -> None:
     made = []
 
     def check(passed: bool):
-        return lambda subject: made.append(passed) or gate.Check("one", passed, "it is so")
+        return lambda components: made.append(passed) or gate.Check("one", passed, "it is so")
 
-    told: list[gate.Check] = []
+    checks: list[gate.Check] = []
     with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains all the same"):
-        gate.run_gate(subject, "strict", [check(True), check(False), check(True)], on_check=told.append)
+        gate.run_gate(components, "strict", [check(True), check(False), check(True)], on_check=checks.append)
     assert made == [True, False]
-    assert [one.passed for one in told] == made
-    assert len(gate.run_gate(subject, "warn", [check(False)] * 2)) == 2
-    assert gate.run_gate(subject, "off") == []
+    assert [one.passed for one in checks] == made
+    assert len(gate.run_gate(components, "warn", [check(False)] * 2)) == 2
+    assert gate.run_gate(components, "off") == []
 
 
-def test_a_check_that_finds_no_memory_ends_in_a_sentence(subject: Components) -> None:
-    def full(subject: Components) -> gate.Check:
+def test_a_check_that_finds_no_memory_ends_in_a_sentence(components: Components) -> None:
+    def full(components: Components) -> gate.Check:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details")
 
     with pytest.raises(RunFailed, match=r"lacks memory for the check 'full' \(CUDA .* Tried\.\); .*_tokens=8192 or "):
-        gate.run_gate(subject, "warn", [full])
+        gate.run_gate(components, "warn", [full])
 
 
-def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(subject: Components) -> None:
+def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(components: Components) -> None:
     """MaxRL divides by a mean of rewards, of which none is below 0."""
-    subject.task.score = lambda text, example: Score({"correct": -1.0}, False)
-    graded_by(subject, subject.task.score)
-    subject.transforms = [GroupAdvantage(scale="group_mean")]
+    components.task.score = lambda text, example: Score({"correct": -1.0}, False)
+    graded_by(components, components.task.score)
+    components.transforms = [GroupAdvantage(scale="group_mean")]
     with pytest.raises(UserError, match=r"sampled before training cannot be trained on: .*no reward may be negative"):
-        run_gate(subject, "warn", [gate.every_sampled_token_is_trained])
+        run_gate(components, "warn", [gate.every_sampled_token_is_trained])
 
 
-def test_a_term_that_does_not_apply_counts_nothing(subject: Components) -> None:
-    graded_by(subject, lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)))
-    check = gate.gold_answers_earn_the_full_reward(subject)
+def test_a_term_that_does_not_apply_counts_nothing(components: Components) -> None:
+    graded_by(components, lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)))
+    check = gate.gold_answers_earn_the_full_reward(components)
     assert check.passed
     assert "104 of 104 gold answers earn the full reward of 1" in check.sentence
 
 
-def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject: Components) -> None:
-    subject.task = with_gold(subject.task)
+def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(components: Components) -> None:
+    components.task = with_gold(components.task)
     texts = []
 
     def broken(response: str, example: Example) -> Score:
         texts.append(response)
         raise OSError("no judge")
 
-    graded_by(subject, broken)
-    check = gate.gold_answers_earn_the_full_reward(subject)
+    graded_by(components, broken)
+    check = gate.gold_answers_earn_the_full_reward(components)
     assert not check.passed
     assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")
     assert len(texts) == ENOUGH, "a grader that hangs may take its deadline each time"
 
 
-def test_a_held_out_question_in_the_training_split_is_found(subject: Components) -> None:
-    task = subject.task
-    subject.task = SimpleNamespace(train=[*task.train[:5], task.heldout[3]], heldout=task.heldout)
-    check = gate.no_held_out_question_is_trained_on(subject)
+def test_a_held_out_question_in_the_training_split_is_found(components: Components) -> None:
+    task = components.task
+    components.task = SimpleNamespace(train=[*task.train[:5], task.heldout[3]], heldout=task.heldout)
+    check = gate.no_held_out_question_is_trained_on(components)
     assert not check.passed
     assert check.sentence.startswith("1 held-out")
     mine, theirs = (  # by the normal form of the tasks, where a sharp s is a double s
         SimpleNamespace(query=query) for query in ("How many Straßen\n are  there?", "how many STRASSEN are there?")
     )
-    subject.task = SimpleNamespace(train=[mine], heldout=[theirs])
-    assert not gate.no_held_out_question_is_trained_on(subject).passed
+    components.task = SimpleNamespace(train=[mine], heldout=[theirs])
+    assert not gate.no_held_out_question_is_trained_on(components).passed
 
 
 def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before_it_is_asked(
-    subject: Components,
+    components: Components,
 ) -> None:
-    own = subject.rollouts.env.tokenizer.get_vocab()
+    own = components.rollouts.env.tokenizer.get_vocab()
     right = NamedReference("TEACHER", "POLICY", {**own, "<more>": len(own)}, context=2048, longest=2048)
-    subject.reference = right
-    (first, *_) = run_gate(subject, "warn")
+    components.reference = right
+    (first, *_) = run_gate(components, "warn")
     assert (first.name, first.passed) == ("the reference reads the policy's tokens", True)
     swapped = dict(own) | {"a": own["b"], "b": own["a"]}
     for other, sentence in (
@@ -690,16 +699,16 @@ def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before
             "TEACHER reads 2047 tokens.*may have 2048: use inference_model.max_model_len=2047",
         ),
     ):
-        subject.reference, subject.rows = other, subject.rows[:0]
+        components.reference, components.rows = other, components.rows[:0]
         with pytest.raises(CheckError, match=sentence):
-            run_gate(subject, "strict")
-        assert not subject.rows  # nothing was sampled
+            run_gate(components, "strict")
+        assert not components.rows  # nothing was sampled
 
 
-def test_a_teacher_leaves_no_token_of_the_compared_gradients_clipped(subject: Components) -> None:
+def test_a_teacher_leaves_no_token_of_the_compared_gradients_clipped(components: Components) -> None:
     """One that finds all samples bad would: then the check would compare next to nothing."""
-    learner = subject.learner
+    learner = components.learner
     learner.loss.distill_coeff, learner.loss.advantage_coeff = 2.0, 1.0
-    rows = subject.sample()
+    rows = components.sample()
     rows.set(keys.REF_LOG_PROBS, [row[keys.LOG_PROBS] - 9 * row[keys.ASSISTANT_MASK] for row in rows])
     assert learner._dry_run(learner._unclipped(rows), 1 << 20)["clip_fraction"] == 0

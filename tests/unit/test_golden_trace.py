@@ -93,14 +93,15 @@ def measured_trace(dump_dir: Path) -> list[tuple[float, ...]]:
                 )
         updates = [learner.update(lazy_stack(rows)) for rows in steps]
     return [
-        (found["loss/objective"] + found["loss/kl"], found["grad_norm"], found["kl"], found["ess"]) for found in updates
+        (actual["loss/objective"] + actual["loss/kl"], actual["grad_norm"], actual["kl"], actual["ess"])
+        for actual in updates
     ]
 
 
 def test_ten_steps_follow_the_committed_trace(tmp_path: Path) -> None:
-    found = measured_trace(tmp_path)
-    assert len(found) == len(TRACE) == STEPS
-    for step, (mine, committed) in enumerate(zip(found, TRACE)):
+    actual = measured_trace(tmp_path)
+    assert len(actual) == len(TRACE) == STEPS
+    for step, (mine, committed) in enumerate(zip(actual, TRACE)):
         assert dict(zip(NAMES, mine)) == pytest.approx(dict(zip(NAMES, committed)), rel=1e-5), f"step {step}"
 
 

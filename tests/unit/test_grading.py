@@ -72,7 +72,7 @@ def test_scores_are_equal_to_those_of_this_process() -> None:
 
 @pytest.mark.parametrize("mood", ["hang", "spin", "crash", "exit"])
 def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pool_of: PoolOf, mood: str) -> None:
-    """A group of 8, one failed: its siblings keep their scores, and nobody else waits for a deadline."""
+    """A group of 8, one failed: its siblings keep their scores, and no other group waits for a deadline."""
     place = random.randrange(8)
     texts = [f"say {number}" for number in range(8)]
     texts[place] = mood
@@ -134,7 +134,7 @@ def test_killing_workers_from_outside_changes_no_result(pool_of: PoolOf) -> None
     assert pool.fleet.restarts > 0
 
 
-def test_a_mistake_of_the_task_is_told_and_is_no_ones_score(pool_of: PoolOf) -> None:
+def test_a_mistake_of_the_task_is_reported_and_is_no_score(pool_of: PoolOf) -> None:
     for grader in (pool_of(misnamed), LocalGrader(misnamed, WEIGHTS)):
         with pytest.raises(KeyError, match=r"\['wrong'\] but term_weights names \['length', 'right'\]"):
             grader.scores(asked("say 4", "say 5")).result(WAIT_S)
@@ -160,6 +160,6 @@ def test_a_failure_is_logged_once_for_each_kind(
 ) -> None:
     chosen = pool_of(moody) if grader else LocalGrader(tame, WEIGHTS)
     chosen.scores(asked("quit 3", "quit 4", "nan")).result(WAIT_S)
-    told = [record.getMessage() for record in caplog.records if "grader failed" in record.getMessage()]
-    assert len([text for text in told if "SystemExit" in text]) == 1
-    assert len(told) == 2
+    messages = [record.getMessage() for record in caplog.records if "grader failed" in record.getMessage()]
+    assert len([text for text in messages if "SystemExit" in text]) == 1
+    assert len(messages) == 2

@@ -163,7 +163,7 @@ def test_rows_come_out_as_they_went_in() -> None:
     assert all(same(one, two) for one, two in zip(rows, buffer.sample(1), strict=True))
 
 
-def test_a_saved_buffer_goes_on_as_the_original_would(tmp_path) -> None:
+def test_a_saved_buffer_continues_as_the_original_would(tmp_path) -> None:
     buffer = buffer_of(6)
     for group_id in random.sample(range(100), 6):
         put(buffer, group(group_id), random.randint(0, 2))

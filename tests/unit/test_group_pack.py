@@ -45,10 +45,10 @@ def through_a_pipe(group: GroupOutput) -> GroupOutput:
 )
 def test_a_group_arrives_as_it_was_sent(travel, dialogs: bool):
     group = some_group(1, 7, 3, 4, dialogs=dialogs)
-    found = travel(group)
-    assert found.group_id == group.group_id
-    assert found.samples[0].truncated is group.samples[0].truncated
-    for sample, expected in zip(found.samples, group.samples, strict=True):
+    actual = travel(group)
+    assert actual.group_id == group.group_id
+    assert actual.samples[0].truncated is group.samples[0].truncated
+    for sample, expected in zip(actual.samples, group.samples, strict=True):
         for name in (field.name for field in fields(Sample)):
             one, other = getattr(sample, name), getattr(expected, name)
             if isinstance(other, torch.Tensor):
@@ -68,9 +68,9 @@ def test_a_group_from_memory_that_is_read_only_can_be_written_to():
     group = some_group(3, 2)
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(group, protocol=5, buffer_callback=buffers.append)
-    found = pickle.load(io.BytesIO(body), buffers=[bytes(buffer) for buffer in buffers])
-    found.samples[0].log_probs.zero_()
-    assert torch.equal(found.samples[1].log_probs, group.samples[1].log_probs)
+    actual = pickle.load(io.BytesIO(body), buffers=[bytes(buffer) for buffer in buffers])
+    actual.samples[0].log_probs.zero_()
+    assert torch.equal(actual.samples[1].log_probs, group.samples[1].log_probs)
 
 
 def test_a_group_without_samples_travels_too() -> None:

@@ -41,7 +41,7 @@ def instructed(instructions: Sequence[tuple[str, dict[str, Any], list[str], list
     """A row of IFEval with these instructions."""
     return {
         "instruction_id_list": [name for name, *_ in instructions],
-        "kwargs": [given for _, given, *_ in instructions],
+        "kwargs": [kwargs for _, kwargs, *_ in instructions],
     }
 
 

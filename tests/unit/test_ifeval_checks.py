@@ -206,8 +206,8 @@ def test_what_is_graded_of_a_response(response: str, graded: str) -> None:
 
 
 def test_zero_is_a_value_and_none_nan_and_empty_are_not() -> None:
-    given = {"relation": "less than", "num_words": 0, "keyword": None, "frequency": float("nan"), "keywords": []}
-    assert read_kwargs("length_constraints:number_words", given) == {"relation": "less than", "num_words": 0}
+    kwargs = {"relation": "less than", "num_words": 0, "keyword": None, "frequency": float("nan"), "keywords": []}
+    assert read_kwargs("length_constraints:number_words", kwargs) == {"relation": "less than", "num_words": 0}
     assert read_kwargs("keywords:letter_frequency", {"letter": " A ", "let_relation": LEAST, "let_frequency": 3.0}) == {
         "letter": "A",
         "let_relation": LEAST,

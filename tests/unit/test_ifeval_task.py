@@ -92,7 +92,7 @@ def test_prompts_of_the_evaluation_are_refused_with_their_number(tmp_path: Path)
     assert (len(task.train), len(task.heldout)) == (9, 4)
     shared = [{**evaluation[i], "prompt": f" {evaluation[i]['prompt'].upper()}\n"} for i in (1, 3)]
     path = write(tmp_path / "shared.jsonl", [*train, *shared])
-    with pytest.raises(DatasetError, match=r"2 of the 11 training prompts of .*shared.jsonl stand in .*eval.jsonl too"):
+    with pytest.raises(DatasetError, match=r"2 of the 11 training prompts of .*shared.jsonl are in .*eval.jsonl too"):
         IFEvalTask.load(path=path, eval_path=paths[1])
     with pytest.raises(DatasetError, match="4 of the 4 training prompts"):
         IFEvalTask.load(path=paths[1], eval_path=paths[1])
@@ -113,9 +113,7 @@ def test_the_hub_trains_on_rlvr_and_evaluates_on_ifeval(hub: dict[str, list[dict
     assert [len(task.train), len(task.heldout)] == [30, 7]
     assert min(example.query for example in task.heldout) == "Prompt 0, no commas."
     hub["allenai/RLVR-IFeval"][5]["messages"][0]["content"] = "prompt 3,  no COMMAS."
-    with pytest.raises(
-        DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval stand in google/IFEval"
-    ):
+    with pytest.raises(DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval are in google/IFEval"):
         make_task("ifeval")
 
 
@@ -138,7 +136,7 @@ def test_a_few_broken_rows_of_the_hub_are_left_out_and_many_are_refused(
         make_task("ifeval")
 
 
-def test_missing_punkt_data_are_told_only_where_they_matter(
+def test_missing_punkt_data_are_reported_only_where_they_matter(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nltk.data
@@ -164,7 +162,7 @@ def test_all_541_prompts_of_the_benchmark_can_be_read(caplog: pytest.LogCaptureF
 
 
 def test_a_grader_imports_its_libraries_before_its_first_response() -> None:
-    """On a busy machine NLTK took longer to import than the deadline of the response that asked for it."""
+    """On a busy machine NLTK took longer to import than the deadline of the response that requested it."""
     code = (
         "import sys; from sota_grpo.rewards.grading import RewardWorker; from sota_grpo.tasks import make_scorer;"
         "from sota_grpo.tasks.wrappers import think_again;"  # through what is wrapped around it, too

@@ -95,9 +95,9 @@ def assert_equal_outcomes(theirs: Callable, names: list[str], num_texts: int, nl
         for name in names if number % 5 == 0 else [name for name in names if name not in SLOW]:
             kwargs = DRAWS.get(name, lambda rng: {})(rng)
             expected = theirs(name, kwargs, text)
-            found = follow_lists(text, [name], [read_kwargs(name, kwargs)], nltk_data)[0][0]
-            assert found == expected, (seed, name, kwargs, text)
-            outcomes[name, found] += 1
+            actual = follow_lists(text, [name], [read_kwargs(name, kwargs)], nltk_data)[0][0]
+            assert actual == expected, (seed, name, kwargs, text)
+            outcomes[name, actual] += 1
     assert all(outcomes[name, outcome] for name in names for outcome in (True, False)), (seed, outcomes)
 
 

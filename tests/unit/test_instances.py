@@ -55,15 +55,15 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Instances]]:
 
 def marked(marker: str) -> list[int]:
     """The processes that have inherited the variable, however they were started."""
-    found = []
+    actual = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             environment = Path(f"/proc/{name}/environ").read_bytes()
         except OSError:
             continue
         if f"SOTA_GRPO_TEST_MARKER={marker}".encode() in environment:
-            found.append(int(name))
-    return found
+            actual.append(int(name))
+    return actual
 
 
 def act(instances: Instances, key: int, *moods: str) -> list[Answer]:
@@ -112,7 +112,7 @@ MISTAKES = {
 }
 
 
-def test_a_tool_that_fails_tells_the_policy_and_the_instance_goes_on(steady: Instances) -> None:
+def test_a_tool_that_fails_answers_the_policy_and_the_instance_continues(steady: Instances) -> None:
     key = opened(steady, start=1)
     *answers, last = steady.call(key, [*(("act", {"mood": mood}) for mood in MISTAKES), ("add", {"number": 2})]).result(
         WAIT_S
@@ -125,7 +125,7 @@ def test_a_tool_that_fails_tells_the_policy_and_the_instance_goes_on(steady: Ins
     assert steady.finish(key).result(WAIT_S) == 3
 
 
-def test_calls_that_fit_no_tool_are_told_too(steady: Instances) -> None:
+def test_calls_that_fit_no_tool_are_reported_too(steady: Instances) -> None:
     key = opened(steady)
     calls = [
         ("reset", {}),
@@ -151,7 +151,7 @@ def test_values_become_text_of_bounded_length(steady: Instances) -> None:
     assert not any(answer.is_error for answer in answers)
 
 
-def test_coroutines_share_one_loop_that_goes_on(steady: Instances) -> None:
+def test_coroutines_share_one_loop_that_continues(steady: Instances) -> None:
     key = opened(steady)
     answers = steady.call(key, [("later", {"number": 1}), ("later", {"number": -3}), ("later", {"number": 2})])
     contents = [answer.content for answer in answers.result(WAIT_S)]
@@ -208,7 +208,7 @@ FATES = {
 }
 
 
-def test_one_that_misbehaves_costs_its_worker_and_nobody_waits_for_it(
+def test_one_that_misbehaves_costs_its_worker_and_delays_no_other(
     make: Callable[..., Instances], capfd: pytest.CaptureFixture[str]
 ) -> None:
     instances = make(timeout_s=2.0, per_worker=1)

@@ -77,7 +77,7 @@ def few(kwargs: dict[str, Any]) -> bool:
 
 
 def body(asked: dict[str, dict[str, Any]]) -> list[str]:
-    """Sentences with the words, letters and lengths that are asked for, in English or the language."""
+    """Sentences with the words, letters and lengths that are required, in English or the language."""
     language = asked.get("language:response_language")
     letter = asked.get("keywords:letter_frequency", {})
     rare = letter.get("letter", "#") if few(letter) else "#"
@@ -117,23 +117,23 @@ def laid_out(asked: dict[str, dict[str, Any]], text: str) -> str:
 
 def witness(example: Example) -> str:
     """A response that follows every instruction of the prompt."""
-    asked = given(example)
-    if "detectable_format:constrained_response" in asked:
+    options = given(example)
+    if "detectable_format:constrained_response" in options:
         return "My answer is maybe."
-    text = ". ".join(body(asked)) + "."
-    text += " *7*" * asked.get("detectable_format:number_highlighted_sections", {}).get("num_highlights", 0)
-    text += " <<7>>" if "detectable_format:title" in asked else ""
-    text = laid_out(asked, text)
-    if "detectable_format:json_format" in asked:
+    text = ". ".join(body(options)) + "."
+    text += " *7*" * options.get("detectable_format:number_highlighted_sections", {}).get("num_highlights", 0)
+    text += " <<7>>" if "detectable_format:title" in options else ""
+    text = laid_out(options, text)
+    if "detectable_format:json_format" in options:
         return json.dumps({"answer": text})
-    if kwargs := asked.get("combination:repeat_prompt"):
+    if kwargs := options.get("combination:repeat_prompt"):
         text = f"{kwargs['prompt_to_repeat']}\n{text}"
-    text += asked.get("startend:end_checker", {}).get("end_phrase", "")
-    if kwargs := asked.get("detectable_content:postscript"):
+    text += options.get("startend:end_checker", {}).get("end_phrase", "")
+    if kwargs := options.get("detectable_content:postscript"):
         text += f"\n{kwargs['postscript_marker']} 7"
-    text = text.upper() if "change_case:english_capital" in asked else text
-    text = text.lower() if "change_case:english_lowercase" in asked else text
-    return f'"{text}"' if "startend:quotation" in asked else text
+    text = text.upper() if "change_case:english_capital" in options else text
+    text = text.lower() if "change_case:english_lowercase" in options else text
+    return f'"{text}"' if "startend:quotation" in options else text
 
 
 def test_all_25_occur_and_every_prompt_can_be_followed_to_the_letter() -> None:
@@ -148,7 +148,7 @@ def test_all_25_occur_and_every_prompt_can_be_followed_to_the_letter() -> None:
     assert set(WORDS["languages"]) == set(FOREIGN)
 
 
-def test_kwargs_are_complete_and_what_is_asked_for_stands_in_the_prompt() -> None:
+def test_kwargs_are_complete_and_every_requirement_is_in_the_prompt() -> None:
     for example in drawn(600):
         for name, kwargs in given(example).items():
             assert read_kwargs(name, kwargs) == kwargs
@@ -157,9 +157,13 @@ def test_kwargs_are_complete_and_what_is_asked_for_stands_in_the_prompt() -> Non
                 assert word in example.query, (SEED, example)
             for value in kwargs.values():
                 if isinstance(value, int) and name != "detectable_format:multiple_sections":
-                    asked = {str(value), *WORDS["numerals"][value : value + 1], *WORDS["ordinals"][value - 1 : value]}
-                    asked |= {str(value - 1), *WORDS["numerals"][value - 1 : value]} if few(kwargs) else set()
-                    assert asked & set(re.findall(r"\w+", example.query)), (SEED, example)
+                    spellings = {
+                        str(value),
+                        *WORDS["numerals"][value : value + 1],
+                        *WORDS["ordinals"][value - 1 : value],
+                    }
+                    spellings |= {str(value - 1), *WORDS["numerals"][value - 1 : value]} if few(kwargs) else set()
+                    assert spellings & set(re.findall(r"\w+", example.query)), (SEED, example)
 
 
 def strings(kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -170,7 +174,7 @@ def strings(kwargs: dict[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def test_words_that_are_asked_for_or_forbidden_come_from_nowhere_else() -> None:
+def test_words_that_are_required_or_forbidden_come_from_nowhere_else() -> None:
     fixed = [*WORDS["requests"], *WORDS["questions"], *WORDS["end_phrases"], *WORDS["first_words"], *WORDS["sections"]]
     for topic, words in WORDS["topics"].items():
         for word in (words := words.split()):
@@ -192,22 +196,22 @@ def test_no_held_out_request_is_trained_on() -> None:
 
 def request_of(example: Example, requests: set[str]) -> str:
     beginnings = {line[: mark.end()] for line in example.query.split("\n") for mark in re.finditer("[.?]", line)}
-    (found,) = beginnings & requests
-    return found
+    (actual,) = beginnings & requests
+    return actual
 
 
 def official_descriptions(examples: Iterable[Example]) -> Iterator[str]:
     registry = importlib.import_module("torchrl.envs.llm.reward.ifeval._instructions_registry").INSTRUCTION_DICT
     for example in examples:
         for name, kwargs in given(example).items():
-            said = registry[name](name).build_description(**kwargs)
+            description = registry[name](name).build_description(**kwargs)
             for text in (value for value in kwargs.values() if isinstance(value, str)):
-                said = said.replace(text, "")  # which is ours
-            yield said
+                description = description.replace(text, "")  # which is ours
+            yield description
 
 
 def sentences(text: str) -> set[str]:
-    """Of four words or more, numbers, marks and letter case aside, but for the three that the checks ask for."""
+    """Of four words or more, numbers, marks and letter case aside, but for the three that the checks require."""
     parts = re.split(r"[.!?;:\n]", re.sub(r"\d+", "9", text.casefold()))
     plain = {" ".join(re.findall(r"\w+", part)) for part in parts}
     return {sentence for sentence in plain if len(sentence.split()) >= 4} - CHOSEN

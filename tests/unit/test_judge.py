@@ -149,7 +149,7 @@ from sota_grpo.rewards.judge.questions import Endpoint, Material
 endpoint = Endpoint("chat", "judge-1", rubric="r")
 judge = JudgeClient(sys.argv[1], endpoint, VerdictCache(Path(sys.argv[2])), concurrency=3)
 materials = [Material([{"role": "user", "content": "q"}], f"text {n}") for n in range(30)]
-asked = [judge.submit(judge.verdict, endpoint.ask(one)) for one in materials]
+asked = [judge.submit(judge.verdict, endpoint.question(one)) for one in materials]
 print(*(one.result().value for one in asked))
 judge.close()
 """
@@ -208,7 +208,7 @@ def test_what_fails_is_asked_again_and_no_answer_is_lost(fake: FakeJudge, opened
     assert grader.metrics()["judge/retries"] == (4 if resent_at_once else 8)
 
 
-def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opened: Open) -> None:
+def test_no_request_is_sent_before_the_time_that_the_judge_names(fake: FakeJudge, opened: Open) -> None:
     times: list[float] = []
 
     def answer(body: Any) -> Say:
@@ -221,7 +221,7 @@ def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opene
     assert client_module._seconds("Wed, 21 Oct 2199 07:28:00 GMT") >= 3600
 
 
-def test_words_without_a_verdict_are_asked_for_twice_and_are_an_error_that_is_kept(
+def test_words_without_a_verdict_are_requested_twice_and_are_an_error_that_is_kept(
     fake: FakeJudge, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A judge that repeats what the response says gives no verdict with it."""
@@ -249,7 +249,7 @@ def test_what_the_judge_refuses_is_an_error_at_once_and_is_asked_anew_another_ti
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "among others"])
 def test_a_question_that_breaks_the_judge_costs_itself(fake: FakeJudge, opened: Open, alone: bool) -> None:
-    """Alone, a small question tells whether the judge works."""
+    """Alone, a small question shows whether the judge works."""
     fake.answer = lambda body: Say({}, 500) if "poison" in str(body) else fair(body)
     texts = ["poison"] if alone else ["poison", *texts_of(6)]
     scores = asked(opened(), texts)
@@ -383,8 +383,8 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
     text = SampledText("It is 4.", record={"messages": [*turns, {"role": "assistant", "content": "It is 4."}]})
     asked(opened(rules={None: Rules(shows_reference=True)}), [text])
     (_, body) = fake.bodies[0]
-    said = 'assistant:  {"tool_calls": [{"name": "add"}]}\n\ntool: 4\n\nassistant: It is 4.'
-    assert shown(body, "response") == said
+    transcript = 'assistant:  {"tool_calls": [{"name": "add"}]}\n\ntool: 4\n\nassistant: It is 4.'
+    assert shown(body, "response") == transcript
     assert shown(body, "right answer, which the policy did not see") == "4"
 
 
@@ -475,7 +475,7 @@ def ask(response: str, rubric: str = "Is it right?") -> tuple[dict, str]:
 
 
 def obedient(body: dict) -> str:
-    """A judge that does whatever stands outside the material, and gives 10 where it is told to."""
+    """A judge that does whatever is outside the material, and gives 10 on request."""
     text, nonce = body["messages"][-1]["content"], nonce_of(body)
     outside, inside = [], None
     for line in text.splitlines():
@@ -513,7 +513,7 @@ def test_a_response_cannot_end_its_block() -> None:
         assert read_score(obedient(body), nonce) == 0.3, response
 
 
-def test_a_nonce_stands_in_no_text_even_where_earlier_ones_are_known() -> None:
+def test_a_nonce_is_in_no_text_even_where_earlier_ones_are_known() -> None:
     texts: list[str] = []
     for _ in range(20):
         drawn = nonce_for(["prompt"], texts)
@@ -535,8 +535,8 @@ def test_only_a_verdict_in_the_last_line_is_one(said: str) -> None:
 
 
 def test_verdicts_are_read() -> None:
-    said = {"0": 0, "10": 1, "7.5": 0.75, "8/10": 0.8, "8.": 0.8}
-    assert {n: read_score(f"Why.\nVerdict 3f: {n}", "3f") for n in said} == said
+    verdicts = {"0": 0, "10": 1, "7.5": 0.75, "8/10": 0.8, "8.": 0.8}
+    assert {n: read_score(f"Why.\nVerdict 3f: {n}", "3f") for n in verdicts} == verdicts
     assert read_score("**Verdict 3f: 4**\n\n", "3f") == 0.4
 
 
@@ -558,15 +558,15 @@ SAFE = "It is 4<\u200b|im_end|\u200b>"
 
 def test_reward_models_are_asked_in_vllms_forms() -> None:
     """The forms of vLLM 0.32, ``entrypoints/pooling``."""
-    score = Endpoint("score", "rm", extra_body={"priority": 3}).ask(ONE)
+    score = Endpoint("score", "rm", extra_body={"priority": 3}).question(ONE)
     texts = {"text_1": "system: Be exact.\n\nuser: 2 + 2?", "text_2": SAFE}
     assert (score.path, score.body) == ("/score", {"model": "rm", **texts, "priority": 3})
     assert score.read({"data": [{"index": 0, "object": "score", "score": 0.25}], "usage": {}}).value == 0.25
     turns = [*ASKED, {"role": "assistant", "content": SAFE}]
-    classify = Endpoint("classify", "rm").ask(ONE)
+    classify = Endpoint("classify", "rm").question(ONE)
     assert (classify.path, classify.body) == ("/classify", {"model": "rm", "messages": turns})
     assert classify.read({"data": [{"label": "a", "probs": [0.7, 0.2, 0.1], "num_classes": 3}]}).value == 0.1
-    text = Endpoint("classify", "rm", as_text=True).ask(ONE)
+    text = Endpoint("classify", "rm", as_text=True).question(ONE)
     assert text.body["input"] == f"system: Be exact.\n\nuser: 2 + 2?\n\n{SAFE}"
 
 
@@ -583,14 +583,14 @@ def test_reward_models_are_asked_in_vllms_forms() -> None:
 )
 def test_an_answer_of_another_form_is_none(kind: str, answer: object) -> None:
     with pytest.raises(WrongForm):
-        Endpoint(kind, "m").ask(ONE).read(answer)
+        Endpoint(kind, "m").question(ONE).read(answer)
 
 
 def test_a_verdict_that_may_be_cut_is_none() -> None:
-    question = Endpoint("chat", "m", rubric="r", extra_body={"temperature": None}).ask(ONE)
+    question = Endpoint("chat", "m", rubric="r", extra_body={"temperature": None}).question(ONE)
     assert set(question.body) == {"model", "messages", "max_tokens"}, "null takes a field out"
-    said = f"Verdict {nonce_of(question.body)}: 1"
-    whole = {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
+    answer = f"Verdict {nonce_of(question.body)}: 1"
+    whole = {"choices": [{"message": {"content": answer}, "finish_reason": "stop"}]}
     assert question.read(whole).value == 0.1
     with pytest.raises(Unreadable):
         question.read({"choices": [{**whole["choices"][0], "finish_reason": "length"}]})
@@ -598,15 +598,15 @@ def test_a_verdict_that_may_be_cut_is_none() -> None:
 
 def test_a_questions_key_is_its_content() -> None:
     endpoint = Endpoint("chat", "m", rubric="r")
-    keys = {endpoint.ask(ONE).key, endpoint.ask(Material(list(ASKED), "It is 4<|im_end|>")).key}
+    keys = {endpoint.question(ONE).key, endpoint.question(Material(list(ASKED), "It is 4<|im_end|>")).key}
     assert len(keys) == 1
     others = [
-        Endpoint("chat", "other", rubric="r").ask(ONE),
-        Endpoint("chat", "m", rubric="other").ask(ONE),
-        Endpoint("chat", "m", rubric="r", extra_body={"max_tokens": 9}).ask(ONE),
-        endpoint.ask(Material(ASKED, "5")),
-        endpoint.ask(Material(ASKED[1:], ONE.response)),
-        endpoint.ask(Material(ASKED, ONE.response, "4")),
+        Endpoint("chat", "other", rubric="r").question(ONE),
+        Endpoint("chat", "m", rubric="other").question(ONE),
+        Endpoint("chat", "m", rubric="r", extra_body={"max_tokens": 9}).question(ONE),
+        endpoint.question(Material(ASKED, "5")),
+        endpoint.question(Material(ASKED[1:], ONE.response)),
+        endpoint.question(Material(ASKED, ONE.response, "4")),
     ]
     assert len(keys | {one.key for one in others}) == 7
 
@@ -624,7 +624,7 @@ def judged(config: Config, run_dir: Path | None = None):
     return judged_task(config, task_of(config), lambda task: make_grader(config, task), run_dir)
 
 
-def test_a_judge_stands_beside_the_task_or_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_adds_to_the_task_or_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOTA_GRPO_JUDGE_KEY", "sk-1")
     (tmp_path / "rubric.md").write_text("Is it kind?\n")
     with FakeJudge("sk-1") as fake:

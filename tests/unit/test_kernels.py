@@ -47,13 +47,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def layout_of(groups: list[tuple[int, list[int]]]) -> Layout:
     """Of prompts of these lengths with responses of those; no responses: a prompt alone."""
-    lengths = [(group, prompt, said) for group, (prompt, responses) in enumerate(groups) for said in responses or [0]]
-    width = max(prompt + said for _, prompt, said in lengths)
+    lengths = [
+        (group, prompt, length) for group, (prompt, responses) in enumerate(groups) for length in responses or [0]
+    ]
+    width = max(prompt + length for _, prompt, length in lengths)
     place = torch.arange(width)
     tokens = torch.stack([torch.full((width,), 5 + group) for group, *_ in lengths])
-    real = torch.stack([place < prompt + said for _, prompt, said in lengths])
-    spoken = torch.stack([(place >= prompt) & (place < prompt + said) for _, prompt, said in lengths])
-    return pack(tokens, real, spoken)
+    real = torch.stack([place < prompt + length for _, prompt, length in lengths])
+    is_response = torch.stack([(place >= prompt) & (place < prompt + length) for _, prompt, length in lengths])
+    return pack(tokens, real, is_response)
 
 
 GROUPS = {
@@ -69,19 +71,19 @@ def test_attention(device: str, case: str, heads: tuple[int, int, int], window: 
     """In float32 (bfloat16 on a GPU) against plain attention in float64; twice, with the same bits."""
     layout, (queries, keys, width) = layout_of(GROUPS[case]), heads
     length, dtype = len(layout.tokens), torch.float32 if INTERPRETED else torch.bfloat16
-    given = [torch.randn(length, count, width).to(device, dtype).requires_grad_() for count in (queries, keys, keys)]
+    inputs = [torch.randn(length, count, width).to(device, dtype).requires_grad_() for count in (queries, keys, keys)]
     pull = torch.randn(length, queries, width).to(device, dtype)
     tables = layout.to(torch.device(device)).tables
-    found = []
+    actual = []
     for _ in range(2):
-        out, _ = packed_attention(*given, tables.flat, [*tables.sizes], width**-0.5, softcap, window)
-        found.append((out.detach(), *torch.autograd.grad(out, given, pull)))
-    assert all(torch.equal(one, again) for one, again in zip(*found))
-    exact = [each.detach().cpu().double().transpose(0, 1)[None].requires_grad_() for each in given]
+        out, _ = packed_attention(*inputs, tables.flat, [*tables.sizes], width**-0.5, softcap, window)
+        actual.append((out.detach(), *torch.autograd.grad(out, inputs, pull)))
+    assert all(torch.equal(one, again) for one, again in zip(*actual))
+    exact = [each.detach().cpu().double().transpose(0, 1)[None].requires_grad_() for each in inputs]
     expected = _plain(*exact, layout, width**-0.5, window or None, softcap or None).transpose(1, 2)[0]
     gradients = torch.autograd.grad(expected, exact, pull.cpu().double())
     right = [expected.detach(), *(each[0].transpose(0, 1) for each in gradients)]
-    for value, reference in zip(found[0], right):
+    for value, reference in zip(actual[0], right):
         gap = (value.cpu().double() - reference).norm() / reference.norm()
         assert gap < (1e-6 if INTERPRETED else 5e-3), gap
 
@@ -89,11 +91,11 @@ def test_attention(device: str, case: str, heads: tuple[int, int, int], window: 
 def measured(hidden, weight, targets, pulls, tile: int, *, entropy_grad: bool, frozen: bool) -> list[torch.Tensor]:
     """Log-probs, entropy and the gradients of hidden states and weight."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
-    found = chunked_log_probs(
+    actual = chunked_log_probs(
         hidden, weight, targets, temperature=0.7, logits_bytes=4 * tile, with_entropy=True, entropy_grad=entropy_grad
     )
-    sum((pull * x).sum() for pull, x in zip(pulls[: 1 + entropy_grad], found)).backward()
-    return [*(x.detach() for x in found), hidden.grad, *([] if frozen else [weight.grad])]
+    sum((pull * x).sum() for pull, x in zip(pulls[: 1 + entropy_grad], actual)).backward()
+    return [*(x.detach() for x in actual), hidden.grad, *([] if frozen else [weight.grad])]
 
 
 @pytest.mark.parametrize(
@@ -116,13 +118,13 @@ def test_log_probs(
     hidden[0] *= 20
     targets, pulls = torch.randint(0, 300, (9,), device=device), torch.randn(2, 9, device=device)
     how = {"entropy_grad": entropy_grad, "frozen": frozen}
-    found = measured(hidden, weight, targets, pulls, tile, **how)
+    actual = measured(hidden, weight, targets, pulls, tile, **how)
     if dtype == torch.float32:
         expected = measured(hidden.double(), weight.double(), targets, pulls.double(), tile, **how)
     else:
         monkeypatch.setattr(log_probs, "_takes_kernels", lambda hidden, bias, softcap: False)
         expected = measured(hidden, weight, targets, pulls, tile, **how)
-    for value, reference in zip(found, expected, strict=True):
+    for value, reference in zip(actual, expected, strict=True):
         assert (value.double() - reference.double()).norm() <= close * reference.double().norm()
 
 
@@ -157,6 +159,6 @@ def test_they_compile_and_fit_where_they_are_said_to_fit(capability: int, width:
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types[name] for name in names}
-        given = {(names.index(name),): value for name, value in constants.items()}
-        made = triton.compile(ASTSource(kernel, signature, given), target=target, options=options)
+        constants_of = {(names.index(name),): value for name, value in constants.items()}
+        made = triton.compile(ASTSource(kernel, signature, constants_of), target=target, options=options)
         assert made.metadata.shared <= memory, (kernel, blocks)

@@ -36,13 +36,13 @@ def imported(path: Path, *, top_level_only: bool = False) -> list[str]:
     """Full dotted names that ``path`` imports."""
     tree = tree_of(path)
     nodes = tree.body if top_level_only else list(ast.walk(tree))
-    found = []
+    actual = []
     for node in nodes:
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            actual += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
+            actual += [f"{node.module}.{alias.name}" for alias in node.names]
+    return actual
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

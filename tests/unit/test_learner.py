@@ -89,8 +89,8 @@ def test_the_gradient_gap_is_the_distance_of_two_gradients(tmp_path: Path) -> No
     one, other = (learner.gradient(rows, token_budget=budget) for budget in (1 << 20, 13))
     norm = sum(float(grad.double().square().sum()) for grad in one.values()) ** 0.5
     gap = sum(float((one[name].double() - other[name]).square().sum()) for name in one) ** 0.5 / norm
-    found = learner.gradient_gap(rows, (1 << 20, 13))
-    assert found == (pytest.approx(norm, rel=1e-5), pytest.approx(gap, rel=1e-2), True)
+    actual = learner.gradient_gap(rows, (1 << 20, 13))
+    assert actual == (pytest.approx(norm, rel=1e-5), pytest.approx(gap, rel=1e-2), True)
     assert learner.gradient_gap(rows, (13, 13)).relative == 0
 
 
@@ -120,20 +120,20 @@ SHARES = {"sapo": 4 * _GATE * (1 - _GATE) / 2, "vespo": 1.0}  # of REINFORCE's g
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_clip_takes_part_in_the_compared_gradients(name: str, tmp_path: Path) -> None:
     """All ratios are a half: half of REINFORCE's gradient, or the slope of SAPO's gate; VESPO is given ratios of 1."""
-    rows, found = make_rows(), []
+    rows, actual = make_rows(), []
     for options in (OBJECTIVES[name], {"objective": "reinforce"}):
         learner = make_learner(tmp_path)
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **options)
-        found.append(learner.gradient(rows, token_budget=50))
-    scale = max(float(grad.abs().max()) for grad in found[1].values())
+        actual.append(learner.gradient(rows, token_budget=50))
+    scale = max(float(grad.abs().max()) for grad in actual[1].values())
     share = SHARES.get(name, 0.5)
-    assert largest_gap(found[0], {key: grad * share for key, grad in found[1].items()}) < 1e-5 * scale
+    assert largest_gap(actual[0], {key: grad * share for key, grad in actual[1].items()}) < 1e-5 * scale
 
 
 @pytest.mark.parametrize("name", ["gmpo", "vespo", "dppo", "off-policy", "reject"])
 def test_a_term_of_whole_rows_depends_on_no_packing(name: str, tmp_path: Path) -> None:
     """Off the old policy: gradients of rows packed behind shared prompts, of small micro-batches and of padded rows."""
-    rows, found = make_rows(), []
+    rows, actual = make_rows(), []
     for row in rows:
         response = row[keys.FULL_TOKENS][row[keys.ASSISTANT_MASK]]
         row[keys.FULL_TOKENS] = torch.cat([torch.full((3,), 3 + int(row[keys.GROUP_ID])), response])
@@ -148,11 +148,11 @@ def test_a_term_of_whole_rows_depends_on_no_packing(name: str, tmp_path: Path) -
         learner.policy.scorer.shared_prompt = shared_prompt
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **OBJECTIVES[name] | {"correction_cap": 1.05})
         learner._dry_run(rows, budget)
-        found.append({key: p.grad.clone() for key, p in learner.policy.named_parameters()})
-    scale = max(float(grad.abs().max()) for grad in found[0].values())
+        actual.append({key: p.grad.clone() for key, p in learner.policy.named_parameters()})
+    scale = max(float(grad.abs().max()) for grad in actual[0].values())
     assert scale > 0
-    assert largest_gap(found[0], found[1]) < 1e-5 * scale
-    assert largest_gap(found[0], found[2]) < 1e-5 * scale
+    assert largest_gap(actual[0], actual[1]) < 1e-5 * scale
+    assert largest_gap(actual[0], actual[2]) < 1e-5 * scale
 
 
 def out_of_memory_at(calls: set[int], learner: Learner) -> list[int]:
@@ -183,10 +183,10 @@ def test_out_of_memory_once_is_as_if_the_micro_batches_had_been_half_as_large(
     expected = half.update(lazy_stack([row.clone() for row in rows]))
     whole.policy.load_state_dict(make_learner(tmp_path).policy.state_dict())
     made, taken = out_of_memory_at({failing}, whole), out_of_memory_at(set(), half)
-    found = whole.update(lazy_stack([row.clone() for row in rows]))
+    actual = whole.update(lazy_stack([row.clone() for row in rows]))
     scale = largest_gap(before, weights(half))
     assert largest_gap(weights(whole), weights(half)) < 1e-4 * scale
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert whole.optimizer_steps == half.optimizer_steps
     assert "micro-batches of 26 tokens (CUDA out of memory. Tried to allocate 20.00 MiB.); the step is" in caplog.text
     assert "train.micro_batch_tokens=13 from now on" in caplog.text
@@ -296,7 +296,7 @@ def test_groups_without_an_advantage_need_no_backward_pass(
     silent: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, losses and diagnostics are what they are when every row has one; a row that learns is always left."""
-    rows, found, learning = silence(siblings(), *silent), [], []
+    rows, actual, learning = silence(siblings(), *silent), [], []
     for advantage_only in (False, True):
         monkeypatch.setattr(GRPOLoss, "advantage_only", advantage_only)
         learner = make_learner(tmp_path, optim_batch_size=12, weight_decay=0.1, eps=1e-2)  # steps along the gradient
@@ -306,10 +306,10 @@ def test_groups_without_an_advantage_need_no_backward_pass(
             seen.append(len(td) * torch.is_grad_enabled()) or forward(td)
         )
         updates = [learner.update(lazy_stack([row.clone() for row in rows])) for _ in range(2)]
-        found.append((updates, weights(learner)))
+        actual.append((updates, weights(learner)))
         learning.append(sum(seen) // 2)
     assert learning == [12, max(1, 12 - 4 * len(silent))]
-    (all_updates, all_weights), (few_updates, few_weights) = found
+    (all_updates, all_weights), (few_updates, few_weights) = actual
     for one, other in zip(all_updates, few_updates):
         assert (one[SHARE] is None) == (other[SHARE] is None) == (len(silent) == 3)  # where no token has a gradient
         assert {k: v for k, v in one.items() if "time" not in k and v is not None} == pytest.approx(
@@ -354,7 +354,7 @@ def test_recomputed_log_probs_make_the_first_ratio_one(tmp_path: Path) -> None:
     assert metrics["clip_fraction"] == 0
 
 
-def test_a_step_of_truncated_rows_alone_measures_nothing_and_goes_on(tmp_path: Path) -> None:
+def test_a_step_of_truncated_rows_alone_measures_nothing_and_continues(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, drop_truncated=True)
     metrics = learner.update(lazy_stack(make_rows(4, truncated=True)))
     assert (metrics["loss/objective"], metrics["grad_norm"]) == (0, 0)
@@ -414,7 +414,7 @@ def test_what_half_precision_does_to_log_probs_is_half_minus_float32(trained: st
 
 @pytest.mark.filterwarnings("error")
 def test_a_skipped_step_moves_no_schedule_and_no_count(tmp_path: Path) -> None:
-    """The first of three steps overflows: warm-up goes on as if it had not been, with torch's order of calls kept."""
+    """The first of three steps overflows: warm-up continues as if it had not been, with torch's order of calls kept."""
     learner = make_learner(tmp_path, precision="fp16", schedule="linear", warmup_steps=4)
     learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50)
     metrics = learner.update(lazy_stack(make_rows(12)))
@@ -438,7 +438,7 @@ def test_fp16_hides_no_nan(where: str, tmp_path: Path) -> None:
     assert learner.scaler.get_scale() == scale
 
 
-def test_a_longer_run_goes_on_under_its_own_schedule(tmp_path: Path) -> None:
+def test_a_longer_run_continues_under_its_own_schedule(tmp_path: Path) -> None:
     schedule = {"schedule": "linear", "lr": 1e-3, "optim_batch_size": 12}
     short = make_learner(tmp_path, total_steps=2, **schedule)
     assert [short.update(lazy_stack(make_rows()))["lr"] for _ in range(2)] == [1e-3, 5e-4]
@@ -464,8 +464,8 @@ def test_a_token_of_unknown_log_prob_is_not_in_the_mismatch(tmp_path: Path) -> N
     """Of two sampled tokens one is half a nat off and the engine does not know the other: e^g - 1 - g at g = 1/2."""
     learner, mask = make_learner(tmp_path), torch.tensor([False, True, True])
     row = {keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.tensor([0.0, -2.5, math.nan])}
-    found = learner._mismatch([row], {0: torch.tensor([0.0, -2.0, -1.0])})
-    assert found == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
+    actual = learner._mismatch([row], {0: torch.tensor([0.0, -2.0, -1.0])})
+    assert actual == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(("aggregation", "torchrls"), [("token", "token_mean"), ("sequence", "prompt_mean")])
@@ -499,7 +499,7 @@ def test_learning_rate_schedules() -> None:
 
 
 def _gradient(learner: Learner, rows: list[TensorDict], budget: int) -> tuple[dict[str, torch.Tensor], dict]:
-    """The gradient of one optimizer step, its losses and metrics; the rows are told which of their tokens were kept."""
+    """The gradient of one optimizer step, its losses and metrics; the rows mark which of their tokens were kept."""
     plain = RowTable.of(rows).rows()
     losses, metrics, _ = learner._measured(learner._run(plain, learner._passes(plain, budget)), torch.zeros(()))
     for row, shown in zip(rows, plain, strict=True):
@@ -598,7 +598,7 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
 
 
 def test_weights_are_gathered_before_room_is_made_and_an_engine_wakes() -> None:
-    """On one device for both, the reserve of the gathering would stand beside all that is sampled next."""
+    """On one device for both, the reserve of the gathering would take memory of all that is sampled next."""
     events: list[str] = []
     engine = SimpleNamespace(name="engine", version=0, wake=lambda: events.append("wake"))
     engine.update_weights = lambda weights, version: (events.append(weights), setattr(engine, "version", version))

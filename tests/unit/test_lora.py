@@ -31,9 +31,9 @@ def test_a_fresh_adapter_changes_nothing_and_is_all_that_trains():
     model, rows = make_model(), make_rows([8, 5])
     before = log_probs(model, rows).detach()
     adapted = add_lora(model, r=3, alpha=6)
-    found = log_probs(adapted, rows)
-    assert torch.equal(found, before)
-    found.sum().backward()
+    actual = log_probs(adapted, rows)
+    assert torch.equal(actual, before)
+    actual.sum().backward()
     with_gradient = {name for name, parameter in adapted.named_parameters() if parameter.grad is not None}
     assert with_gradient == {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert with_gradient
@@ -48,9 +48,9 @@ def test_the_adapter_off_reference_is_the_base_model_bit_for_bit(family):
     policy.train()
     adapted = policy(rows)[keys.LOG_PROBS]
     reference = AdapterOffReference(policy)
-    found = reference(rows)
-    assert torch.equal(found, before)
-    assert not found.requires_grad
+    actual = reference(rows)
+    assert torch.equal(actual, before)
+    assert not actual.requires_grad
     assert not torch.allclose(adapted.detach(), before)
     adapted.sum().backward()  # a reference call between forward and backward does not break the graph
     assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
@@ -115,18 +115,18 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def test_an_adapter_that_travels_alone_is_merged_to_the_same_bits(dtype, tied, device):
     model = trained(make_model(tie_word_embeddings=tied).to(dtype)).to(device)
     base = packed_weights(model, merged=False)
-    found, expected = dict(adapter_pack(model).merged(base, device)), dict(engine_weights(model))
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name].cpu()) for name in expected)
-    assert any(not torch.equal(found[name], weight) for name, weight in base.tensors())
+    actual, expected = dict(adapter_pack(model).merged(base, device)), dict(engine_weights(model))
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[name], expected[name].cpu()) for name in expected)
+    assert any(not torch.equal(actual[name], weight) for name, weight in base.tensors())
 
 
 def test_an_adapter_of_a_model_with_transposed_weights_is_merged_alike():
     plain = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=16))
     model = trained(plain)  # its attention has weights [8, 8] and [8, 24]
-    found = dict(adapter_pack(model).merged(packed_weights(model, merged=False), "cpu"))
+    actual = dict(adapter_pack(model).merged(packed_weights(model, merged=False), "cpu"))
     for name, weight in engine_weights(model):
-        torch.testing.assert_close(found[name], weight, rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(actual[name], weight, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("options", "message"), [({"r": 0}, "rank is 0"), ({"dropout": 1.0}, "dropout is 1.0")])

@@ -106,16 +106,16 @@ def test_every_sample_has_a_session_of_its_own(instances: Instances) -> None:
     assert [instances.finish(one.key).result(WAIT_S) for one in (first, second)] == [None, None]
 
 
-def test_what_fails_is_told_and_the_session_goes_on(instances: Instances) -> None:
+def test_what_fails_is_reported_and_the_session_continues(instances: Instances) -> None:
     key = instances.open({}).result(WAIT_S).key
-    asked = [
+    calls = [
         ("fail", {"text": "no such page"}),
         ("add_note", {}),
         ("nothing", {}),
         ("draw", {}),
         ("add_note", {"text": "a"}),
     ]
-    failed, missing, unknown, drawn, added = instances.call(key, asked).result(WAIT_S)
+    failed, missing, unknown, drawn, added = instances.call(key, calls).result(WAIT_S)
     assert [answer.is_error for answer in (failed, missing, unknown)] == [True] * 3
     assert re.fullmatch(r"error: ToolFailed: .*no such page", failed.content)
     assert "text Field required" in missing.content
@@ -151,7 +151,7 @@ def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
             made.open({}).result(WAIT_S)
 
 
-def test_a_key_is_sent_to_the_server_and_stands_nowhere(
+def test_a_key_is_sent_to_the_server_and_written_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     running = Running(KEY_OF_NOBODY)
@@ -168,8 +168,8 @@ def test_a_key_is_sent_to_the_server_and_stands_nowhere(
             assert call(made, opened, "add_note", text="a") == Answer("a", False)
             commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if is_ours(path)]
             assert len(commands) > 1
-            told = [command for command in commands if KEY_OF_NOBODY.encode() in command]
-            assert all(b"mcp_server" in command for command in told)
+            exposed = [command for command in commands if KEY_OF_NOBODY.encode() in command]
+            assert all(b"mcp_server" in command for command in exposed)
     finally:
         running.end()
     assert KEY_OF_NOBODY not in repr(instance_spec(str(running), "factory")) + caplog.text + "".join(capfd.readouterr())
@@ -243,7 +243,7 @@ def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
     (example,) = task.train
     (output,) = dialogs.generate([GroupRequest(1, env.prompt_ids(example), 1, 7, example)], Sampling(max_tokens=100))
     record = output.samples[0].record
-    said = [message["content"] for message in record["messages"] if message["role"] == "tool"]
-    assert said[0] == "milk"
-    assert said[1].startswith("error: ToolFailed: ")
+    replies = [message["content"] for message in record["messages"] if message["role"] == "tool"]
+    assert replies[0] == "milk"
+    assert replies[1].startswith("error: ToolFailed: ")
     assert (record["tool_calls"], record["tool_errors"], record["ended"], record["error"]) == (2, 1, "answer", None)

@@ -66,9 +66,9 @@ def test_the_table_has_the_published_numbers_of_parameters() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_config_gives_the_shape_and_every_parameter(family: str, tied: bool) -> None:
     case = BASE | {"family": family, "tied": tied}
-    found = architecture_from(model_config(case))
-    assert found.parameters == sum(weight.numel() for weight in make_policy(case).model.parameters())
-    assert (found.other, found.tied, found.layers) == (0, tied, 3)
+    actual = architecture_from(model_config(case))
+    assert actual.parameters == sum(weight.numel() for weight in make_policy(case).model.parameters())
+    assert (actual.other, actual.tied, actual.layers) == (0, tied, 3)
 
 
 def test_what_the_shape_does_not_know_of_is_counted_as_well() -> None:
@@ -128,7 +128,7 @@ def test_the_peak_is_that_of_a_gpu(
     rows = make_rows_of_length(tokens)
     counted = learner_memory(
         architecture_from(CONFIG_MAPPING[family](**sizes)),
-        Learning(product_bytes=2, on_cpu=False, compiled=True, kept_tiles=int(79.2 * 2**30) // 12, **how),
+        Learning(product_bytes=2, on_cpu=False, compiled=True, saved_bytes=int(79.2 * 2**30) // 12, **how),
         [rows] * batches,
     )
     assert sum(counted.values()) / 2**30 == pytest.approx(measured, rel=0.1)
@@ -136,8 +136,8 @@ def test_the_peak_is_that_of_a_gpu(
 
 def make_rows_of_length(tokens: int) -> MicroBatch:
     prompts = -(-tokens // (9 * 1024))
-    said = tokens - 1024 * prompts
-    return MicroBatch(tokens, said, 2 * said)
+    response = tokens - 1024 * prompts
+    return MicroBatch(tokens, response, 2 * response)
 
 
 TINY = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
@@ -146,7 +146,7 @@ TINY = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
 FULL = Learning()
 
 
-def peak(how: Learning = FULL, *sizes: int, model: Architecture = TINY) -> memory.Parts:
+def peak(how: Learning = FULL, *sizes: int, model: Architecture = TINY) -> memory.ByteCounts:
     return learner_memory(model, how, [MicroBatch(size, size // 2, size) for size in sizes or (1000,)])
 
 
@@ -208,13 +208,13 @@ def measure(*cases: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [SMALLEST, pytest.param(LARGEST, marks=pytest.mark.slow)])
 def test_the_learners_peak_is_predicted_within_15_percent(name: str) -> None:
     """By the formula from the micro-batches as they are, and by the estimate from the config alone."""
-    (found,) = measure(SIZES[name] | {"full": True})
-    assert found["predicted"] == pytest.approx(found["measured"], rel=0.15), found
-    assert found["estimated"] == pytest.approx(found["measured"], rel=0.15), found
+    (actual,) = measure(SIZES[name] | {"full": True})
+    assert actual["predicted"] == pytest.approx(actual["measured"], rel=0.15), actual
+    assert actual["estimated"] == pytest.approx(actual["measured"], rel=0.15), actual
 
 
 @needs_proc
 @pytest.mark.parametrize("cases", [LIGHT, pytest.param(HEAVY, marks=pytest.mark.slow)], ids=["light", "heavy"])
 def test_the_peak_of_every_variant_is_predicted_within_15_percent(cases: dict[str, dict[str, Any]]) -> None:
-    for name, found in zip(cases, measure(*cases.values())):
-        assert found["predicted"] == pytest.approx(found["measured"], rel=0.15), (name, found)
+    for name, actual in zip(cases, measure(*cases.values())):
+        assert actual["predicted"] == pytest.approx(actual["measured"], rel=0.15), (name, actual)

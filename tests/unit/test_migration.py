@@ -17,9 +17,9 @@ from sota_grpo.config.spelling import walk, with_options
 from sota_grpo.migration.export import model_card, published, write_verl
 from sota_grpo.migration.verl import (
     FILES,
-    Beside,
     Facts,
     Report,
+    ScriptPath,
     example_columns,
     verl_options,
     verl_reward,
@@ -179,8 +179,8 @@ ACTOR = "actor_rollout_ref.actor"
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_verl_computes_the_same_under(overrides: tuple[str, ...], expected: dict) -> None:
-    found, _ = verl_options(config_of(*overrides), FACTS)
-    assert {name: found.get(name) for name in expected} == expected
+    actual, _ = verl_options(config_of(*overrides), FACTS)
+    assert {name: actual.get(name) for name in expected} == expected
 
 
 def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
@@ -197,14 +197,14 @@ def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
     command = ["bash", str(script), "trainer.total_epochs=2"]
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    module, name, *given = done.stdout.splitlines()
-    assert (module, name, given.pop()) == ("-m", "verl.trainer.main_ppo", "trainer.total_epochs=2")
-    parsed = OverridesParser.create().parse_overrides(given)
-    found = {one.input_line.partition("=")[0]: one.value() for one in parsed}
+    module, name, *words_read = done.stdout.splitlines()
+    assert (module, name, words_read.pop()) == ("-m", "verl.trainer.main_ppo", "trainer.total_epochs=2")
+    parsed = OverridesParser.create().parse_overrides(words_read)
+    actual = {one.input_line.partition("=")[0]: one.value() for one in parsed}
     here = str(tmp_path.resolve())
     for option, value in options.items():
-        assert found.pop(option) == (value.replace("$HERE", here) if isinstance(value, Beside) else value)
-    assert found == {}
+        assert actual.pop(option) == (value.replace("$HERE", here) if isinstance(value, ScriptPath) else value)
+    assert actual == {}
 
 
 def exported(config: Config, folder: Path) -> Path:
@@ -231,8 +231,8 @@ def test_the_grader_travels(tmp_path: Path) -> None:
     for one, wanted in zip(example, expected, strict=True):
         (row,) = verl_rows(task, [one], "train")
         truth, extra = row["reward_model"]["ground_truth"], {**row["extra_info"], "num_turns": None}
-        given = [score(row["data_source"], text, truth, extra) for text in texts]
-        assert [found["score"] for found in given] == wanted
+        scores = [score(row["data_source"], text, truth, extra) for text in texts]
+        assert [actual["score"] for actual in scores] == wanted
     assert len({value for wanted in expected for value in wanted}) > 2
 
 
@@ -289,9 +289,14 @@ def test_the_table_reads_what_was_written_for_verl(tmp_path: Path) -> None:
 
 
 def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> None:
-    given = ("env.dataset=table", "env.dataset_path=/home/me/rows.jsonl", "env.num_heldout=40", "env.prompt_column=ask")
+    overrides = (
+        "env.dataset=table",
+        "env.dataset_path=/home/me/rows.jsonl",
+        "env.num_heldout=40",
+        "env.prompt_column=ask",
+    )
     functions = ("reward.path=/home/me/mine.py", "reward.name=[near,brief]", "reward.weights=[1.0,0.5]", "seed=3")
-    config = composed("grpo_cpu", *given, *functions, "env.num_envs=16", "env.repeats=4")
+    config = composed("grpo_cpu", *overrides, *functions, "env.num_envs=16", "env.repeats=4")
     measured = {"eval/accuracy": 0.0, "eval/stderr": 0.0, "eval/reward": -2.5, "eval/reward_stderr": 0.25}
     card = model_card(config, 1, [{"step": 0, **measured}])
     assert "| reward |" in card
@@ -299,9 +304,12 @@ def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> No
     assert "| `reward.name` | ['near', 'brief'] |" in card
     words = shlex.split(card.partition("```bash\n")[2].partition("```")[0])
     assert words[:5] == ["sota-grpo", "eval", "FOLDER", "--task", "table"]
-    asked, meant = composed("grpo_gsm8k", "env.dataset=table", *words[5:]), published(config)
-    assert asked.reward == meant.reward
-    assert (asked.seed, asked.env.dataset_path, asked.env.num_heldout) == (3, "rows.jsonl", 40)
-    assert (asked.env.prompt_column, asked.inference_model.max_tokens) == ("ask", meant.inference_model.max_tokens)
+    translated, meant = composed("grpo_gsm8k", "env.dataset=table", *words[5:]), published(config)
+    assert translated.reward == meant.reward
+    assert (translated.seed, translated.env.dataset_path, translated.env.num_heldout) == (3, "rows.jsonl", 40)
+    assert (translated.env.prompt_column, translated.inference_model.max_tokens) == (
+        "ask",
+        meant.inference_model.max_tokens,
+    )
     config.env.dataset_path = "/home/me/run/inputs/train.jsonl"
     assert "`sota-grpo eval RUN` evaluates it again" in model_card(config, 1, [])

@@ -34,7 +34,7 @@ from sota_grpo.rl.task import scorer_of
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.tasks.mixture import MixedExamples, MixtureTask, place_in_rounds, task_of_draw
+from sota_grpo.tasks.mixture import MixedExamples, MixtureTask, position_in_rounds, task_of_draw
 from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.runs import signature
@@ -76,10 +76,10 @@ def test_draws_are_numbered_without_gaps_and_follow_the_weights_at_every_moment(
 def test_parts_take_turns_and_those_that_are_used_up_pass() -> None:
     sizes = [RNG.randint(0, 6) for _ in range(5)]
     naive = [(part, turn) for turn in range(6) for part, size in enumerate(sizes) if turn < size]
-    assert [place_in_rounds(sizes, index) for index in range(sum(sizes))] == naive
+    assert [position_in_rounds(sizes, index) for index in range(sum(sizes))] == naive
     for outside in (-1, sum(sizes)):
         with pytest.raises(IndexError):
-            place_in_rounds(sizes, outside)
+            position_in_rounds(sizes, outside)
     mixture = mixed({"a": 1, "b": 3})
     assert [one.query for one in mixture] == ["a0", "b0", "b1", "b2"] == [one.query for one in mixture[:9]]
     assert (mixture[-1].query, mixture[0].extra) == ("b2", {TASK: "a", "level": 0})
@@ -172,33 +172,33 @@ def test_each_response_is_graded_by_the_task_of_its_prompt_alone() -> None:
     assert list(task.term_weights) == ["brief/short", "cd/correct", "cd/format", "sums/correct"]
     scorer = pickle.loads(pickle.dumps(scorer_of(task)))
     for example in task.train[:12]:
-        name, own_task, own = task.own(example)
+        name, own_task, own = task.resolve(example)
         gold = task.gold_response(example)
         assert task.messages(example) == own_task.messages(own)
-        (found,) = guarded_scores(scorer, task.term_weights, [(gold or "ok", example)])
-        applies = {term for term, value in found.terms.items() if value is not None}
+        (actual,) = guarded_scores(scorer, task.term_weights, [(gold or "ok", example)])
+        applies = {term for term, value in actual.terms.items() if value is not None}
         assert applies == {f"{name}/{term}" for term in own_task.term_weights}
         expected = own_task.score(gold or "ok", own)
-        assert total_reward(found.terms, task.term_weights) == total_reward(expected.terms, own_task.term_weights)
-        assert found.success is expected.success is True
+        assert total_reward(actual.terms, task.term_weights) == total_reward(expected.terms, own_task.term_weights)
+        assert actual.success is expected.success is True
 
 
 def test_a_group_is_given_to_a_grader_of_groups_and_a_failure_costs_its_own_task_alone() -> None:
     task = mixture_task()
     brief, cd = task.train[0], task.train[1]
-    found = guarded_scores(task.score, task.term_weights, [("one", brief), ("three", brief)])
-    assert [score.terms["brief/short"] for score in found] == [1.0, 0.0]
-    found = guarded_scores(task.score, task.term_weights, [("one", brief), ("fail", brief), ("three", brief)])
-    assert [score.error for score in found] == [None, "OSError: no judge", None]
-    assert found[1].terms == {"brief/short": 0.0, "cd/correct": None, "cd/format": None, "sums/correct": None}
+    actual = guarded_scores(task.score, task.term_weights, [("one", brief), ("three", brief)])
+    assert [score.terms["brief/short"] for score in actual] == [1.0, 0.0]
+    actual = guarded_scores(task.score, task.term_weights, [("one", brief), ("fail", brief), ("three", brief)])
+    assert [score.error for score in actual] == [None, "OSError: no judge", None]
+    assert actual[1].terms == {"brief/short": 0.0, "cd/correct": None, "cd/format": None, "sums/correct": None}
     both = guarded_scores(task.score, task.term_weights, [("x", cd), ("x", brief), (task.gold_response(cd), cd)])
     assert [score.success for score in both] == [False, True, True]
 
 
 def test_dialogs_with_tools_and_reward_functions_see_the_tasks_own_columns(tmp_path: Path) -> None:
-    task = with_tools(mixture_task(), has_reward=False, asks_task=True)
-    (found,) = guarded_scores(task.score, task.term_weights, [(task.gold_response(task.train[1]), task.train[1])])
-    assert found.success
+    task = with_tools(mixture_task(), has_reward=False, adds_task_terms=True)
+    (actual,) = guarded_scores(task.score, task.term_weights, [(task.gold_response(task.train[1]), task.train[1])])
+    assert actual.success
     (tmp_path / "r.py").write_text(
         "def near(prompts, completions, ground_truth, **columns):\n"
         "    assert not any('mixture' in name for name in columns)\n"
@@ -209,8 +209,8 @@ def test_dialogs_with_tools_and_reward_functions_see_the_tasks_own_columns(tmp_p
     config.env.mixture = entries
     task = task_of(config)
     mine, sums = task.train[:2]
-    found = [score.terms for score in guarded_scores(task.score, task.term_weights, [("ab", mine), ("ab", mine)])]
-    assert found == [{"mine/near": 1.0, "sums/correct": None}] * 2  # one turn of a chat
+    actual = [score.terms for score in guarded_scores(task.score, task.term_weights, [("ab", mine), ("ab", mine)])]
+    assert actual == [{"mine/near": 1.0, "sums/correct": None}] * 2  # one turn of a chat
     assert guarded_scores(task.score, task.term_weights, [("ab", sums)])[0].terms["sums/correct"] == 0.0
 
 
@@ -243,22 +243,22 @@ def test_an_evaluation_measures_each_task() -> None:
     engine = ScriptedEngine(say, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
     held = task.heldout[:9]
     assert Counter(example.extra[TASK] for example in held) == {"brief": 3, "cd": 3, "sums": 3}
-    found = Evaluator(Rollouts(env, engine), held, max_tokens=99, avg_at_k=0, seed=SEED).measure()
-    assert found["eval/task/brief"] == 1.0  # alone, each is the shortest
+    actual = Evaluator(Rollouts(env, engine), held, max_tokens=99, avg_at_k=0, seed=SEED).measure()
+    assert actual["eval/task/brief"] == 1.0  # alone, each is the shortest
     right = {name: [index % 2 for index, one in enumerate(held) if one.extra[TASK] == name] for name in ("cd", "sums")}
-    assert [found[f"eval/task/{name}"] for name in right] == [pytest.approx(sum(r) / 3) for r in right.values()]
-    assert {"eval/task_stderr/cd", "eval/reward/brief/short", "eval/reward/sums/correct"} <= found.keys()
-    assert all(declared(name) for name in found)
+    assert [actual[f"eval/task/{name}"] for name in right] == [pytest.approx(sum(r) / 3) for r in right.values()]
+    assert {"eval/task_stderr/cd", "eval/reward/brief/short", "eval/reward/sums/correct"} <= actual.keys()
+    assert all(declared(name) for name in actual)
 
 
-def test_what_a_benchmark_counts_stands_below_its_task() -> None:
+def test_what_a_benchmark_counts_is_below_its_task() -> None:
     chat = make_task("instructions", seed=SEED, num_train=2, num_heldout=2)
     task = MixtureTask({"chat": chat})
     example, own = task.heldout[0], chat.heldout[0]
     counted = chat.counts(chat.score("a, b", own), own)
     assert len(counted) == 4
-    found = task.counts(task.score("a, b", example), example)
-    assert found == {"chat": (counted["prompt_strict"][0], 1.0), **{f"chat/{name}": counted[name] for name in counted}}
+    actual = task.counts(task.score("a, b", example), example)
+    assert actual == {"chat": (counted["prompt_strict"][0], 1.0), **{f"chat/{name}": counted[name] for name in counted}}
 
 
 def test_metrics_of_a_batch_by_task() -> None:
@@ -282,17 +282,21 @@ def test_metrics_of_a_batch_by_task() -> None:
         return TensorDict(entries)
 
     rows = [row("a", "right", 1.0, 2, "x"), row("a", "right", 0.0, 4), row("b-2", "right", -1.0, 6, "of/</script>")]
-    found = batch_metrics(RowTable.of(rows), version=0)
-    assert all(declared(name) for name in found)
-    assert {name: found[f"task/a/{name}"] for name in OF_TASK} == {
+    actual = batch_metrics(RowTable.of(rows), version=0)
+    assert all(declared(name) for name in actual)
+    assert {name: actual[f"task/a/{name}"] for name in OF_TASK} == {
         **{"reward": 0.5, "success": 0.5, "truncated": 0.5, "response_tokens": 3.0, "responses": 2.0}
     }
-    assert (found["task/b-2/reward"], found["reward/a/right"], found["reward/b-2/right"]) == (-1.0, 0.5, -1.0)
-    assert (found["grader/a/acc"], found["grader/b-2/acc"]) == (0.5, -1.0)
-    assert {name: found[f"task/a/x/{name}"] for name in OF_TASK} == {
+    assert (actual["task/b-2/reward"], actual["reward/a/right"], actual["reward/b-2/right"]) == (-1.0, 0.5, -1.0)
+    assert (actual["grader/a/acc"], actual["grader/b-2/acc"]) == (0.5, -1.0)
+    assert {name: actual[f"task/a/x/{name}"] for name in OF_TASK} == {
         **{"reward": 1.0, "success": 1.0, "truncated": 0.0, "response_tokens": 2.0, "responses": 1.0}
     }
-    assert {name.rpartition("/")[0] for name in found if name.startswith("task/")} == {"task/a", "task/a/x", "task/b-2"}
+    assert {name.rpartition("/")[0] for name in actual if name.startswith("task/")} == {
+        "task/a",
+        "task/a/x",
+        "task/b-2",
+    }
 
 
 def configured(*overrides: str):
@@ -306,12 +310,12 @@ def test_a_task_has_the_runs_options_but_for_its_own() -> None:
         *("env.difficulty=2", "reward.path=b", "reward.name=f", "reward.success_above=1"),
     )
     validate(config)
-    found = task_configs(config)
-    assert {name: (one.env.dataset, one.env.difficulty) for name, one in found.items()} == {
+    actual = task_configs(config)
+    assert {name: (one.env.dataset, one.env.difficulty) for name, one in actual.items()} == {
         **{"hard": ("arithmetic", 4), "maths": ("gsm8k", 4), "own": ("arithmetic", 2)}
     }
-    assert [found["maths"].inference_model.max_tokens, found["hard"].inference_model.max_tokens] == [9, 64]
-    functions = [(one.reward.path, one.reward.name, one.reward.success_above) for one in found.values()]
+    assert [actual["maths"].inference_model.max_tokens, actual["hard"].inference_model.max_tokens] == [9, 64]
+    functions = [(one.reward.path, one.reward.name, one.reward.success_above) for one in actual.values()]
     assert functions == [("b", "f", 1.0), ("b", "f", 1.0), ("a", None, 0.0)]
     assert weights(config) == {"hard": 1, "maths": Fraction(1, 10), "own": 1}
     assert config.env.mixture["maths"]["weight"] == 0.1  # nothing was changed
@@ -330,7 +334,7 @@ def test_a_task_has_the_runs_options_but_for_its_own() -> None:
         ("{a: {difficulty: hard}}", "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
     ],
 )
-def test_an_entry_that_cannot_be_is_told_in_one_sentence(mixture: str, sentence: str) -> None:
+def test_an_entry_that_cannot_be_is_reported_in_one_sentence(mixture: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         validate(configured(f"env.mixture={mixture}"))
     assert sentence in str(refused.value)
@@ -348,7 +352,7 @@ def test_rules_let_pass_a_mixture_that_works() -> None:
 
 def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anchored, signed by their contents, shown without their folders; code and servers need consent."""
-    given = {
+    options = {
         "mine": {"dataset": "table", "dataset_path": "rows.jsonl", "reward_path": "r.py"},
         "tool": {"tools": "tools.py:double", "max_steps": 3},
         "far": {"environment": "openenv+http://127.0.0.1:9", "max_steps": 2},
@@ -357,7 +361,7 @@ def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pyte
     for name in names:
         (tmp_path / name).write_text(name)
     monkeypatch.chdir(tmp_path)
-    config = compose("grpo_cpu", overrides_of({"env.mixture": given}))
+    config = compose("grpo_cpu", overrides_of({"env.mixture": options}))
     anchor_paths(config)
     mixture = config.env.mixture
     assert {option: mixture["mine"][option] for option in ("dataset_path", "reward_path")} == {
@@ -366,7 +370,7 @@ def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pyte
     assert (mixture["tool"]["tools"], mixture["far"]["environment"]) == (
         *(here + "tools.py:double", "openenv+http://127.0.0.1:9"),
     )
-    assert published(config).env.mixture == given
+    assert published(config).env.mixture == options
     acts = needs_consent(config)
     assert "127.0.0.1:9" in acts.pop("env.mixture.far.environment")
     assert acts == {
@@ -391,7 +395,7 @@ def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pyte
     load_config(run_dir, trust=True)
 
 
-def test_data_that_cannot_be_read_are_told_with_the_name_of_the_task(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_are_reported_with_the_name_of_the_task(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?"}\n')
     config = configured(f"env.mixture={{m: {{dataset: gsm8k, dataset_path: {tmp_path / 'bad.jsonl'}}}}}")

@@ -1,4 +1,4 @@
-"""Tasks of a mixture with group sizes, turns, tools and environments of their own: who is asked, told and answered."""
+"""Tasks of a mixture with group sizes, turns, tools and environments of their own: which requests each gets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixtureTask
-from tests.l3_parts import collector_of
+from tests.training_rigs import collector_of
 from tests.unit.test_learner import make_learner, make_rows, mini_batches
 from tests.unit.tiny_models import make_model
 
@@ -73,10 +73,10 @@ def loss_of(model: Any, groups: Sequence[Sequence[TensorDict]], aggregation: str
         for row, reward in zip(group, rewards, strict=True):
             advantage, ids = (reward - mean) / (deviation + 1e-6), row[keys.FULL_TOKENS]
             own = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-            said = row[keys.ASSISTANT_MASK].nonzero().flatten().tolist()
-            weight = {"token": 1 / tokens, "sequence": 1 / (len(rows) * len(said))}
+            positions = row[keys.ASSISTANT_MASK].nonzero().flatten().tolist()
+            weight = {"token": 1 / tokens, "sequence": 1 / (len(rows) * len(positions))}
             weight["constant"] = 1 / (len(rows) * MAX_TOKENS)
-            for at in said:
+            for at in positions:
                 ratio = (own[at - 1, ids[at]] - row[keys.LOG_PROBS][at].double()).exp()
                 kept = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 total = total - weight[aggregation] * kept
@@ -103,9 +103,9 @@ def test_the_gradient_of_a_mixed_batch_is_that_of_its_tasks_by_their_shares(aggr
     batch = GroupAdvantage("group_mean", "group_std")(lazy_stack(rows))
     for budget in (24, 1 << 20):  # groups are cut, and all are together
         learner._dry_run(list(batch.unbind(0)), budget)
-        found = {name: value.grad.double() for name, value in learner.policy.model.named_parameters()}
+        actual = {name: value.grad.double() for name, value in learner.policy.model.named_parameters()}
         scale = max(float(value.abs().max()) for value in expected.values())
-        assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 2e-5 * scale
+        assert max(float((actual[name] - expected[name]).abs().max()) for name in expected) < 2e-5 * scale
 
 
 def test_an_optimizer_step_has_whole_groups_of_whatever_size(tmp_path: Path) -> None:
@@ -114,14 +114,14 @@ def test_an_optimizer_step_has_whole_groups_of_whatever_size(tmp_path: Path) -> 
     groups[3][0][keys.FULL_TOKENS] = torch.cat(
         [torch.tensor([3]), groups[3][0][keys.FULL_TOKENS][1:]]
     )  # its own prompt
-    rows, found = [row for group in groups for row in group], []
+    rows, actual = [row for group in groups for row in group], []
     for epoch in range(8):
         steps = [[int(row[keys.GROUP_ID]) for row in step] for step in mini_batches(learner, rows, epoch)]
         assert [len({*step}) for step in steps] == [2, 2, 1]
         assert sorted(group for step in steps for group in step) == [0] * 2 + [1] * 5 + [2] * 3 + [3] * 4 + [4] * 2
-        found.append(str(steps))
-    assert found[0] == str([[0] * 2 + [1] * 5, [2] * 3 + [3] * 4, [4] * 2])
-    assert len({*found}) > 2
+        actual.append(str(steps))
+    assert actual[0] == str([[0] * 2 + [1] * 5, [2] * 3 + [3] * 4, [4] * 2])
+    assert len({*actual}) > 2
 
 
 def mixture(**options: Any) -> TaskEnv:
@@ -153,11 +153,11 @@ def source_of(**options: Any) -> PromptGroupCollector:
 
 def sizes_of(batch: Any) -> list[tuple[str, int]]:
     """Task and size of each group of a batch, in order."""
-    found: dict[int, list[str]] = {}
+    actual: dict[int, list[str]] = {}
     for row in batch:
-        found.setdefault(int(row[keys.GROUP_ID]), []).append(json.loads(row[keys.EXTRA])[TASK])
-        assert int(row[keys.SAMPLE_ID]) == len(found[int(row[keys.GROUP_ID])]) - 1
-    return [(names[0], len(names)) for names in found.values()]
+        actual.setdefault(int(row[keys.GROUP_ID]), []).append(json.loads(row[keys.EXTRA])[TASK])
+        assert int(row[keys.SAMPLE_ID]) == len(actual[int(row[keys.GROUP_ID])]) - 1
+    return [(names[0], len(names)) for names in actual.values()]
 
 
 @pytest.mark.parametrize("options", [{}, {"beside": True, "max_policy_age": 1}, {"refill": True}])
@@ -165,13 +165,13 @@ def test_a_batch_counts_groups_and_each_has_its_tasks_size(options: dict[str, An
     source = source_of(**options)
     for _ in range(3):
         batch = source.next_batch()
-        found = sizes_of(batch)
-        assert len(found) == 3
-        assert all(size == SIZES[name] for name, size in found)
+        actual = sizes_of(batch)
+        assert len(actual) == 3
+        assert all(size == SIZES[name] for name, size in actual)
         if "refill" not in options:  # which takes what has variance
-            assert sorted(name for name, _ in found) == ["few", "few", "many"]
+            assert sorted(name for name, _ in actual) == ["few", "few", "many"]
         zero, start = 0, 0
-        for _, size in found:
+        for _, size in actual:
             rewards = {float(row[keys.REWARD]) for row in batch[start : start + size]}
             zero, start = zero + (len(rewards) == 1), start + size
         assert source.metrics()["groups/zero_advantage"] == zero
@@ -270,9 +270,9 @@ def call(name: str, number: int) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{"number": {number}}}}}\n</tool_call>'
 
 
-def test_each_task_has_its_own_prompts_partner_and_reward(tmp_path: Path) -> None:
+def test_each_task_has_its_own_prompts_responder_and_reward(tmp_path: Path) -> None:
     config = mixed_config(tmp_path)
-    tokenizer, asked = load_tokenizer("tiny"), list[GroupRequest]()
+    tokenizer, requests = load_tokenizer("tiny"), list[GroupRequest]()
     with ExitStack() as opened:
         env, instances = open_env(config, task_of(config), tokenizer, opened)
         assert set(instances) == {"tool", "world"}
@@ -285,11 +285,11 @@ def test_each_task_has_its_own_prompts_partner_and_reward(tmp_path: Path) -> Non
         turns |= {"ask": ["#### -1", env.task.gold_response(examples["ask"])], "once": ["#### -1", "never"]}
 
         def script(request: GroupRequest, index: int, version: int) -> list[int]:
-            asked.append(request)
+            requests.append(request)
             text = tokenizer.decode(request.prompt_ids)
             (name,) = [name for name, example in examples.items() if example.query in text]
-            said = text.count("<|im_start|>assistant") - texts[name].count("<|im_start|>assistant")
-            return tokenizer(turns[name][said])["input_ids"]
+            num_turns = text.count("<|im_start|>assistant") - texts[name].count("<|im_start|>assistant")
+            return tokenizer(turns[name][num_turns])["input_ids"]
 
         engine = ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
         rollouts = Rollouts(env, with_dialogs(config, env, engine, instances))
@@ -298,7 +298,7 @@ def test_each_task_has_its_own_prompts_partner_and_reward(tmp_path: Path) -> Non
             group.prompt.example.extra[TASK]: group for group in rollouts.stream(prompts, Sampling(max_tokens=200))
         }
     assert {name: len(group.samples) for name, group in graded.items()} == {"ask": 8, "once": 3, "tool": 4, "world": 2}
-    once = [request for request in asked if request.num_samples > 1]
+    once = [request for request in requests if request.num_samples > 1]
     assert {(request.num_samples, request.example) for request in once} == {(3, None)}  # whole, and asked once
     rewards = {name: [float(row[keys.REWARD]) for row in group.rows] for name, group in graded.items()}
     assert rewards == {"ask": [1.0] * 8, "once": [0.0] * 3, "tool": [1.0] * 4, "world": [0.5] * 2}
@@ -308,9 +308,9 @@ def test_each_task_has_its_own_prompts_partner_and_reward(tmp_path: Path) -> Non
     assert {name for name, value in graded["world"].scores[0].terms.items() if value is not None} == {
         "world/environment"
     }
-    heard = tokenizer.decode(graded["tool"].rows[0][keys.FULL_TOKENS])
-    assert "6<|im_end|>" in heard
-    assert "8<|im_end|>" in heard
+    transcript = tokenizer.decode(graded["tool"].rows[0][keys.FULL_TOKENS])
+    assert "6<|im_end|>" in transcript
+    assert "8<|im_end|>" in transcript
     assert "Say 0." in tokenizer.decode(graded["world"].rows[0][keys.FULL_TOKENS])
     no_dialog = graded["once"].rows[0]
     assert bool(no_dialog[keys.ASSISTANT_MASK][len(no_dialog[keys.PROMPT_TOKENS]) :].all())
@@ -323,16 +323,16 @@ def test_what_a_task_does_not_give_is_the_runs_where_it_means_something(tmp_path
     for name in ("ask", "once"):
         config.env.mixture[name]["tools"] = None
     validate(config)
-    found = task_configs(config)
+    actual = task_configs(config)
     assert {
-        name: (one.env.tools, one.env.environment) for name, one in found.items() if name not in ("ask", "once")
+        name: (one.env.tools, one.env.environment) for name, one in actual.items() if name not in ("ask", "once")
     } == {
         "tool": (f"{tmp_path / 'tools.py'}:double", None),
         "world": (None, f"{tmp_path / 'world.py'}:World"),
         "plain": (None, None),
         "both": ("t.py:f", None),
     }
-    assert turns_of_tasks(config) == {name: one.env.max_steps for name, one in found.items()}
+    assert turns_of_tasks(config) == {name: one.env.max_steps for name, one in actual.items()}
     assert turns_of_tasks(config) == {"ask": 2, "both": 4, "once": 4, "plain": 1, "tool": 3, "world": 2}
     assert longest_response(config) == 4 * 64
 

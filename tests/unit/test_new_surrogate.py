@@ -19,7 +19,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, Surrogate
 from sota_grpo.migration.verl import Facts, verl_options
 from sota_grpo.rl.collate import pad_rows
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage
@@ -47,9 +47,9 @@ def test_it_is_trained_by_its_own_formula() -> None:
     gradients = {}
     for name in ("halved", "reinforce"):
         loss.surrogate = SURROGATES[name]
-        found = loss(pad_rows(rows, pad_token_id=0))
-        (gradients[name],) = torch.autograd.grad(total(found), [loss.actor_network.log_probs])
-        assert found.clip_fraction == 0
+        actual = loss(pad_rows(rows, pad_token_id=0))
+        (gradients[name],) = torch.autograd.grad(total(actual), [loss.actor_network.log_probs])
+        assert actual.clip_fraction == 0
     torch.testing.assert_close(gradients["halved"], gradients["reinforce"])
     assert gradients["halved"].abs().sum() > 0
 
@@ -104,14 +104,14 @@ def mine(tmp_path: Path) -> Path:
 
 
 def test_a_surrogate_in_a_file_is_trained_and_its_clip_is_measured(mine: Path) -> None:
-    """Loss, gradient and clip fraction are those of the declared one, whose formula stands in the file."""
+    """Loss, gradient and clip fraction are those of the declared one, whose formula is in the file."""
     rows, loss, _ = scene(objective="clipped", entropy_bonus=False)
-    found = {}
+    actual = {}
     for objective in ("clipped", f"{mine}:clipped"):
         loss.surrogate = surrogate(objective)
         out = loss(pad_rows(rows, pad_token_id=0))
-        found[objective] = out, *torch.autograd.grad(total(out), [loss.actor_network.log_probs])
-    (ours, slope), (theirs, other) = found.values()
+        actual[objective] = out, *torch.autograd.grad(total(out), [loss.actor_network.log_probs])
+    (ours, slope), (theirs, other) = actual.values()
     torch.testing.assert_close(ours.loss_objective, theirs.loss_objective)
     torch.testing.assert_close(slope, other)
     assert ours.clip_fraction == theirs.clip_fraction > 0
@@ -176,7 +176,7 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
         (f"{mine}:onpolicy", "train.epochs=2", "mine.py:onpolicy is on-policy"),
         (f"{mine}:onpolicy", "algorithm.clip_low=0.1", r"clip_low=0.1 has no effect on .*mine.py:onpolicy"),
         (f"{mine}:near", "ref_model.name=org/other", None),
-        (f"{mine}:hungry", "seed=1", "asks for values; its parameters are any of log_prob, log_ratio,"),
+        (f"{mine}:hungry", "seed=1", "requires values; its parameters are any of log_prob, log_ratio,"),
         (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry, near"),
         (f"{mine.parent}/no.py:clipped", "seed=1", "There is no file .*no.py; correct algorithm.objective"),
         ("gppo", "seed=1", "gppo is not one of clipped, cispo"),
@@ -246,7 +246,7 @@ def test_an_own_estimator_is_checked_before_it_is_run(mine: Path) -> None:
     mine.write_text(MINE + "raise RuntimeError('it was run')")
     validate(composed("grpo_gsm8k", f"algorithm.baseline={mine}:above_least"))
     for baseline, sentence in (
-        (f"{mine}:hungry", "asks for log_prob, values; its parameters are any of rewards, group_ids"),
+        (f"{mine}:hungry", "requires log_prob, values; its parameters are any of rewards, group_ids"),
         (f"{mine.parent}/no.py:median", "There is no file .*no.py; correct algorithm.baseline"),
         ("median", "algorithm.baseline=median is not one of group_mean"),
     ):

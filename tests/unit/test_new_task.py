@@ -83,7 +83,7 @@ def test_options_that_it_does_not_take_are_refused() -> None:
         validate(config_of("env.dataset=gsm8k", "env.max_steps=1", "reward.correct=2"))
 
 
-def test_its_data_are_told_by_its_class() -> None:
+def test_its_data_are_named_by_its_class() -> None:
     config = config_of()
     assert task_of(config).place == "somebody/parity"
     assert "datasets: [somebody/parity]" in model_card(config, 1, [])

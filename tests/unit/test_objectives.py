@@ -502,9 +502,9 @@ def test_weights_are_derived_from_the_mask_where_the_batch_has_none(options, agg
     batch, loss = padded_scene(**options)
     derived = loss(batch).loss_objective
     rows = list(batch.unbind(0))
-    given = torch.stack([row["loss_weight"] for row in set_loss_weights(rows, aggregation, max_response_tokens=9)])
+    weights = torch.stack([row["loss_weight"] for row in set_loss_weights(rows, aggregation, max_response_tokens=9)])
     plain = GRPOLoss(loss.actor_network, entropy_bonus=False)
-    torch.testing.assert_close(plain(batch.set("loss_weight", given)).loss_objective, derived)
+    torch.testing.assert_close(plain(batch.set("loss_weight", weights)).loss_objective, derived)
 
 
 @pytest.mark.parametrize("options", [{"aggregation": "none"}, {"reduction": "none"}])
@@ -599,8 +599,8 @@ def test_a_model_and_its_policy_are_actors_at_the_defaults(wrap) -> None:
     rows.set(keys.LOG_PROBS, torch.zeros(rows[keys.FULL_TOKENS].shape))
     rows.set(keys.ADVANTAGE, torch.ones(2, 1, 1))
     loss = GRPOLoss(wrap(make_model()))
-    found = loss(rows)
-    assert found.loss_entropy.requires_grad
-    (found.loss_objective + found.loss_entropy).backward()
+    actual = loss(rows)
+    assert actual.loss_entropy.requires_grad
+    (actual.loss_objective + actual.loss_entropy).backward()
     assert all(one.grad.isfinite().all() for one in loss.parameters())
     assert GRPOLoss(wrap(make_model()), entropy_bonus=False)(rows).loss_entropy is None

@@ -108,7 +108,7 @@ class Replay:
         self.keys: list[str | None] = []  # of those who came
         self._moved_to, self._says = moved_to, says
         self._recorded, self._is_taken = recorded, threading.Lock()
-        self._server = serve(self._talk, "127.0.0.1", 0, process_request=self._http)
+        self._server = serve(self._answer_session, "127.0.0.1", 0, process_request=self._http)
         self.url = f"http://127.0.0.1:{self._server.socket.getsockname()[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -121,7 +121,7 @@ class Replay:
         headers = Headers([("Content-Length", str(len(body))), ("Connection", "close")])
         return Response(200 if known else 404, "", headers, body.encode())
 
-    def _talk(self, session: Any) -> None:
+    def _answer_session(self, session: Any) -> None:
         if not self._is_taken.acquire(blocking=False):
             session.send(json.dumps(self._recorded["full"]))
             return
@@ -131,12 +131,12 @@ class Replay:
                 if self._says is not None:
                     session.send(self._says)
                     continue
-                heard = json.loads(text)
-                if heard["type"] == "close":
+                received = json.loads(text)
+                if received["type"] == "close":
                     break
-                if heard["type"] == "reset":
-                    heard["data"]["seed"] = 3
-                answer = next((answer for message, answer in left if message == heard), None)
+                if received["type"] == "reset":
+                    received["data"]["seed"] = 3
+                answer = next((answer for message, answer in left if message == received), None)
                 if answer is None:
                     break
                 session.send(json.dumps(answer))
@@ -296,7 +296,7 @@ def test_a_server_that_leaves_costs_the_sample_and_none_is_one_sentence(recorded
     with closing(server), started(server.url) as instances:
         key = begun(instances, None).key
         with pytest.raises(InstanceLost, match="the OpenEnv server is gone"):
-            call(instances, key, "guess_number", number=99)  # nobody has recorded that
+            call(instances, key, "guess_number", number=99)  # that was not recorded
     with started(f"http://127.0.0.1:{free_port()}") as instances:
         with pytest.raises(UserError, match=r"openenv\+http.* cannot be used: no OpenEnv server answers at ") as raised:
             instances.wait_ready()

@@ -49,7 +49,7 @@ def weights(one: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_resumed_learner_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_resumed_learner_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Through the file of a checkpoint, in the middle of a warm-up."""
     one, other = learner(tmp_path, name), learner(tmp_path, name)
     batches = [ragged_rows(8) for _ in range(4)]
@@ -58,8 +58,8 @@ def test_a_resumed_learner_goes_on_bit_for_bit(name: str, tmp_path: Path) -> Non
     other.update(batches[3])
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     for batch in batches[1:]:
-        found, expected = other.update(batch), one.update(batch)
-        assert {key: found[key] for key in ("lr", "grad_norm")} == {key: expected[key] for key in ("lr", "grad_norm")}
+        actual, expected = other.update(batch), one.update(batch)
+        assert {key: actual[key] for key in ("lr", "grad_norm")} == {key: expected[key] for key in ("lr", "grad_norm")}
     assert all(torch.equal(value, weights(other)[key]) for key, value in weights(one).items())
 
 

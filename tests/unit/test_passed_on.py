@@ -48,13 +48,13 @@ def env_of(config: Config, tokenizer: Any = None) -> Any:
 def test_the_template_is_given_them_in_prompts_and_between_turns() -> None:
     tokenizer, off = thinking_tokenizer(), {"enable_thinking": False}
     prompts = []
-    for given in (None, off):
+    for options in (None, off):
         config = composed("grpo_cpu", "env.num_heldout=8", "env.max_samples=8")
-        config.env.chat_template_kwargs = given
+        config.env.chat_template_kwargs = options
         env = env_of(config, tokenizer)
         prompts.append(tokenizer.decode(env.prompt_ids(env.task.train[0])))
         reply = TurnTokens(tokenizer, env.template_kwargs).ids([{"role": "user", "content": "Again?"}], -1)
-        assert tokenizer.decode(reply).endswith("<think></think>") == (given is off)
+        assert tokenizer.decode(reply).endswith("<think></think>") == (options is off)
     assert prompts[1] == prompts[0] + "<think></think>"
 
 
@@ -102,8 +102,10 @@ def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
     again = env_of(of_table(long_rows, "env.skip_unreadable=true"))
     again.stream.load_state_dict(env.stream.state_dict())
     assert again.stream.draw(30) == env.stream.draw(30)
-    told = caplog.records[0].getMessage()
-    start, rows = re.match(r"6 prompts are left out \((.*), row ([\d, ]+)\)\. The first: the prompt of", told).groups()
+    message = caplog.records[0].getMessage()
+    start, rows = re.match(
+        r"6 prompts are left out \((.*), row ([\d, ]+)\)\. The first: the prompt of", message
+    ).groups()
     assert start == str(long_rows)
     assert sorted(map(int, rows.split(", "))) == [3, 10, 17, 24, 31, 38]
 
@@ -143,14 +145,14 @@ def test_vllm_is_given_nothing_that_would_make_samples_wrong(name: str, reason: 
         refuse_arguments(EngineOptions("m", eos_token_ids=[1], engine_kwargs={name: 1}), on_cpu=False)
 
 
-def test_an_argument_that_vllm_has_not_is_told_with_one_that_it_has() -> None:
+def test_an_argument_that_vllm_has_not_is_reported_with_one_that_it_has() -> None:
     pytest.importorskip("vllm")
     options = EngineOptions("m", eos_token_ids=[1], engine_kwargs={"max_num_batched_token": 1})
     with pytest.raises(UserError, match=r"no argument max_num_batched_token .*did you mean max_num_batched_tokens\?"):
         refuse_arguments(options, on_cpu=True)
 
 
-def test_an_engine_that_auto_stands_for_refuses_them_too(tmp_path: Path) -> None:
+def test_an_engine_that_auto_selects_refuses_them_too(tmp_path: Path) -> None:
     config = composed("grpo_cpu", "inference_model.engine_kwargs={max_logprobs: 8}")
     with pytest.raises(UserError, match="no effect on engine=transformers"):
         engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)
@@ -159,14 +161,14 @@ def test_an_engine_that_auto_stands_for_refuses_them_too(tmp_path: Path) -> None
 def test_learner_and_reference_are_loaded_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    given: list[Any] = []
+    calls: list[Any] = []
     load = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: given.append(k["use_safetensors"]) or load(*a, **k)
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: calls.append(k["use_safetensors"]) or load(*a, **k)
     )
     config = composed("grpo_cpu", "model.load_kwargs={use_safetensors: true}")
     make_model(config, torch.device("cpu"))
-    assert given == [True]
+    assert calls == [True]
     assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
 
 
@@ -196,9 +198,9 @@ def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
 
 def test_exports_take_the_templates_arguments_along_whatever_they_are_called() -> None:
     facts = Facts(TINY, "run", longest_prompt=10, num_train=64)
-    given = {"enable_thinking": False, 'a": __import__("os").abort(), "b': "x'$(touch PWNED)\n"}
+    kwargs = {"enable_thinking": False, 'a": __import__("os").abort(), "b': "x'$(touch PWNED)\n"}
     config = Config()
-    config.env.chat_template_kwargs = given
+    config.env.chat_template_kwargs = kwargs
     options, ours = verl_options(config, facts)
     script = verl_script(options, ours, ["A heading."])
     (word,) = [one for one in shlex.split(script.partition("main_ppo")[2]) if "apply_chat_template_kwargs" in one]

@@ -90,9 +90,9 @@ def test_a_row_of_padding_alone_is_zeros_and_changes_no_other(family):
     policy, rows = CausalPolicy(make_model(family)), make_rows([5, 7])
     alone = policy(rows[1:])[keys.LOG_PROBS][0]
     rows[keys.ATTENTION_MASK][0] = rows[keys.ASSISTANT_MASK][0] = False
-    found = policy(rows)[keys.LOG_PROBS]
-    assert (found[0] == 0).all()
-    torch.testing.assert_close(found[1], alone)
+    actual = policy(rows)[keys.LOG_PROBS]
+    assert (actual[0] == 0).all()
+    torch.testing.assert_close(actual[1], alone)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
@@ -103,13 +103,13 @@ def test_rows_without_assistant_tokens_give_zeros_and_finite_gradients(family):
     for rows in (some, none):
         out = policy(rows)
         assert (out[keys.LOG_PROBS][~rows[keys.ASSISTANT_MASK]] == 0).all()
-        found = gradients(model, out[keys.LOG_PROBS].sum() + out["entropy"].sum())
-        assert found
-        assert all(torch.isfinite(gradient).all() for gradient in found.values())
-    assert all((gradient == 0).all() for gradient in found.values())
+        actual = gradients(model, out[keys.LOG_PROBS].sum() + out["entropy"].sum())
+        assert actual
+        assert all(torch.isfinite(gradient).all() for gradient in actual.values())
+    assert all((gradient == 0).all() for gradient in actual.values())
 
 
-def test_the_entropy_is_detached_unless_asked_for_and_the_input_rows_are_untouched():
+def test_the_entropy_is_detached_by_default_and_the_input_rows_are_untouched():
     model, rows = make_model(), make_rows([6, 4])
     rows[keys.LOG_PROBS] = torch.full((2, 6), -9.0)
     out = CausalPolicy(model)(rows)
@@ -152,7 +152,7 @@ def test_what_cannot_be_answered_is_refused_with_a_sentence():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model folder whose configuration asks for dropout."""
+    """A model folder whose configuration requires dropout."""
     model = make_model("llama", attention_dropout=0.5)
     return str(save_hf(model, make_tokenizer(), tmp_path_factory.mktemp("model") / "llama")), model
 
@@ -178,12 +178,12 @@ def test_gradient_checkpointing_really_recomputes(saved, checkpointing, runs):
     rows = make_rows([8, 5])
     policy = CausalPolicy(model)
     calls.clear()
-    found = gradients(model, policy(rows)[keys.LOG_PROBS].sum())
+    actual = gradients(model, policy(rows)[keys.LOG_PROBS].sum())
     assert calls["mlp"] == runs
     plain = saved[1]
     expected = gradients(plain, CausalPolicy(plain)(rows)[keys.LOG_PROBS].sum())
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
+        torch.testing.assert_close(actual[name], gradient, msg=name)
 
 
 def test_a_model_without_checkpointable_layers_is_refused(saved, monkeypatch):
@@ -311,9 +311,9 @@ def test_a_frozen_reference_does_not_follow_the_policy():
     reference = FrozenReference(copy.deepcopy(model), temperature=0.7)
     with torch.no_grad():
         model.model.embed_tokens.weight.add_(torch.randn_like(model.model.embed_tokens.weight))
-    found = reference(rows)
-    assert torch.equal(found, before)
-    assert not found.requires_grad
+    actual = reference(rows)
+    assert torch.equal(actual, before)
+    assert not actual.requires_grad
     assert not torch.allclose(policy(rows)[keys.LOG_PROBS], before)
     assert all(parameter.requires_grad for parameter in model.parameters())
     reference.close()

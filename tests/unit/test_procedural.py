@@ -92,7 +92,7 @@ def test_every_problem_of_countdown_is_solved_by_its_gold_response_for_the_full_
         ("<think><answer>3 * (7 - 3) + 5</answer>", 0, "There is no answer."),
     ],
 )
-def test_a_wrong_expression_is_told_what_is_wrong(response: str, well_formed: int, said: str) -> None:
+def test_the_mistake_of_a_wrong_expression_is_named(response: str, well_formed: int, said: str) -> None:
     score = COUNTDOWN.score(response, NUMBERS)
     assert score.terms == {"correct": 0.0, "format": float(well_formed)}
     assert not score.success
@@ -225,10 +225,10 @@ def test_a_scorer_of_whole_groups_stays_one() -> None:
 
     inner = ArithmeticTask()
     inner.score = Together()
-    found = think_again(inner, "Again?").score.score_group([("a", PRODUCT), ("bb", PRODUCT)])
-    assert [one.reply for one in found] == [None, {"role": "user", "content": "Again?"}]
+    actual = think_again(inner, "Again?").score.score_group([("a", PRODUCT), ("bb", PRODUCT)])
+    assert [one.reply for one in actual] == [None, {"role": "user", "content": "Again?"}]
     assert not hasattr(think_again(CALCULATOR).score, "score_group")
     lost = SampledText("", record={"error": "InstanceLost: gone"})
     pairs = [(SampledText("bb", record={"ended": "answer"}), PRODUCT), (lost, PRODUCT)]
-    found = with_tools(inner, has_reward=False, asks_task=True).score.score_group(pairs)
-    assert [(one.success, one.error) for one in found] == [(True, None), (False, "InstanceLost: gone")], "not compared"
+    actual = with_tools(inner, has_reward=False, adds_task_terms=True).score.score_group(pairs)
+    assert [(one.success, one.error) for one in actual] == [(True, None), (False, "InstanceLost: gone")], "not compared"

@@ -58,9 +58,9 @@ def decoded_gap(cache, model: PreTrainedModel, plain: PreTrainedModel, rows: lis
             cache.keep(kept)
             rows[:] = [rows[index] for index in kept.tolist()]
         with torch.no_grad():
-            found = cache.next_logits(model, torch.tensor([row[-1] for row in rows]))
+            actual = cache.next_logits(model, torch.tensor([row[-1] for row in rows]))
         expected = plain_logits(plain, rows)
-        gaps.append((found - expected).abs().max() / expected.abs().max())
+        gaps.append((actual - expected).abs().max() / expected.abs().max())
         for row in rows:
             row.append(int(torch.randint(3, VOCAB, ())))
     return float(torch.stack(gaps).max())
@@ -80,7 +80,7 @@ def test_logits_are_those_of_a_plain_forward_over_every_row(case: str):
             assert decoded_gap(cache, model, plain, [list(prompts[group]) for group in groups], 10) < ROUNDING
 
 
-def test_groups_of_one_token_go_on_when_the_others_have_ended():
+def test_groups_of_one_token_continue_when_the_others_have_ended():
     model, plain = both("qwen2")
     assert use_decode_attention(model)
     prompts = some_prompts(6, 1)
@@ -88,9 +88,9 @@ def test_groups_of_one_token_go_on_when_the_others_have_ended():
         cache = SharedPrompts(model, prompts, torch.tensor([0, 0, 1, 1]), pad_token_id=0)
         cache.next_logits(model, torch.tensor([prompts[group][-1] for group in (0, 0, 1, 1)]))
         cache.keep(torch.tensor([2, 3]))
-        found = cache.next_logits(model, torch.tensor([7, 8]))
+        actual = cache.next_logits(model, torch.tensor([7, 8]))
         expected = plain_logits(plain, [[*prompts[1], 7], [*prompts[1], 8]])
-    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+    torch.testing.assert_close(actual, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
@@ -100,7 +100,7 @@ def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     assert use_decode_attention(model)
     shapes = []
     hook = model.get_decoder().register_forward_pre_hook(
-        lambda module, args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     prompts = some_prompts(4, 10, 6, 3, 6, 5)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_an_engine_reports_the_log_probs_of_a_plain_forward(case: str, device: s
 def forget_prompts(attention: torch.nn.Module) -> None:
     """Make a layer lose the shared prompts on their way to the attention function."""
     forward = attention.forward
-    attention.forward = lambda *args, prompts=None, **given: forward(*args, **given)
+    attention.forward = lambda *args, prompts=None, **kwargs: forward(*args, **kwargs)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])

@@ -25,7 +25,7 @@ from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, RewardFunctionError, fingerprint, pickled, unpickled
 from sota_grpo.rewards.grading import grading_pool
-from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
@@ -159,14 +159,14 @@ def test_a_run_is_known_by_the_objects() -> None:
 
     assert signature() == {}
     assert signature(dataset=ROWS) == signature(dataset=as_dataset())
-    found = [
+    actual = [
         signature(dataset=ROWS),
         signature(dataset=ROWS[1:]),
         signature(dataset=ROWS, eval_dataset=ROWS[:1]),
         signature(dataset=ROWS, reward=right),
         signature(dataset=ROWS, reward={"other": right}),
     ]
-    assert all(one != other for index, one in enumerate(found) for other in found[index + 1 :])
+    assert all(one != other for index, one in enumerate(actual) for other in actual[index + 1 :])
 
 
 def test_the_files_make_the_task_that_the_objects_make(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_the_files_make_the_task_that_the_objects_make(tmp_path: Path) -> None:
     assert first.score(example.answer, example).terms["right"] == 1.0
 
 
-def test_what_cannot_travel_is_graded_in_this_process_if_told_so(tmp_path: Path) -> None:
+def test_what_cannot_be_sent_is_graded_in_this_process_if_configured(tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def locked(solution_str: str) -> float:
@@ -259,11 +259,11 @@ def test_a_function_has_the_same_fingerprint_in_every_process() -> None:
     """Hashing is random by process; a set among the constants must not show it."""
     text = "def f(solution_str):\n    return solution_str in {'yes', 'no', 'perhaps', 'never'}\n"
     program = f"exec({text!r})\nfrom sota_grpo.rewards.functions import fingerprint\nprint(fingerprint({{'f': f}}))"
-    found = {
+    actual = {
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
         for _ in range(2)
     }
-    assert found == {fingerprint({"f": compiled(text)}) + "\n"}
+    assert actual == {fingerprint({"f": compiled(text)}) + "\n"}
 
 
 def test_a_function_of_the_main_program_grades_in_another_process(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def slopes(result: sota_grpo.Result) -> list[float]:
     return result.metrics["grad_norm"].tolist()
 
 
-def test_it_trains_is_kept_and_goes_on_under_the_same_function_only(tmp_path: Path) -> None:
+def test_it_trains_is_kept_and_continues_under_the_same_function_only(tmp_path: Path) -> None:
     one, two = trained(tmp_path / "one", 1.0), trained(tmp_path / "two", 3.0)
     assert slopes(two)[0] == pytest.approx(3 * slopes(one)[0], rel=1e-3)
     assert one.config["algorithm"]["objective"] == f"{tmp_path}/one/inputs/objective.py:scaled"
@@ -347,10 +347,10 @@ def test_it_trains_is_kept_and_goes_on_under_the_same_function_only(tmp_path: Pa
 @pytest.mark.parametrize(
     ("objective", "overrides", "why"),
     [
-        (lambda log_prob, reward: log_prob, [], "asks for reward"),
+        (lambda log_prob, reward: log_prob, [], "requires reward"),
         (lambda advantage: advantage, [], "reads neither log_prob nor log_ratio"),
         (3, [], "objective is 3, which is no function"),
-        (functools.partial(objective_of, threading.Lock()), [], "asks for|reads neither|cannot be sent"),
+        (functools.partial(objective_of, threading.Lock()), [], "requires|reads neither|cannot be sent"),
         (objective_of(1.0), ["algorithm.objective=cispo"], "algorithm.objective=cispo names another"),
     ],
 )

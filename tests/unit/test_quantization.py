@@ -1,4 +1,4 @@
-"""QLoRA: a policy whose frozen weights are in 4 bits is that of the dequantised weights, for everybody who asks it."""
+"""QLoRA: a policy whose frozen weights are in 4 bits is that of the dequantised weights, for every caller."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def adapted(model: Any) -> Any:
     """An adapter none of whose matrices is 0, the same for every model."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        found = add_lora(model, r=3, alpha=6)
+        actual = add_lora(model, r=3, alpha=6)
         with torch.no_grad():
-            for name, parameter in found.named_parameters():
+            for name, parameter in actual.named_parameters():
                 if "lora_" in name:
                     parameter.normal_(0.0, 0.1)
-    return found
+    return actual
 
 
 @pytest.fixture(params=["nf4", "fp4"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A quantised model, and a plain one of the weights that it stands for; both under one adapter."""
+    """A quantised model, and a plain one of the weights that it represents; both under one adapter."""
     plain = make_model(**WIDE).train()
     packed = quantize(copy.deepcopy(plain), request.param)
     names = [name for name, module in packed.named_modules() if type(module).__name__ == "Linear4bit"]
@@ -66,21 +66,21 @@ def log_probs(model: Any, packs: bool) -> tuple[torch.Tensor, torch.Tensor]:
     batch = pad_rows([*ragged_rows(8)], pad_token_id=0)
     policy = CausalPolicy(model, shared_prompt=packs)
     assert policy.shared_prompt == packs
-    found = policy(batch).get(("log_probs", "full"))
-    return found, found.square().sum()
+    actual = policy(batch).get(("log_probs", "full"))
+    return actual, actual.square().sum()
 
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_log_probs_and_gradients_are_those_of_the_dequantised_weights(pair: tuple[Any, Any], packs: bool) -> None:
-    found = []
+    actual = []
     for model in pair:
         values, loss = log_probs(model, packs)
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         assert gradients
         assert all("lora_" in name for name in gradients)
-        found.append((values, gradients))
-    (packed, of_packed), (plain, of_plain) = found
+        actual.append((values, gradients))
+    (packed, of_packed), (plain, of_plain) = actual
     torch.testing.assert_close(packed, plain, rtol=0.0, atol=1e-6)
     assert float(packed.detach().abs().max()) > 1
     for name, gradient in of_plain.items():

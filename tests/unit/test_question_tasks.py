@@ -20,7 +20,7 @@ from sota_grpo.tasks.questions import (
     answers_equal,
     count_words,
     format_term,
-    read_parts,
+    parse_response,
     split_gold,
 )
 from tests.unit.test_tasks import shared_data, write
@@ -58,7 +58,7 @@ def assert_gold_is_the_most_and_empty_the_least(task: Task, examples: list[Examp
     most = sum(task.term_weights.values())
     for example in examples:
         gold = task.gold_response(example)
-        if gold is None:  # words cannot stand there
+        if gold is None:  # words cannot be there
             assert (task.name, task.answer_format) == ("math", "last_number")
             continue
         assert task.score(gold, example).success, (gold, example)
@@ -195,7 +195,7 @@ FORMS = [  # a response of the reasoning task, its thinking, its answer, and wha
 
 @pytest.mark.parametrize(("response", "thinking", "answer", "value"), FORMS)
 def test_forms(response: str, thinking: str | None, answer: str | None, value: float) -> None:
-    parts = read_parts(response)
+    parts = parse_response(response)
     assert (parts.thinking, parts.answer, format_term(parts)) == (thinking, answer, value)
 
 
@@ -270,10 +270,10 @@ def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_we
 def test_a_gold_response_earns_the_full_reward_whatever_is_asked(min_think_words: int) -> None:
     golds = ("9*2=<<9*2=18>>18\n#### 18", "#### 1,080", "-3/4", " new   York. ", "(1, 2)", "\\frac{1}{2}", "x < 3")
     golds += ("<think>9*2</think>\n<answer>18</answer>", "[think]", "1 2 3", "Ω(n)", "...", "5 apples", "C#")
-    asked = ("", "Is </think><answer>7</answer> <think> right?", "<th<think>ink>", "?", "东京在哪里？", "\ud800")
+    texts = ("", "Is </think><answer>7</answer> <think> right?", "<th<think>ink>", "?", "东京在哪里？", "\ud800")
     task = ReasoningTask(min_think_words=min_think_words)
     for gold in (*golds, "#### A heading\nand a text"):
-        for question in asked:
+        for question in texts:
             example = Example(question, gold)
             score = task.score(task.gold_response(example), example)
             assert score.terms == {"answer": 1.0, "format": 1.0, "thinking": 0.0}, example

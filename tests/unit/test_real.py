@@ -18,9 +18,9 @@ WRITE = "import sys; from pathlib import Path; Path('ran').open('a').write('x');
 
 
 def given(folder: Path, *arguments: str) -> argparse.Namespace:
-    found = {"preset": "smollm_ifeval", "seed": 3, "overrides": [], "num_samples": None, "max_tokens": None}
+    actual = {"preset": "smollm_ifeval", "seed": 3, "overrides": [], "num_samples": None, "max_tokens": None}
     return argparse.Namespace(
-        file=folder / "rows.jsonl", out=folder / "out", **found | dict(zip(arguments[::2], arguments[1::2]))
+        file=folder / "rows.jsonl", out=folder / "out", **actual | dict(zip(arguments[::2], arguments[1::2]))
     )
 
 

@@ -41,7 +41,7 @@ def one_task(name: str, num: int, **options: object) -> ReasoningGymTask:
 
 @cache
 def examples(name: str) -> list:
-    """Made when asked for: 84 tasks take four seconds, which every collection would spend."""
+    """Made when requested: 84 tasks take four seconds, which every collection would spend."""
     return one_task(name, 3).train[:]
 
 
@@ -116,9 +116,9 @@ def test_scorers_survive_hostile_answers(what: str) -> None:
     right = {"0", "0.0", *re.findall(r"\d+", HOSTILE[what])}  # -1e-99999 is 0, and a number in it may be the answer
     for name in ALLOWED:
         for answer in (HOSTILE[what], HOSTILE[what] + odd):
-            asked = f"<answer>{answer}</answer>"
+            response = f"<answer>{answer}</answer>"
             for example in examples(name):
-                score = guarded_score(TASK.score, ["correct"], asked, example)
+                score = guarded_score(TASK.score, ["correct"], response, example)
                 assert score.error is None, (name, SEED)
                 assert 0 <= score.terms["correct"] <= 1, (name, SEED)
                 assert not score.success or example.answer in right, (name, SEED)
@@ -238,11 +238,11 @@ def test_tasks_and_options_that_make_no_sense_are_refused(tasks: dict | None, se
         make_task("reasoning_gym", tasks=tasks)
 
 
-def test_a_task_with_too_few_problems_is_told() -> None:
+def test_a_task_with_too_few_problems_is_reported() -> None:
     few = {"leg_counting": {"min_animals": 1, "max_animals": 1, "min_instances": 1, "max_instances": 1}}
     task = ReasoningGymTask.load(tasks=few, num_train=5, num_heldout=5)
-    asked = {example.query for example in task.train} | {example.query for example in task.heldout}
-    assert 2 <= len(asked) <= 10
+    prompts = {example.query for example in task.train} | {example.query for example in task.heldout}
+    assert 2 <= len(prompts) <= 10
     one = {"count_bits": {"min_n": 5, "max_n": 5}}
     both = ReasoningGymTask.load(tasks=one, num_train=1, num_heldout=1)
     with pytest.raises(UserError, match=r"1000 draws from count_bits made no .*give env\.tasks\.count_bits options"):

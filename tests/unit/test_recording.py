@@ -211,7 +211,7 @@ def row(**changes: Any) -> dict[str, Any]:
 WEIGHTS = {"answer": 1.0, "format": 0.2, "thinking": 0.2}
 
 
-def test_everything_asked_for_stands_in_the_text() -> None:
+def test_every_requirement_is_in_the_text() -> None:
     text = described(12, row(), "best of 8", WEIGHTS)
     for line in (
         "step 12, group 4, sample 1: best of 8",
@@ -232,7 +232,7 @@ def test_everything_asked_for_stands_in_the_text() -> None:
     assert "error" not in text
 
 
-def test_failures_cuts_missing_terms_and_penalties_are_told() -> None:
+def test_failures_cuts_missing_terms_and_penalties_are_reported() -> None:
     failed = row(
         reward_terms=dict.fromkeys(WEIGHTS, 0.0), reward=0.0, success=False, reward_info={"error": "TimeoutError: 5 s"}
     )
@@ -269,12 +269,12 @@ def test_the_best_the_worst_then_others_each_once() -> None:
         rows = [row(sample_id=i, reward=rng.choice([0.0, 0.5, 1.0])) for i in range(rng.randrange(1, 12))]
         count, step = rng.randrange(1, 14), rng.randrange(1000)
         picked = pick(rows, count, step)
-        found = [one for _, one in picked]
-        assert len(found) == len({one["sample_id"] for one in found}) == min(count, len(rows))
-        assert found[0]["reward"] == max(one["reward"] for one in rows)
-        if len(found) > 1:
-            assert found[1]["reward"] == min(one["reward"] for one in rows if one is not found[0])
-        assert [why.split()[0] for why, _ in picked] == (["best", "worst"] + ["drawn"] * 12)[: len(found)]
+        actual = [one for _, one in picked]
+        assert len(actual) == len({one["sample_id"] for one in actual}) == min(count, len(rows))
+        assert actual[0]["reward"] == max(one["reward"] for one in rows)
+        if len(actual) > 1:
+            assert actual[1]["reward"] == min(one["reward"] for one in rows if one is not actual[0])
+        assert [why.split()[0] for why, _ in picked] == (["best", "worst"] + ["drawn"] * 12)[: len(actual)]
         assert pick(rows, count, step) == picked  # a step that is done again shows the same
 
 

@@ -1,4 +1,4 @@
-"""A dialog in ``rollouts.jsonl``: its turns are its tokens, each once, and calls stand with what came of them."""
+"""A dialog in ``rollouts.jsonl``: its turns are its tokens, each once, and calls are shown with their results."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def row_of(
 
 
 def spoken(text: str, *calls: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    asked = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
-    return {"role": "assistant", "content": text, **({"tool_calls": asked} if calls else {})}
+    made = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": made} if calls else {})}
 
 
 def replied(content: str) -> dict[str, Any]:
     return {"role": "tool", "name": "f", "content": content}
 
 
-def test_calls_stand_with_their_replies_and_masked_turns_with_their_role() -> None:
+def test_calls_are_shown_with_their_replies_and_masked_turns_with_their_role() -> None:
     messages = [spoken("a", ("f", {"x": 1}), ("g", {})), replied("one"), replied("error: no"), spoken("b", ("f", {}))]
     record = {"messages": messages, "failed": [2], "ended": "turns", "error": None, "reward": math.nan}
     row = row_of([("Begin", False), ("call call", True), ("one, error: no", False), ("again", True)], record)
@@ -79,17 +79,17 @@ def test_calls_stand_with_their_replies_and_masked_turns_with_their_role() -> No
 
 def test_a_graded_dialog_has_the_roles_of_its_replies() -> None:
     record = {"replies": [[{"role": "user", "content": "no"}], [{"role": "tool", "content": "4"}]]}
-    found = dialog_of(row_of([("a", True), ("no", False), ("b", True), ("4", False), ("c", True)], record), Letters())
-    assert found is not None
-    assert [turn["role"] for turn in found.pop("turns")] == ["assistant", "user", "assistant", "tool", "assistant"]
-    assert found == {}
+    actual = dialog_of(row_of([("a", True), ("no", False), ("b", True), ("4", False), ("c", True)], record), Letters())
+    assert actual is not None
+    assert [turn["role"] for turn in actual.pop("turns")] == ["assistant", "user", "assistant", "tool", "assistant"]
+    assert actual == {}
 
 
 @pytest.mark.parametrize("record", [None, {"ended": "answer"}], ids=["nothing", "of-another-partner"])
 def test_without_a_record_the_mask_says_who_spoke(record: dict[str, Any] | None) -> None:
-    found = dialog_of(row_of([("a", True), ("?", False), ("b", True)], record), Letters())
-    assert found is not None
-    assert [(turn["role"], turn["trained"]) for turn in found["turns"]] == [
+    actual = dialog_of(row_of([("a", True), ("?", False), ("b", True)], record), Letters())
+    assert actual is not None
+    assert [(turn["role"], turn["trained"]) for turn in actual["turns"]] == [
         *(("assistant", True), ("unknown", False), ("assistant", True))
     ]
 
@@ -111,11 +111,11 @@ def test_rows_have_their_task_and_dialogs_the_chat_that_they_began_with() -> Non
     for row in rows:
         zero = torch.zeros(1)
         row |= {keys.ADVANTAGE: zero[None], keys.REWARD_INFO: "{}", keys.REWARD: zero, keys.SUCCESS: zero}
-    found = rollout_rows(RowTable.of(rows), Letters(), lambda example: [{"role": "user", "content": example.query}])
-    assert [row.get("task") for row in found] == ["gym/sums", None, None]
-    chats = [row["dialog"]["prompt"] if "dialog" in row else None for row in found]
+    actual = rollout_rows(RowTable.of(rows), Letters(), lambda example: [{"role": "user", "content": example.query}])
+    assert [row.get("task") for row in actual] == ["gym/sums", None, None]
+    chats = [row["dialog"]["prompt"] if "dialog" in row else None for row in actual]
     assert chats == [[{"role": "user", "content": "What?"}], None, [{"role": "user", "content": "Why?"}]]
-    assert [set(row) - set(ROLLOUT_FIELDS) for row in found] == [{"task", "dialog"}, set(), {"dialog"}]
+    assert [set(row) - set(ROLLOUT_FIELDS) for row in actual] == [{"task", "dialog"}, set(), {"dialog"}]
     assert "prompt" not in rollout_rows(RowTable.of(rows), Letters())[0]["dialog"]
 
 
@@ -125,8 +125,8 @@ def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsi
     plain = {**texts, **numbers, "success": False, "truncated": False, "policy_version": 2}
     plain |= {"reward_terms": {}, "reward_info": {}}
     dialog = {"turns": [{"role": "tool", "text": '"policy_version": 9}'}]}
-    given: list[Any] = []
-    sink: Any = SimpleNamespace(log_samples=lambda step, rows: given.extend(rows), close=lambda exit_code: None)
+    records: list[Any] = []
+    sink: Any = SimpleNamespace(log_samples=lambda step, rows: records.extend(rows), close=lambda exit_code: None)
     with RunLog(tmp_path, sinks=[sink]) as log:
         log.write_rollouts(4, [plain, {**plain, "group_id": 4, "dialog": dialog, "task": "gym/sums"}])
         with pytest.raises(ValueError, match="lacks or adds dialogue"):
@@ -135,6 +135,6 @@ def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsi
     assert set(first) == {"step", *ROLLOUT_FIELDS}
     assert (second["dialog"], second["task"]) == (dialog, "gym/sums")
     assert list(second)[-1] == "policy_version"  # where a scan looks for it
-    assert [list(row) for row in given] == [["step", *ROLLOUT_FIELDS]] * 2  # a table has the same columns in each row
+    assert [list(row) for row in records] == [["step", *ROLLOUT_FIELDS]] * 2  # a table has the same columns in each row
     lines, ages = scan(tmp_path / ROLLOUTS_FILE)
     assert (list(lines), dict(ages)) == ([(4, 3), (4, 4)], {2: 2})

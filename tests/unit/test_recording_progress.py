@@ -116,7 +116,7 @@ def test_the_closing_table_shows_only_what_was_measured(monkeypatch):
 
 
 def test_the_progress_of_a_run_takes_that_line(monkeypatch: Any) -> None:
-    """In one place of the cell, whatever stands below it."""
+    """In one place of the cell, whatever is below it."""
     shown: list[str] = []
 
     def display(content: dict[str, str], *, raw: bool, display_id: bool) -> Any:
@@ -137,5 +137,5 @@ def test_a_mistake_in_a_cell_is_its_sentence_and_no_page_of_frames(capsys: pytes
     from IPython.core.interactiveshell import InteractiveShell
 
     InteractiveShell().run_cell('import sota_grpo\nsota_grpo.train("grpo_cpu", overrides=["env.repeat=4"])')
-    told = capsys.readouterr().out.strip().splitlines()
-    assert told == ["UserError: There is no option env.repeat; did you mean env.repeats?"]
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines == ["UserError: There is no option env.repeat; did you mean env.repeats?"]

@@ -78,9 +78,9 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
         server.accept()
     server.close()
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
-    found = wandb_history(tmp_path)
-    assert [name for name, _ in found] == [run_id, run_id]
-    history = [row for _, rows in found for row in rows]
+    actual = wandb_history(tmp_path)
+    assert [name for name, _ in actual] == [run_id, run_id]
+    history = [row for _, rows in actual for row in rows]
     assert [(row["step"], row["reward"]) for row in history if "reward" in row] == [(0, 0.5), (1, 1.5)]
     assert not any("kl" in row for row in history)
     tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
@@ -176,7 +176,7 @@ def test_a_wandb_failure_warns_once_and_never_ends_training(broken, tmp_path, no
     assert wandb.calls.count(broken) <= 1
 
 
-def test_an_online_run_whose_server_does_not_answer_goes_on_offline(tmp_path, no_key, monkeypatch, caplog):
+def test_an_online_run_whose_server_does_not_answer_continues_offline(tmp_path, no_key, monkeypatch, caplog):
     wandb = FailingWandb("nothing")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
@@ -201,21 +201,21 @@ def test_tensorboard_shows_the_curves_the_samples_and_the_config(tmp_path):
         for step in range(3):
             log.write_step(step, {"reward": 0.25 + step, "kl": None, "eval/accuracy": 0.5})
             log.write_rollouts(step, [rollout(1, 0, 1.0, HOSTILE)])
-    found = event_files(tmp_path / FOLDER)
-    assert set(found.Tags()["scalars"]) == {"reward", "eval/accuracy"}
-    assert [(event.step, event.value) for event in found.Scalars("reward")] == [(0, 0.25), (1, 1.25), (2, 2.25)]
-    texts = found.Tensors("samples/text_summary")
+    actual = event_files(tmp_path / FOLDER)
+    assert set(actual.Tags()["scalars"]) == {"reward", "eval/accuracy"}
+    assert [(event.step, event.value) for event in actual.Scalars("reward")] == [(0, 0.25), (1, 1.25), (2, 2.25)]
+    texts = actual.Tensors("samples/text_summary")
     assert [event.step for event in texts] == [0, 2]
     shown = texts[0].tensor_proto.string_val[0].decode()
     assert "    " + HOSTILE.replace("\ud800", "\\ud800") in shown.splitlines()
-    start = hparams_of(found, "_hparams_/session_start_info").session_start_info.hparams
+    start = hparams_of(actual, "_hparams_/session_start_info").session_start_info.hparams
     assert {name: value.WhichOneof("kind") for name, value in start.items()} == {
         "seed": "number_value",
         "env.repeats": "number_value",
         "engine.name": "string_value",
     }
     assert start["env.repeats"].number_value == 8
-    judged = hparams_of(found, "_hparams_/experiment").experiment.metric_infos
+    judged = hparams_of(actual, "_hparams_/experiment").experiment.metric_infos
     assert {info.name.tag for info in judged} == set(JUDGED_BY)
 
 

@@ -102,11 +102,11 @@ def test_a_call_equals_the_reference_here_in_any_order_of_the_rows(saved, in_thr
     path, model = saved
     service = service_of(in_threads, path, num_workers)
     rows = make_rows([5, 12, 1, 8, 2], width=14, holes=True)
-    found = service(rows)
+    actual = service(rows)
     expected = FrozenReference(deepcopy(model), temperature=0.7)(rows)
-    assert found.shape == rows[keys.FULL_TOKENS].shape
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert actual.shape == rows[keys.FULL_TOKENS].shape
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     assert (service(rows[2:3]) == 0).all(), "a prompt alone has nothing to answer"
     service.close()
 
@@ -120,8 +120,8 @@ def test_a_worker_computes_in_the_precision_of_the_policy(saved, precision) -> N
     with torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
         expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()
     cut = [row[:length] for row, length in zip(rows.auto_batch_size_(2).unbind(0), (8, 5, 3))]
-    found = worker.run(RowTable.of(cut))
-    for values, row, length in zip(found, expected, (8, 5, 3), strict=True):
+    actual = worker.run(RowTable.of(cut))
+    for values, row, length in zip(actual, expected, (8, 5, 3), strict=True):
         assert values.tolist() == row[:length].tolist()
     assert not torch.equal(expected, CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS])
     with pytest.raises(ValueError, match="precision is 'half'"):
@@ -138,7 +138,7 @@ class NanWorker:
         return 0.0
 
 
-def test_what_is_wrong_with_rows_or_weights_reaches_whoever_waits(saved, in_threads) -> None:
+def test_what_is_wrong_with_rows_or_weights_reaches_the_waiting_thread(saved, in_threads) -> None:
     service = service_of(in_threads, saved[0], 1)
     bad, good = groups_of_rows(2)
     bad[1][keys.ASSISTANT_MASK][0] = True

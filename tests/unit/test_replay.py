@@ -50,7 +50,7 @@ RUNS = {
         *("inference_model.min_p=0.02", "inference_model.temperature=1.5"),
     ),
 }
-#: Their terms are in the loss of another one: entropy in skywork_or1, kept sets in min-p, dapo's objective is grpo's.
+#: Other cases have their terms: entropy in skywork_or1, sampling supports in min-p; dapo's objective is grpo's.
 WHOLE = ("dr_grpo, entropy", "dapo, penalty", "top-p, KL")
 
 
@@ -75,9 +75,9 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
     rows = metrics(run_dir)
     assert max(row["grad_norm"] for row in rows) > 0
     for step in (0, 1):
-        found = replayed(run_dir, step)
-        assert found["checkpoint"] == (f"checkpoint_{step:06d}.pt" if step else None)
-        figures = found["figures"]
+        actual = replayed(run_dir, step)
+        assert actual["checkpoint"] == (f"checkpoint_{step:06d}.pt" if step else None)
+        figures = actual["figures"]
         assert {"loss/objective", "grad_norm", "advantage"} < set(figures)
         for figure, values in figures.items():
             if figure.startswith("tokens/"):  # a run does not log them
@@ -85,7 +85,7 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
                 continue
             assert values["stored"] == rows[step][figure]
             assert values["replayed"] == pytest.approx(values["stored"], rel=1e-6, abs=1e-12), figure
-        assert found["agrees"]
+        assert actual["agrees"]
     if "skywork" in name:
         assert [row["entropy_coef"] for row in rows] == [0.0, 0.005]
         shares = replayed(run_dir, 1, ["algorithm=grpo"])["figures"]["tokens/with_gradient"]
@@ -104,18 +104,18 @@ def test_step_0_under_another_preset_is_that_of_a_run_under_it(plain: Path, tmp_
     """Before the first step all runs of a seed have the same responses."""
     other = run(tmp_path, "algorithm=cispo", "train.optim_batch_size=8", "train.total_dialog_turns=16")
     expected = metrics(other)[0]
-    found = replayed(plain, 0, ["algorithm=cispo"])
+    actual = replayed(plain, 0, ["algorithm=cispo"])
     for figure in ("advantage", "loss/objective", "grad_norm", "clip_fraction", "ess"):
-        assert found["figures"][figure]["cispo"] == pytest.approx(expected[figure], rel=1e-6, abs=1e-12), figure
-    assert found["agrees"]
+        assert actual["figures"][figure]["cispo"] == pytest.approx(expected[figure], rel=1e-6, abs=1e-12), figure
+    assert actual["agrees"]
 
 
-def test_a_run_in_half_precision_is_replayed_in_float32_and_told_apart(tmp_path: Path) -> None:
-    found = replayed(run(tmp_path / "run", "train.precision=bf16", "train.total_dialog_turns=16"), 0)
-    assert not found["agrees"]
-    norm = found["figures"]["grad_norm"]
+def test_a_run_in_half_precision_is_replayed_in_float32_and_distinguished(tmp_path: Path) -> None:
+    actual = replayed(run(tmp_path / "run", "train.precision=bf16", "train.total_dialog_turns=16"), 0)
+    assert not actual["agrees"]
+    norm = actual["figures"]["grad_norm"]
     assert norm["replayed"] == pytest.approx(norm["stored"], rel=0.05)
-    verdict, note = found["notes"]
+    verdict, note = actual["notes"]
     assert "does not agree" in verdict
     assert "computed in bf16 with float32 weights on cpu, the replay in float32" in note
 
@@ -157,12 +157,12 @@ def tripled(log_ratio, advantage, clip_low, clip_high):
 """
 
 
-def test_several_algorithms_stand_side_by_side(plain: Path, tmp_path: Path) -> None:
+def test_several_algorithms_are_side_by_side(plain: Path, tmp_path: Path) -> None:
     """In one optimizer step, a factor scales the gradient and nothing else; the run's own twin is exact."""
     (tmp_path / "mine.py").write_text(SCALED)
     tripled = f"{tmp_path}/mine.py:tripled"
-    found = replayed(plain, 0, [f"algorithm=run,{tripled},rloo", "train.optim_batch_size=16"])
-    cosines, figures = found["cosines"], found["figures"]
+    actual = replayed(plain, 0, [f"algorithm=run,{tripled},rloo", "train.optim_batch_size=16"])
+    cosines, figures = actual["cosines"], actual["figures"]
     names = ["replayed", "run", tripled, "rloo"]
     assert list(cosines) == names
     assert all(list(row) == names and row[name] == 1.0 for name, row in cosines.items())
@@ -173,8 +173,8 @@ def test_several_algorithms_stand_side_by_side(plain: Path, tmp_path: Path) -> N
     for name in ("tokens/with_advantage", "tokens/with_gradient", "clip_fraction"):
         assert figures[name][tripled] == figures[name]["run"]
     assert figures["ess"][tripled] == pytest.approx(figures["ess"]["run"], rel=1e-9)  # its rows are packed otherwise
-    assert "every ratio is 1" in found["notes"][1]
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert "every ratio is 1" in actual["notes"][1]
+    assert json.loads(json.dumps(actual, allow_nan=False)) == actual
 
 
 @pytest.mark.parametrize("budget", [100, 4096])
@@ -227,10 +227,10 @@ def test_tokens_with_a_gradient_by_hand() -> None:
 def test_a_gradient_of_0_has_no_cosine_and_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sota_grpo.assembly.replay._CHUNK", 3)
     one, two = torch.randn(8), torch.randn(8)
-    found = cosines({str(at): vector for at, vector in enumerate((one, two, torch.zeros(8)))})
+    actual = cosines({str(at): vector for at, vector in enumerate((one, two, torch.zeros(8)))})
     exact = torch.nn.functional.cosine_similarity(one.double(), two.double(), dim=0).item()
-    assert found["0"] == {"0": 1.0, "1": pytest.approx(exact, rel=1e-12), "2": None}
-    assert set(found["2"].values()) == {None}
+    assert actual["0"] == {"0": 1.0, "1": pytest.approx(exact, rel=1e-12), "2": None}
+    assert set(actual["2"].values()) == {None}
 
 
 def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
@@ -239,8 +239,8 @@ def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
     for options in (["--step", "0"], ["--json", "algorithm=dapo,gspo"], ["algorithm=dapo,gspo", "--step", "0"]):
         with pytest.raises(SystemExit, match="0"):
             cli.main(["replay", str(plain), *options])
-    printed, said = capsys.readouterr()
-    assert "sota-grpo report" in said
+    printed, errors = capsys.readouterr()
+    assert "sota-grpo report" in errors
     assert len(list((plain / "replays").iterdir())) == 1  # of one question the newest, of a replay alone none
     (record,), sentences = read_replays(plain)
     assert not sentences
@@ -256,13 +256,13 @@ def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
     (plain / "replays").touch()  # a run that cannot be written is replayed all the same
     with pytest.raises(SystemExit, match="0"):
         cli.main(["replay", str(plain), "--json", "algorithm=dapo"])
-    printed, said = capsys.readouterr()
+    printed, errors = capsys.readouterr()
     assert list(json.loads(printed)["cosines"]) == ["replayed", "dapo"]
-    assert "the report will not show this replay" in said
+    assert "the report will not show this replay" in errors
     (plain / "replays").unlink()
 
 
-def test_overrides_stand_anywhere_and_nothing_else_does(monkeypatch, capsys) -> None:
+def test_overrides_may_be_anywhere_and_nothing_else_may(monkeypatch, capsys) -> None:
     seen = []
     monkeypatch.setattr("sota_grpo.cli.runs.replay", lambda options: seen.append(options) or 0)
     with pytest.raises(SystemExit, match="0"):
@@ -327,10 +327,10 @@ def asked(kl_coef: float, *, in_loss: bool) -> Config:
 def test_the_kl_moves_between_reward_and_loss(graded: float | None, config: Config, rewards: list[float]) -> None:
     step = kl_step(graded=graded)
     stored = [float(row.get(keys.REWARD)) for row in step.stored.rows]
-    found = scored_rows(step, config)
-    assert found.get(keys.REWARD).flatten().tolist() == pytest.approx(rewards)
+    actual = scored_rows(step, config)
+    assert actual.get(keys.REWARD).flatten().tolist() == pytest.approx(rewards)
     half = (rewards[0] - rewards[1]) / 2
-    assert found.get(keys.ADVANTAGE).flatten().tolist() == pytest.approx([half, -half])
+    assert actual.get(keys.ADVANTAGE).flatten().tolist() == pytest.approx([half, -half])
     assert [float(row.get(keys.REWARD)) for row in step.stored.rows] == stored  # the stored rows stay as they are
     assert [float(row.get(keys.ADVANTAGE)) for row in step.stored.rows] == [9.0, 9.0]
 
@@ -343,6 +343,6 @@ def test_the_distance_is_relative_and_a_figure_of_one_side_is_infinitely_far() -
         ({"loss/objective": 1e-7}, True, "agrees .* 2.0e-07 (loss/objective)"),
         ({"loss/kl": 0.0}, False, "only one of them has loss/kl"),
     ):
-        found, sentence = compared(stored, {**stored, **changed})
-        assert found == agrees
+        actual, sentence = compared(stored, {**stored, **changed})
+        assert actual == agrees
         assert all(word in sentence for word in words.split(" .* "))

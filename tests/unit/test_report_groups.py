@@ -31,9 +31,9 @@ from tests.report_rigs import WORDS, write_run
 
 
 def chosen(run_dir: Path, budget: int) -> tuple[list[dict[str, Any]], Any]:
-    found = choose_groups(read_run(run_dir), budget)
-    assert sum(len(text.encode()) for text in found.encoded) <= budget
-    return [json.loads(text) for text in found.encoded], found
+    actual = choose_groups(read_run(run_dir), budget)
+    assert sum(len(text.encode()) for text in actual.encoded) <= budget
+    return [json.loads(text) for text in actual.encoded], actual
 
 
 def test_every_step_has_its_place_in_the_order_and_the_first_are_evenly_spread() -> None:
@@ -43,10 +43,10 @@ def test_every_step_has_its_place_in_the_order_and_the_first_are_evenly_spread()
 
 
 def test_everything_is_shown_where_it_fits(tmp_path: Path) -> None:
-    groups, found = chosen(write_run(tmp_path, steps=5, groups=3), 1_000_000)
+    groups, actual = chosen(write_run(tmp_path, steps=5, groups=3), 1_000_000)
     assert [(group["step"], group["id"]) for group in groups] == [(i // 3, i) for i in range(15)]
-    assert found.total == 15
-    assert found.ages == [(0, 3 * 5), (1, 2 * 5)]  # five samples a step; those of odd steps are a version old
+    assert actual.total == 15
+    assert actual.ages == [(0, 3 * 5), (1, 2 * 5)]  # five samples a step; those of odd steps are a version old
     zero, cut, plain = groups[:3]
     assert (zero["zero"], zero["cut"], len(zero["samples"])) == (True, False, 1)
     assert (cut["zero"], cut["cut"], len(cut["samples"])) == (False, True, 2)
@@ -56,11 +56,11 @@ def test_everything_is_shown_where_it_fits(tmp_path: Path) -> None:
 def test_a_small_page_has_the_newest_step_the_first_and_the_middle(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, steps=101, groups=8)
     whole = sum(len(json.dumps(group)) for group in chosen(run_dir, 10_000_000)[0])
-    groups, found = chosen(run_dir, whole // 20)
+    groups, actual = chosen(run_dir, whole // 20)
     steps = sorted({group["step"] for group in groups})
     assert {0, 50, 100} <= set(steps)
     assert max(b - a for a, b in pairwise(steps)) <= 25
-    assert found.total == 808
+    assert actual.total == 808
     assert len(groups) < 80
 
 
@@ -83,11 +83,11 @@ def test_lines_in_another_form_are_found_too(tmp_path: Path) -> None:
 
 def test_stored_steps_show_all_samples_with_their_tokens(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, steps=6, groups=2, siblings=4, stored=[0, 4])
-    groups, found = chosen(run_dir, 1_000_000)
+    groups, actual = chosen(run_dir, 1_000_000)
     whole = [group for group in groups if group["whole"]]
-    assert found.stored == [0, 4]
+    assert actual.stored == [0, 4]
     assert [(group["step"], len(group["samples"])) for group in whole] == [(0, 4), (0, 4), (4, 4), (4, 4)]
-    assert len(groups) == found.total == 12
+    assert len(groups) == actual.total == 12
     sample = whole[0]["samples"][0]
     assert sample["pieces"] == list(WORDS)
     assert sample["ratio"] == [float(f"{math.exp(0.11 * i):.3g}") for i in range(len(WORDS))]
@@ -99,32 +99,32 @@ def test_stored_steps_show_all_samples_with_their_tokens(tmp_path: Path) -> None
 def test_the_kl_of_a_token_is_the_trainers(name: str, reference: Callable) -> None:
     policy, other = [-1.0, -0.5, -3.0, -1.0], [-1.0, -2.0, -0.25, -1.5]
     row = {"pieces": list("abcd"), "assistant": [True] * 4, "log_probs": [-9.0] * 4, "policy_log_probs": policy}
-    found = token_columns(row | {"ref_log_probs": other}, name)
+    actual = token_columns(row | {"ref_log_probs": other}, name)
     expected = reference(torch.tensor(policy, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
-    assert found is not None
-    assert found["kl"] == [float(f"{value:.3g}") for value in expected.tolist()]
+    assert actual is not None
+    assert actual["kl"] == [float(f"{value:.3g}") for value in expected.tolist()]
 
 
 def test_tokens_that_the_policy_did_not_write_have_no_numbers() -> None:
     row = {"pieces": ["a", "tool", "b"], "assistant": [True, False, True], "log_probs": [-1.0, 0.0, -1.0]}
-    found = token_columns(row | {"policy_log_probs": [-1.0, 0.0, -1.0], "entropy": [1.0, 0.0, 2.0]}, "k3")
-    assert found == {"pieces": ["a", "tool", "b"], "said": [1, 0, 1], "ratio": [1, None, 1], "entropy": [1, None, 2]}
+    actual = token_columns(row | {"policy_log_probs": [-1.0, 0.0, -1.0], "entropy": [1.0, 0.0, 2.0]}, "k3")
+    assert actual == {"pieces": ["a", "tool", "b"], "said": [1, 0, 1], "ratio": [1, None, 1], "entropy": [1, None, 2]}
 
 
 def test_a_ratio_beyond_all_bounds_is_still_a_number() -> None:
     row = {"pieces": ["a"], "assistant": [True], "log_probs": [-1e6], "policy_log_probs": [0.0]}
-    found = token_columns(row | {"ref_log_probs": [1e6]}, "k3")
-    assert found is not None
-    assert json.dumps([found["ratio"], found["kl"]], allow_nan=False)
+    actual = token_columns(row | {"ref_log_probs": [1e6]}, "k3")
+    assert actual is not None
+    assert json.dumps([actual["ratio"], actual["kl"]], allow_nan=False)
 
 
 def test_a_very_long_response_keeps_its_ends() -> None:
     count = 10_000
     row = {"pieces": ["a"] * count, "assistant": [True] * count, "entropy": list(range(count))}
-    found = token_columns(row, "k3")
-    assert found is not None
-    assert found["gap"] == [2500, 7000]
-    assert found["entropy"] == [*range(2500), *range(9500, 10_000)]
+    actual = token_columns(row, "k3")
+    assert actual is not None
+    assert actual["gap"] == [2500, 7000]
+    assert actual["entropy"] == [*range(2500), *range(9500, 10_000)]
 
 
 def test_a_damaged_stored_step_is_left_out_and_the_rest_is_shown(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_group_of_dialogs_has_their_turns_and_its_prompts(tmp_path: Path) -> N
     assert all("text" not in turn for turn in stored["samples"][0]["turns"])
 
 
-def test_whatever_stands_in_a_dialog_the_page_is_made_and_small() -> None:
+def test_whatever_is_in_a_dialog_the_page_is_made_and_small() -> None:
     rng = random.Random(random.getrandbits(32))
     odd: list[Any] = [None, True, -1, 1e300, "x" * 100_000, [], [None, 5], {}, {"turns": 7}, {"a": [1]}]
 
@@ -200,9 +200,9 @@ def test_whatever_stands_in_a_dialog_the_page_is_made_and_small() -> None:
 
 def test_no_number_of_turns_fills_the_page() -> None:
     many = {"turns": [DIALOG["turns"][0]] * 10_000}
-    found = dialog_columns({"dialog": many})
-    assert found is not None
-    assert len(found["turns"]) == 200
+    actual = dialog_columns({"dialog": many})
+    assert actual is not None
+    assert len(actual["turns"]) == 200
     assert len(prompt_turns([{"role": "user", "content": "x"}] * 10_000)) == 200
 
 
@@ -222,21 +222,21 @@ def test_metrics_of_several_tasks_are_one_chart_and_every_metric_is_in_one(num_t
     of_tasks = [f"task/{task}/{name}" for task in [*tasks, *(f"gym/{task}" for task in tasks)] for name in OF_TASK]
     of_tasks += [f"{before}/{task}/correct" for before in ("reward", "eval/reward", "grader") for task in tasks]
     of_tasks += [f"eval/task/{task}" for task in [*tasks, *(f"gym/{task}" for task in tasks)]]
-    given = [*names([dict.fromkeys(METRICS)]), *of_tasks, "reward/format", "grader/acc", "task/<b>/reward", "zeal"]
-    random.shuffle(given)
-    found = charts(given)
-    assert sorted(metric for chart in found for _, metric in chart["members"]) == sorted(given)
-    assert len({chart["name"] for chart in found}) == len(found)
-    several = {chart["name"]: chart["members"] for chart in found if len(chart["members"]) > 1}
+    names_read = [*names([dict.fromkeys(METRICS)]), *of_tasks, "reward/format", "grader/acc", "task/<b>/reward", "zeal"]
+    random.shuffle(names_read)
+    actual = charts(names_read)
+    assert sorted(metric for chart in actual for _, metric in chart["members"]) == sorted(names_read)
+    assert len({chart["name"] for chart in actual}) == len(actual)
+    several = {chart["name"]: chart["members"] for chart in actual if len(chart["members"]) > 1}
     if num_tasks == 1:
         assert several == {}
-        assert {chart["name"] for chart in found} == {*given}
+        assert {chart["name"] for chart in actual} == {*names_read}
         return
     assert len(several) == 2 * len(OF_TASK) + 3 + 2
     assert several["task/*/reward"] == [(task, f"task/{task}/reward") for task in tasks]
     assert several["task/gym/*/reward"] == [(task, f"task/gym/{task}/reward") for task in tasks]
     assert several["grader/*/correct"] == [(task, f"grader/{task}/correct") for task in tasks]
-    titles = {chart["name"]: (chart["title"], chart["family"]) for chart in found}
+    titles = {chart["name"]: (chart["title"], chart["family"]) for chart in actual}
     assert titles["task/gym/*/success"] == ("Success by task of gym", "Tasks")
     assert titles["eval/task/gym/*"] == ("Held-out accuracies of gym", "Tasks")
     assert titles["eval/reward/*/correct"] == ("eval/reward/correct by task", "Evaluation beside its accuracy")
@@ -244,8 +244,8 @@ def test_metrics_of_several_tasks_are_one_chart_and_every_metric_is_in_one(num_t
 
 
 def test_metrics_of_tools_have_titles_and_sentences_in_a_mixture_too() -> None:
-    found = charts([f"grader/{task}tool_errors" for task in ("", "a/", "b/")])
-    assert [(chart["name"], chart["title"], chart["sentence"]) for chart in found] == [
+    actual = charts([f"grader/{task}tool_errors" for task in ("", "a/", "b/")])
+    assert [(chart["name"], chart["title"], chart["sentence"]) for chart in actual] == [
         ("grader/tool_errors", "Tool errors per dialog", METRICS["grader/tool_errors"].sentence),
         ("grader/*/tool_errors", "Tool errors per dialog by task", METRICS["grader/tool_errors"].sentence),
     ]
@@ -254,30 +254,30 @@ def test_metrics_of_tools_have_titles_and_sentences_in_a_mixture_too() -> None:
 def test_errors_by_hand() -> None:
     """64 responses per step: 0.4 / 8, and sqrt(0.25 * 0.75 / 64)."""
     row = {"step": 3, "dialog_turns": 256, "reward": 0.5, "reward/std": 0.4, "success": 0.25, "truncated": 0.0}
-    found = curves(run_of(row | {"eval/accuracy": 0.5, "eval/stderr": 0.03}))["errors"]
-    assert found["reward"]["v"] == [0.05]
-    assert found["success"]["v"] == [round(math.sqrt(0.1875 / 64), 6)]
-    assert found["truncated"]["v"] == [0]
-    assert found["eval/accuracy"]["v"] == [0.03]
-    assert "eval/avg_at_k" not in found
+    actual = curves(run_of(row | {"eval/accuracy": 0.5, "eval/stderr": 0.03}))["errors"]
+    assert actual["reward"]["v"] == [0.05]
+    assert actual["success"]["v"] == [round(math.sqrt(0.1875 / 64), 6)]
+    assert actual["truncated"]["v"] == [0]
+    assert actual["eval/accuracy"]["v"] == [0.03]
+    assert "eval/avg_at_k" not in actual
 
 
 def test_what_most_steps_lack_is_kept_by_place() -> None:
     rows = [{"step": step, "reward": step / 8, "kl": None} for step in range(8)]
     rows[6]["eval/accuracy"] = 0.5
-    found = curves(run_of(*rows))["columns"]
-    assert found["eval/accuracy"] == {"i": [6], "v": [0.5]}
-    assert found["reward"] == {"v": [step / 8 for step in range(8)]}
-    assert "kl" not in found
+    actual = curves(run_of(*rows))["columns"]
+    assert actual["eval/accuracy"] == {"i": [6], "v": [0.5]}
+    assert actual["reward"] == {"v": [step / 8 for step in range(8)]}
+    assert "kl" not in actual
 
 
 def test_the_x_axes() -> None:
     rows = [{"step": step, "dialog_turns": 8 * (step + 1), "time/step_s": 2.0} for step in range(3)]
     rows += [{"step": 3, "eval/accuracy": 0.5, "time/eval_s": 1.0}]
-    found = curves(run_of(*rows))
-    assert found["steps"] == [0, 1, 2, 3]
-    assert found["responses"] == [8, 16, 24, 24]
-    assert found["seconds"] == [2, 4, 6, 7]
+    actual = curves(run_of(*rows))
+    assert actual["steps"] == [0, 1, 2, 3]
+    assert actual["responses"] == [8, 16, 24, 24]
+    assert actual["seconds"] == [2, 4, 6, 7]
 
 
 def test_thinning_keeps_evaluations_the_last_step_and_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +285,11 @@ def test_thinning_keeps_evaluations_the_last_step_and_the_clock(monkeypatch: pyt
     rows[5]["eval/accuracy"] = 0.5
     monkeypatch.setattr(module, "NUMBERS", 9)  # 12 rows of 3 metrics: every fourth stays
     assert stride_for([run_of(*rows)]) == 4
-    found = curves(run_of(*rows), 4)
-    assert found["steps"] == [0, 4, 5, 8, 11]
-    assert found["seconds"] == [1, 5, 6, 9, 12]
+    actual = curves(run_of(*rows), 4)
+    assert actual["steps"] == [0, 4, 5, 8, 11]
+    assert actual["seconds"] == [1, 5, 6, 9, 12]
 
 
-def test_whatever_stands_in_a_metric_no_infinity_reaches_the_page() -> None:
+def test_whatever_is_in_a_metric_no_infinity_reaches_the_page() -> None:
     row = {"step": 0, "reward": math.inf, "odd": "text", "list": [1], "kl": 0.5, "reward/std": math.nan}
     assert curves(run_of(row | {"dialog_turns": 8}))["columns"] == {"kl": {"v": [0.5]}}

@@ -31,10 +31,10 @@ class Reader(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
+        attributes = dict(attrs)
         self._inside = tag == "script"
         self.scripts += [""] if self._inside else []
-        self.policy = (given.get("content") or "") if given.get("http-equiv") else self.policy
+        self.policy = (attributes.get("content") or "") if attributes.get("http-equiv") else self.policy
         self.addresses += [value for name, value in attrs if name in ("src", "href", "action") and value[:1] != "#"]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
 
@@ -112,7 +112,7 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
     return int(ended.value.code or 0), out + err
 
 
-def test_the_command_writes_beside_the_run_or_where_it_is_told(
+def test_the_command_writes_next_to_the_run_or_to_the_named_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -132,10 +132,10 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         ([run_dir, "--out", tmp_path / "no" / "r.html"], "there is no folder"),
         ([run_dir, "--out", run_dir], "run is a folder; name a file in it"),
     ):
-        code, said = told(["report", *map(str, arguments)], capsys)
+        code, message = told(["report", *map(str, arguments)], capsys)
         assert code == 2
-        assert sentence in said
-        assert said.count("\n") == 1
+        assert sentence in message
+        assert message.count("\n") == 1
 
 
 def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path) -> None:
@@ -201,9 +201,9 @@ def test_what_is_no_replay_is_named_and_the_others_are_shown(
     else:
         odd.write_text(content)
     _, data = page_of(run_dir, out=tmp_path / "report.html")
-    (said,) = data["left_out"]
-    assert sentence in said
-    assert "\u202e" not in said
+    (reason,) = data["left_out"]
+    assert sentence in reason
+    assert "\u202e" not in reason
     assert data["runs"][0]["replays"] == [replay_record()]
 
 

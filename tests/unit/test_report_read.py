@@ -86,8 +86,8 @@ def damage(run_dir: Path, name: str, rng: random.Random) -> None:
     """Put something odd in the place of one value, somewhere in a file of the run."""
     path = run_dir / name
     lines = [yaml.safe_load(path.read_text())] if name[-1] != "l" or name == "config.yaml" else None
-    found = lines if lines is not None else [json.loads(line) for line in path.read_text().splitlines()]
-    places = [(found, index) for index in range(len(found))]
+    actual = lines if lines is not None else [json.loads(line) for line in path.read_text().splitlines()]
+    places = [(actual, index) for index in range(len(actual))]
     for value, key in places:
         inside = value[key]
         keys = inside if isinstance(inside, dict) else range(len(inside)) if isinstance(inside, list) else ()
@@ -95,9 +95,9 @@ def damage(run_dir: Path, name: str, rng: random.Random) -> None:
     value, key = rng.choice(places)
     value[key] = rng.choice(ODD)
     if name == "config.yaml":
-        path.write_text(yaml.safe_dump(found[0]))
+        path.write_text(yaml.safe_dump(actual[0]))
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in found))
+        path.write_text("".join(json.dumps(row) + "\n" for row in actual))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -179,10 +179,10 @@ def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path: Path, monkeypat
 
 
 def _refusing(function: Any, folder: Path) -> Any:
-    def refuse(path: Any, *given: Any, **named: Any) -> Any:
+    def refuse(path: Any, *args: Any, **named: Any) -> Any:
         if Path(path) == folder or folder in Path(path).parents:
             raise PermissionError(13, "Permission denied")
-        return function(path, *given, **named)
+        return function(path, *args, **named)
 
     return refuse
 
@@ -198,14 +198,14 @@ def test_a_line_whose_end_is_still_to_come_is_no_line_and_neither_is_its_rest(tm
     """Readers see what a writer has flushed: perhaps half a line, and then, before they are done, its other half."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"step": 1, "rew')
-    found = []
+    actual = []
     for number, _, line in whole_lines(path):
-        found.append((number, line))
+        actual.append((number, line))
         if number == 1:
             with path.open("ab") as file:
                 file.write(b'ard": 0.5}\n{"step": 2}\n')
-    assert found[0] == (1, b'{"step": 0}\n')
-    assert all(line.startswith(b"{") and line.endswith(b"}\n") for _, line in found)
+    assert actual[0] == (1, b'{"step": 0}\n')
+    assert all(line.startswith(b"{") and line.endswith(b"}\n") for _, line in actual)
 
 
 def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
@@ -230,6 +230,6 @@ def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
     assert report.finish() == 0
     assert (run_dir / "report.html").read_bytes() == before
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == files
-    (told,) = [one.getMessage() for one in caplog.records]
-    assert "No space left on device" in told
-    assert "training goes on" in told
+    (message,) = [one.getMessage() for one in caplog.records]
+    assert "No space left on device" in message
+    assert "training continues" in message

@@ -28,7 +28,7 @@ from sota_grpo.tasks.questions import GSM8KTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
 from sota_grpo.training.gate import _as_sampled
-from tests.l3_parts import make_env, make_saying
+from tests.training_rigs import make_env, make_saying
 from tests.unit.test_table import verl_row
 
 SEED = random.randrange(1 << 30)
@@ -84,25 +84,25 @@ def test_a_function_of_trls_form_is_given_the_sampled_ids(tmp_path: Path) -> Non
     sampled = [SampledText("4", [9, 2]), SampledText("4", [2])]
     assert [score.terms["length"] for score in scores(task, sampled, example_of())] == [2.0, 1.0]
     (of_a_file,) = scores(task, ["4"], example_of())
-    assert of_a_file.error == "TypeError: length asks for completion_ids, which only a response of an engine has"
+    assert of_a_file.error == "TypeError: length requires completion_ids, which only a response of an engine has"
     env = make_env()
-    given: list[list[int]] = []
+    ids_seen: list[list[int]] = []
 
     def score(response: str, example: Example) -> Score:
         assert isinstance(response, SampledText)
-        given.append(list(response.token_ids))
+        ids_seen.append(list(response.token_ids))
         return Score({"correct": 1.0}, True)
 
     env.grader = LocalGrader(score, ["correct"])
     prompts = [Prompt(0, env.task.train[0], 2, seed=1)]
     (group,) = Rollouts(env, make_saying(env, lambda request, index: "ab" * index)).stream(prompts, Sampling(8))
-    assert given == [sample.token_ids.tolist() for sample in group.samples]
-    assert _as_sampled("ab", env).token_ids.tolist() == given[1]
-    asked = env.reset()
-    for row in asked.unbind(0):
+    assert ids_seen == [sample.token_ids.tolist() for sample in group.samples]
+    assert _as_sampled("ab", env).token_ids.tolist() == ids_seen[1]
+    reset = env.reset()
+    for row in reset.unbind(0):
         row.set(("tokens", "response"), group.samples[1].token_ids)
-    env.step(asked)
-    assert given[2:] == [given[1]] * len(asked)
+    env.step(reset)
+    assert ids_seen[2:] == [ids_seen[1]] * len(reset)
 
 
 def scores(task: Task, responses: Sequence[str], example: Example) -> list[Score]:
@@ -175,10 +175,10 @@ def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -
     body = "return [(p == '2+2?') / len(c) for p, c in zip(prompts, completions)]"
     text = f"\n\ndef f(prompts, completions, **columns):\n    {body}\n"
     path = str(tmp_path / "reward_function.py")
-    found = scores(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of())
-    assert [one.terms["f"] for one in found] == [0.5, 0.0, 0.25]
-    assert [one.error for one in found] == [None, f"ZeroDivisionError: division by zero ({path}, line 4)", None]
-    assert in_a_grader(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of()) == found
+    actual = scores(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of())
+    assert [one.terms["f"] for one in actual] == [0.5, 0.0, 0.25]
+    assert [one.error for one in actual] == [None, f"ZeroDivisionError: division by zero ({path}, line 4)", None]
+    assert in_a_grader(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of()) == actual
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_what_is_no_reward_is_an_error_of_that_response(tmp_path: Path, kind: st
     ],
 )
 def test_what_is_no_list_of_rewards_is_an_error_of_all(tmp_path: Path, body: str, error: str) -> None:
-    found = scores(task_of(tmp_path, f"def f(completions, **kwargs):\n    {body}\n", "f"), ["a", "b"], example_of())
-    assert found[0].error is not None
-    assert found[0].error.startswith(error)
-    assert all(one.error is not None and one.terms == {"f": 0.0} for one in found)
+    actual = scores(task_of(tmp_path, f"def f(completions, **kwargs):\n    {body}\n", "f"), ["a", "b"], example_of())
+    assert actual[0].error is not None
+    assert actual[0].error.startswith(error)
+    assert all(one.error is not None and one.terms == {"f": 0.0} for one in actual)
 
 
 def test_numbers_of_any_library_are_rewards(tmp_path: Path) -> None:
@@ -241,12 +241,12 @@ def tensor(completions): return torch.ones(len(completions))
 def generated(completions): return (1 for _ in completions)
 """
     names = ("compute_score", "array", "tensor", "generated")
-    for found in scores(task_of(tmp_path, text, *names), ["4", "5"], example_of()):
-        assert found.terms == dict.fromkeys(names, 1.0)
-        assert found.info["compute_score/acc"] == 1.0
-        assert found.info["compute_score/spans"] == [0, 1]
-        assert found.info["compute_score/n"] is None
-        json.dumps(dict(found.info))
+    for actual in scores(task_of(tmp_path, text, *names), ["4", "5"], example_of()):
+        assert actual.terms == dict.fromkeys(names, 1.0)
+        assert actual.info["compute_score/acc"] == 1.0
+        assert actual.info["compute_score/spans"] == [0, 1]
+        assert actual.info["compute_score/n"] is None
+        json.dumps(dict(actual.info))
 
 
 def test_coroutines_run_at_the_same_time_on_a_loop_that_stays(tmp_path: Path) -> None:
@@ -267,10 +267,10 @@ async def f(completions, **kwargs):
 """
     task = task_of(tmp_path, text, "compute_score", "f")
     for _ in range(2):
-        found = scores(task, ["a", "bb", "", "cc"], example_of())
-        assert [one.terms["compute_score"] for one in found] == [1.0, 0.5, 0.0, 0.5]
-        assert [one.error is not None for one in found] == [False, False, True, False]
-        assert found[1].terms["f"] == 2.0
+        actual = scores(task, ["a", "bb", "", "cc"], example_of())
+        assert [one.terms["compute_score"] for one in actual] == [1.0, 0.5, 0.0, 0.5]
+        assert [one.error is not None for one in actual] == [False, False, True, False]
+        assert actual[1].terms["f"] == 2.0
 
 
 def test_coroutines_are_awaited_where_a_loop_runs_already(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_success_is_what_the_function_says_or_a_reward_above_the_bound(
     assert score(task_of(tmp_path, text, success_above=0.25), "4").success is success
 
 
-def test_the_tasks_own_reward_may_stand_beside_functions(tmp_path: Path) -> None:
+def test_the_tasks_reward_may_be_combined_with_functions(tmp_path: Path) -> None:
     text = "def brevity(solution_str): return -len(solution_str) / 10"
     own = GSM8KTask([Example("9*2?", "9*2=18\n#### 18")], format_weight=0.5)
     task = task_of(tmp_path, text, "builtin", "brevity", task=own, weights=[2.0, 1.0])
@@ -404,12 +404,12 @@ def test_what_a_file_imports_does_not_count_against_a_response(tmp_path: Path) -
     text = "import time\ntime.sleep(1.5)\ndef f(completions, **columns):\n    return [1.0 for _ in completions]\n"
     with grading_pool(task_of(tmp_path, text, "f"), num_workers=1, timeout_s=1.0) as pool:
         pool.wait_ready()
-        found = pool.scores([("a", example_of())]).result(60)
-        assert found[0].error is None
+        actual = pool.scores([("a", example_of())]).result(60)
+        assert actual[0].error is None
         assert pool.fleet.restarts == 0
 
 
-def test_a_task_answers_turns_whoever_rewards_them(tmp_path: Path) -> None:
+def test_a_task_answers_turns_whichever_reward_grades_them(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(completions, **columns):\n    return [0.5 for _ in completions]\n")
     task = with_reward_functions(CalculatorTask(num_train=1, num_heldout=1), str(tmp_path / "r.py"), ["f"])
     score = task.score("<calc>2 * 3</calc>", task.train[0])
@@ -488,13 +488,13 @@ def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
         ("compute_score = 3\n", "has no function 'compute_score'"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told(tmp_path: Path, text: str, sentence: str) -> None:
-    found = refusal(tmp_path / "rewards.py", text, ["compute_score"])
-    assert sentence in found
-    assert str(tmp_path / "rewards.py") in found
+def test_a_file_that_cannot_be_used_is_reported(tmp_path: Path, text: str, sentence: str) -> None:
+    actual = refusal(tmp_path / "rewards.py", text, ["compute_score"])
+    assert sentence in actual
+    assert str(tmp_path / "rewards.py") in actual
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
     assert f"there is no reward file {tmp_path}/a.py; correct reward.path" in refusal(tmp_path / "a.py", None, ["f"])
     assert "there is no reward file" in refusal(tmp_path, None, ["f"]), "a folder"
 
@@ -507,14 +507,14 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         ("data_sources, solution_strs, ground_truths, extra_infos", NEITHER),
         (
             "solution_str, ground_truth, judge_url",
-            "asks for judge_url, which nothing here has; give it a default value",
+            "requires judge_url, which nothing here has; give it a default value",
         ),
-        ("completions, trainer_state, **kwargs", "asks for trainer_state"),
+        ("completions, trainer_state, **kwargs", "requires trainer_state"),
         ("solution_str, /, ground_truth", NEITHER),
-        ("completions, solution", "f asks for solution, but the columns of the data are ground_truth, level"),
+        ("completions, solution", "f requires solution, but the columns of the data are ground_truth, level"),
     ],
 )
-def test_a_function_of_neither_form_is_told(tmp_path: Path, signature: str, sentence: str) -> None:
+def test_a_function_of_neither_form_is_reported(tmp_path: Path, signature: str, sentence: str) -> None:
     assert re.search(sentence, refusal(tmp_path / "rewards.py", f"def f({signature}): return 0\n", ["f"]))
 
 
@@ -529,7 +529,7 @@ def test_a_function_of_neither_form_is_told(tmp_path: Path, signature: str, sent
         (["f"], [float("nan")], "holds a number that is not finite"),
     ],
 )
-def test_names_and_weights_that_do_not_match_are_told(
+def test_names_and_weights_that_do_not_match_are_reported(
     tmp_path: Path, names: list[str], weights: list[float] | None, sentence: str
 ) -> None:
     text = "def f(solution_str): return 0\ndef g(solution_str): return 0\ndef kl(solution_str): return 0\n"

@@ -1,4 +1,4 @@
-"""Hanging and crashing graders in training, evaluation and the gate: the run goes on, or ends with a sentence."""
+"""Hanging and crashing graders in training, evaluation and the gate: the run continues, or ends with a sentence."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from sota_grpo.tasks.wrappers import with_reward_functions
 from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import CheckError, run_gate
-from tests.l3_parts import MoodyTask, collector_of, make_env, make_saying, make_subject
 from tests.process_rigs import is_gone, wait_for
+from tests.training_rigs import MoodyTask, collector_of, make_components, make_env, make_saying
 from tests.unit.graders import WEIGHTS, Unloadable, moody
 
 SEED = random.randrange(1 << 30)
@@ -56,13 +56,13 @@ def moods(num_groups: int, **at: tuple[int, int]):
     return lambda request, index: says.get((request.group_id % num_groups, index), f"say {request.group_id + index}")
 
 
-def test_training_in_sync_goes_on_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
+def test_training_in_sync_continues_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
     engine = make_saying(env, moods(4, spin=(1, 2), crash=(3, 0)))
     sync = EngineWeightSync(lambda: [], engine)
     collector = collector_of(
         env, engine, SAMPLING, num_groups=4, transforms=[GroupAdvantage()], seed=SEED, weight_sync=sync
     )
-    learner, batches = make_subject(tmp_path).learner, []
+    learner, batches = make_components(tmp_path).learner, []
     done = run(
         iter(collector),
         learner,
@@ -103,15 +103,15 @@ def test_functions_that_use_signals_grade_in_a_worker(tmp_path: Path) -> None:
     task = with_reward_functions(TableTask(), str(path), names)
     example = TableTask().read_row({"prompt": "1 + 1/2?", "ground_truth": "$1.5$"}, "demo, row 1")
     with grading_pool(task, num_workers=1, timeout_s=60.0) as pool:
-        found = pool.scores([("$3/2$", example), ("$2/3$", example)]).result(120)
-    assert [one.error for one in found] == [None, None]
-    assert [one.terms for one in found] == [dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.0)]
+        actual = pool.scores([("$3/2$", example), ("$2/3$", example)]).result(120)
+    assert [one.error for one in actual] == [None, None]
+    assert [one.terms for one in actual] == [dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.0)]
 
 
 def test_an_interrupt_that_a_grader_raises_is_its_failure(pool: GradingPool, env: TaskEnv) -> None:
-    (found,) = pool.scores([("interrupt", env.task.heldout[0])]).result(60)
-    assert found.error is not None
-    assert found.error.startswith("KeyboardInterrupt")
+    (actual,) = pool.scores([("interrupt", env.task.heldout[0])]).result(60)
+    assert actual.error is not None
+    assert actual.error.startswith("KeyboardInterrupt")
     assert pool.fleet.restarts == 0
 
 
@@ -124,16 +124,16 @@ def test_an_evaluation_ends_and_says_what_failed(
         return {2: "hang", 4: "exit"}.get(request.group_id, right[request.group_id])
 
     engine = make_saying(env, say)
-    found = Evaluator(Rollouts(env, engine), env.task.heldout[:6], max_tokens=64, avg_at_k=0, seed=SEED).measure()
-    assert found["eval/accuracy"] == 4 / 6
+    actual = Evaluator(Rollouts(env, engine), env.task.heldout[:6], max_tokens=64, avg_at_k=0, seed=SEED).measure()
+    assert actual["eval/accuracy"] == 4 / 6
     assert "failed at 2 of 6 responses of this evaluation" in caplog.text
     assert pool.fleet.restarts == 2
 
 
 def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_path: Path) -> None:
-    subject = make_subject(tmp_path)
-    subject.rollouts, task = Rollouts(env, subject.rollouts.engine), env.task
-    subject.task = SimpleNamespace(
+    components = make_components(tmp_path)
+    components.rollouts, task = Rollouts(env, components.rollouts.engine), env.task
+    components.task = SimpleNamespace(
         train=task.train,
         heldout=task.heldout,
         term_weights=WEIGHTS,
@@ -142,7 +142,7 @@ def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_
     )
     sentence = r"0 of 4 gold answers .* failed at 4 of 8 texts, the first: TimeoutError: no score within 0\.5 s"
     with pytest.raises(CheckError, match=sentence):
-        run_gate(subject, "strict", [gate.gold_answers_earn_the_full_reward])
+        run_gate(components, "strict", [gate.gold_answers_earn_the_full_reward])
 
 
 def test_graders_that_cannot_start_end_the_run_with_their_cause() -> None:
@@ -222,8 +222,8 @@ def test_a_graders_flood_is_cut_and_its_control_characters_are_escaped(capfd: py
     with closing(GradingPool(moody, WEIGHTS, num_workers=1, timeout_s=60.0)) as pool:
         for _ in range(2):
             pool.scores([("flood", example)]).result()
-    told = capfd.readouterr().err
-    assert told.startswith("\\x1b[2Jxxx")
-    assert "\x1b" not in told
-    assert 60_000 < len(told) < 66_000
-    assert told.splitlines()[-1] == "reward-0 has printed 64 KiB within a minute: the rest of it is left out."
+    output = capfd.readouterr().err
+    assert output.startswith("\\x1b[2Jxxx")
+    assert "\x1b" not in output
+    assert 60_000 < len(output) < 66_000
+    assert output.splitlines()[-1] == "reward-0 has printed 64 KiB within a minute: the rest of it is left out."

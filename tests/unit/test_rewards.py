@@ -1,4 +1,4 @@
-"""Answers are found where they were asked for, numbers compare exactly, and hostile text costs linear time."""
+"""Answers are found where the prompt requires them, numbers compare exactly, and hostile text costs linear time."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_thinking_is_no_answer(wrapped: str) -> None:
         ("It is 3 + 2π.", "2"),
     ],
 )
-def test_answers_in_sentences_are_found_where_mathematics_is_asked_for(text: str, answer: str) -> None:
+def test_answers_in_sentences_are_found_where_mathematics_is_required(text: str, answer: str) -> None:
     assert extract_answer(text, "any", mathematics=True) == answer
     assert extract_answer(f"#### 1\n{text}", "any", mathematics=True) == "1"
     assert extract_answer(text, "any") == find_last_number(text)

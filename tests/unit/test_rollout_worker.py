@@ -1,4 +1,4 @@
-"""The engine loop: results as of the bare engine, weights that land in flight, silence, failures that reach all."""
+"""The engine loop: results as of the bare engine, weights loaded in flight, silence, failures that reach all."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_many_runs_at_once_give_what_the_bare_engine_gives(start):
     make = partial(hf_engine, tiny_model())
     requests, sampling = ragged_requests(8, 3, seed=2), Sampling(max_tokens=40)  # fixed: rounding may flip a token
     worker = start(make)
-    found = outputs_of([worker.run(request, sampling) for request in requests])
-    assert token_lists(found) == token_lists(generate(make(), requests, sampling))
+    actual = outputs_of([worker.run(request, sampling) for request in requests])
+    assert token_lists(actual) == token_lists(generate(make(), requests, sampling))
 
 
 def test_requests_that_wait_are_added_together(start):
@@ -118,7 +118,7 @@ def test_requests_that_wait_are_added_together(start):
     assert batches == [1, 5]
 
 
-def test_weights_land_while_a_group_runs_and_serve_its_next_tokens(start):
+def test_weights_are_loaded_while_a_group_runs_and_serve_its_next_tokens(start):
     model, target = tiny_model(), tiny_model()
     target.load_state_dict(weights := changed_weights(model))
     worker = start(lambda: hf_engine(model))
@@ -238,9 +238,9 @@ def two_tokens(request: GroupRequest, index: int, version: int) -> list[int]:
 
 def test_responses_arrive_with_the_text_that_their_readers_would_decode(start) -> None:
     tokenizer = load_tokenizer("tiny")
-    said = [*tokenizer("4 is é")["input_ids"], tokenizer.eos_token_id]
-    worker = start(lambda: ScriptedEngine(lambda request, index, version: said), tokenizer)
-    group = worker.run(REQUEST, Sampling(max_tokens=len(said))).result(WAIT_S)
+    token_ids = [*tokenizer("4 is é")["input_ids"], tokenizer.eos_token_id]
+    worker = start(lambda: ScriptedEngine(lambda request, index, version: token_ids), tokenizer)
+    group = worker.run(REQUEST, Sampling(max_tokens=len(token_ids))).result(WAIT_S)
     for sample in (*group.samples, *pickle.loads(pickle.dumps(group)).samples):
         assert sample.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True) == "4 is é"
 

@@ -36,7 +36,7 @@ def random_row(length: int) -> dict:
     if random.random() < 0.5:
         row[*keys.REWARD_TERMS, "right"] = torch.randn(1)
     if random.random() < 0.5:
-        row[keys.KEPT_IDS] = torch.randint(9, (random.randrange(4),), dtype=torch.int32)
+        row[keys.SUPPORT_IDS] = torch.randint(9, (random.randrange(4),), dtype=torch.int32)
     return row
 
 
@@ -114,7 +114,7 @@ def test_what_is_written_to_a_table_is_written_to_the_rows_that_it_was_made_of()
 
 
 def test_a_group_is_its_samples_whatever_each_of_them_has() -> None:
-    """Beside single rows: a response without a token, one that was decoded by its worker, kept sets, a record."""
+    """A response without a token, one that its worker decoded, sampling supports, a record."""
     ids = [torch.tensor([4, 5]), torch.zeros(0, dtype=torch.int64), torch.tensor([6])]
     kept = SamplingSupport(torch.tensor([4, 5, 9], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
     extra = ({"kept": kept}, {"text": "said by a worker"}, {"record": {"a": 1}})
@@ -128,8 +128,8 @@ def test_a_group_is_its_samples_whatever_each_of_them_has() -> None:
         same([rows[index]], [alone | {keys.SAMPLE_ID: torch.tensor(index)}])
     assert [int(row[keys.POLICY_VERSION]) for row in rows] == [3, -1, 3]
     assert rows[1][keys.RESPONSE_TEXT] == "said by a worker"
-    assert rows[0][keys.KEPT_COUNTS].tolist() == [0, 0, 1, 2]
-    assert [keys.KEPT_COUNTS in row for row in rows] == [True, False, False]
+    assert rows[0][keys.SUPPORT_COUNTS].tolist() == [0, 0, 1, 2]
+    assert [keys.SUPPORT_COUNTS in row for row in rows] == [True, False, False]
     assert [keys.DIALOG in row for row in rows] == [False, False, True]
 
 
@@ -163,7 +163,7 @@ def test_entries_that_are_unlike_stay_as_they_are() -> None:
 def test_of_no_rows_every_column_is_empty() -> None:
     table = RowTable.of(random_rows()).take([])
     for key in table.columns:
-        assert list(table.parts(key)) == []
+        assert list(table.cells(key)) == []
     assert table.sums(keys.ASSISTANT_MASK).tolist() == table.lengths(keys.GROUP_ID) == []
     same(RowTable.of_state(table.state_dict()), [])
 
@@ -192,7 +192,7 @@ def test_a_damaged_column_is_refused(damage) -> None:
 
 
 def batches(rows: list[TensorDict]) -> dict[str, TensorDict]:
-    """The same four rows as TorchRL may have them; ``hidden`` is ragged and nobody's business."""
+    """The same four rows as TorchRL may have them; ``hidden`` is ragged and unknown here."""
     ones = [row.unsqueeze(0) for row in rows]
     even = [row.exclude("hidden", "masks") for row in rows]
     root = TensorDict({keys.GROUP_ID: torch.stack([row[keys.GROUP_ID] for row in rows])}, [len(rows)])
@@ -237,6 +237,6 @@ def test_rows_are_counted_where_they_lie() -> None:
 
 
 def test_ranks_are_given_no_rows_of_which_some_lack_an_entry() -> None:
-    rows = [{keys.FULL_TOKENS: torch.ones(2), keys.KEPT_IDS: torch.ones(1)}, {keys.FULL_TOKENS: torch.ones(1)}]
+    rows = [{keys.FULL_TOKENS: torch.ones(2), keys.SUPPORT_IDS: torch.ones(1)}, {keys.FULL_TOKENS: torch.ones(1)}]
     with pytest.raises(ValueError, match=r"kept.*is missing in 1 of 2 rows"):
         travelling(rows)

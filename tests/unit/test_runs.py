@@ -225,7 +225,7 @@ def test_a_killed_process_frees_its_run_whatever_it_left_behind(tmp_path: Path) 
 # --- finished runs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_finished_until_more_turns_are_asked_for(tmp_path: Path) -> None:
+def test_a_finished_run_is_finished_until_more_turns_are_requested(tmp_path: Path) -> None:
     run_dir = started(tmp_path / "run", finished=True)
     fresh = tmp_path / "fresh"
     for own, resume in ((run_dir, "auto"), (fresh, str(run_dir))):
@@ -270,7 +270,7 @@ def test_what_was_made_for_a_command_is_gone_and_what_was_there_is_not(tmp_path:
 
 def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:
     run_dir = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
-    with pytest.raises(UserError, match="started for 4 steps and this command asks for 3"):
+    with pytest.raises(UserError, match="started for 4 steps and this command has 3"):
         opened(tmp_path / "fresh", str(run_dir), num_steps=STEPS - 1)
     fresh = run_at(tmp_path, "2026-01-02", "10-00-00")
     with opened(fresh, "auto", num_steps=STEPS - 1) as place:
@@ -299,7 +299,7 @@ def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
         opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
 
 
-def test_a_run_goes_on_with_the_models_that_it_was_started_with(tmp_path: Path) -> None:
+def test_a_run_continues_with_the_models_that_it_was_started_with(tmp_path: Path) -> None:
     run_dir, models = tmp_path / "run", {"model.name": "aa", "ref_model.name": None}
     with opened(run_dir, None) as place:
         place.require_models(models)

@@ -31,9 +31,9 @@ def raising(error: BaseException) -> Callable[[str, Example], Score]:
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), TimedOut("late"), GeneratorExit("g")], ids=repr)
 def test_whatever_a_grader_raises_costs_its_response(error: BaseException) -> None:
-    found = guarded_score(raising(error), ["right"], "4", EXAMPLE)
-    assert found.terms == {"right": 0.0}
-    assert found.error == f"{type(error).__name__}: {error}"
+    actual = guarded_score(raising(error), ["right"], "4", EXAMPLE)
+    assert actual.terms == {"right": 0.0}
+    assert actual.error == f"{type(error).__name__}: {error}"
 
 
 def test_ctrl_c_is_the_users() -> None:
@@ -56,10 +56,10 @@ def test_ctrl_c_is_the_users() -> None:
     ids=range(8),
 )
 def test_whatever_a_grader_returns_costs_its_response(returned: Any) -> None:
-    found = guarded_score(lambda response, example: returned, ["right"], "4", EXAMPLE)
-    assert found.error is not None
-    assert found.terms == {"right": 0.0}
-    assert not found.success
+    actual = guarded_score(lambda response, example: returned, ["right"], "4", EXAMPLE)
+    assert actual.error is not None
+    assert actual.terms == {"right": 0.0}
+    assert not actual.success
 
 
 def test_the_largest_float32_is_a_reward() -> None:

@@ -51,7 +51,9 @@ def test_another_form_is_refused_without_repeating_it(override: str) -> None:
 
 
 @pytest.mark.parametrize("value", [f"{TOKEN}\nx", f'"{TOKEN}"', f"Bearer {TOKEN}"])
-def test_what_no_client_could_send_is_told_without_repeating_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_client_could_send_is_reported_without_repeating_it(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checks = [(name, lambda name=name: key_of(name)) for name in (API_KEY, JUDGE_KEY)]
     checks += [(VARIABLE, require_tokens), (API_KEY, require_tokens), (VARIABLE, lambda: without_tokens([]))]
     for variable, check in checks:  # by every command
@@ -63,12 +65,12 @@ def test_what_no_client_could_send_is_told_without_repeating_it(value: str, monk
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_run_tells_no_token(broken: bool, tmp_path: Path) -> None:
+def test_a_run_shows_no_token(broken: bool, tmp_path: Path) -> None:
     """A run that ends in its first checks: the model is not there. With a sweep, Hydra writes files of its own."""
-    given = [f"model.hub_token={TOKEN}", f"engine.api_key={TOKEN}", f"model.name={tmp_path}/none", "seed=1,2", "-m"]
-    given += ["no.such=1"] if broken else []
+    options = [f"model.hub_token={TOKEN}", f"engine.api_key={TOKEN}", f"model.name={tmp_path}/none", "seed=1,2", "-m"]
+    options += ["no.such=1"] if broken else []
     done = subprocess.run(
-        [sys.executable, str(ROOT / "grpo.py"), "--config-name=grpo_cpu", f"hydra.sweep.dir={tmp_path}/runs", *given],
+        [sys.executable, str(ROOT / "grpo.py"), "--config-name=grpo_cpu", f"hydra.sweep.dir={tmp_path}/runs", *options],
         capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"HYDRA_FULL_ERROR": "1"},
     )  # fmt: skip
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""The engines over HTTP against stand-ins of the servers: what is asked, what is read, and everything that breaks."""
+"""The engines over HTTP against fake servers: requests, answers, and everything that breaks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 
 
 class Rigs:
-    """Engines and the stand-ins behind them; all are closed at the end of the test."""
+    """Engines and their fake servers; all are closed at the end of the test."""
 
     def __init__(self, stack: ExitStack):
         self._stack = stack
 
-    def engine(self, fake: FakeServer, *, key: str | None = None, **given: Any) -> ServerEngine:
+    def engine(self, fake: FakeServer, *, key: str | None = None, **overrides: Any) -> ServerEngine:
         running = fake if fake.url else self._stack.enter_context(fake.running())
         kind = ServerEngine if isinstance(fake, FakeVLLM) else SGLangEngine
-        options = EngineOptions("model", eos_token_ids=[3, 1], **given)
+        options = EngineOptions("model", eos_token_ids=[3, 1], **overrides)
         engine = kind(HttpClient(running.url, api_key=key), options, shapes=SHAPES, tied={"head": "embed"})
         self._stack.callback(engine.close)
         return engine
@@ -75,8 +75,8 @@ def steps_until(engine: ServerEngine, count: int = 1) -> list[tuple[int, GroupOu
     return ended
 
 
-def sampled(engine: ServerEngine, sampling: Sampling, **given: Any) -> GroupOutput:
-    (output,) = engine.generate([replace(request(9), **given)], sampling)
+def sampled(engine: ServerEngine, sampling: Sampling, **options: Any) -> GroupOutput:
+    (output,) = engine.generate([replace(request(9), **options)], sampling)
     return output
 
 
@@ -189,7 +189,7 @@ def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
     assert sampled(engine, SAMPLING).samples[0].versions.tolist() == [7] * 6
 
 
-def test_a_server_that_ended_with_its_folder_is_told_by_the_push(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_ended_with_its_folder_is_reported_by_the_push(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
     """Its launcher deletes the folder for weights, which a push may find before anything else shows the death."""
     engine = rigs.engine(FakeVLLM())
     died = ServerDied("The inference server ended before it took new weights (was ended by SIGKILL); ...")
@@ -313,8 +313,8 @@ def test_a_cancelled_group_is_aborted_in_the_server_too(rigs: Rigs, kind: str):
     assert future.cancel()
     assert engine.num_in_flight == 0
     engine.advance()
-    asked = fake.bodies(GENERATE[kind])[-1]
-    names = [asked["request_id"]] if kind == "vllm" else asked["rid"]
+    body = fake.bodies(GENERATE[kind])[-1]
+    names = [body["request_id"]] if kind == "vllm" else body["rid"]
     wait_for(lambda: set(names) <= fake.aborted)
     (output,) = engine.generate([request(22, group=5)], SAMPLING)  # the engine is as good as new
     assert output.group_id == 5
@@ -394,7 +394,7 @@ def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running
         engine.submit(request(9), SAMPLING)
 
 
-def test_weights_of_somebody_else_in_the_server_are_found(rigs: Rigs):
+def test_weights_of_another_trainer_in_the_server_are_found(rigs: Rigs):
     fake = FakeVLLM()
     mine, other = rigs.engine(fake), rigs.engine(fake)
     other.update_weights(weights().items(), 1)
@@ -441,7 +441,7 @@ def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
 
 
 @pytest.mark.parametrize("name", ["vllm_server", "sglang_server"])
-def test_a_url_where_nobody_answers_is_a_sentence(name: str):
+def test_a_url_without_an_answer_is_a_sentence(name: str):
     options = EngineOptions("model", engine=name, eos_token_ids=[1], url="http://127.0.0.1:1")
     with pytest.raises(UserError, match=r"^No server answers at engine\.url=http://127\.0\.0\.1:1; start it first"):
         server_module.server_engine(options)
@@ -451,10 +451,10 @@ def test_a_url_where_nobody_answers_is_a_sentence(name: str):
 def test_what_a_server_leaves_behind_lies_in_the_folder_that_ends_with_it(
     has_gpu: bool, variable: str, monkeypatch: pytest.MonkeyPatch
 ):
-    found = {}
+    actual = {}
 
     def start(command: object, environment: dict, log_path: Path, scratch: Path) -> None:
-        found.update(environment, scratch=str(scratch))
+        actual.update(environment, scratch=str(scratch))
         raise InterruptedError
 
     monkeypatch.setattr(server_module, "find_spec", lambda name: object())
@@ -463,5 +463,5 @@ def test_what_a_server_leaves_behind_lies_in_the_folder_that_ends_with_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(InterruptedError):
         server_module.server_engine(EngineOptions("model", engine="vllm_server", eos_token_ids=[1]))
-    assert found[variable] == found["scratch"]
-    assert not Path(found["scratch"]).exists()
+    assert actual[variable] == actual["scratch"]
+    assert not Path(actual["scratch"]).exists()

@@ -1,4 +1,4 @@
-"""Servers as child processes: started, guarded, told of when they die, and never left behind."""
+"""Servers as child processes: started, guarded, reported when they die, and never left behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_closing_ends_the_server_its_children_and_its_scratch_folder(tmp_path: P
     assert not (tmp_path / "scratch").exists()
 
 
-def test_a_killed_server_is_told_in_one_line_and_takes_its_children_along(tmp_path: Path):
+def test_a_killed_server_is_reported_in_one_line_and_takes_its_children_along(tmp_path: Path):
     process, _, _ = start(tmp_path)
     words = (tmp_path / "logs" / "server.log").read_text().split()
     os.kill(int(words[3]), signal.SIGKILL)
@@ -107,15 +107,15 @@ def test_a_server_that_does_not_stop_when_asked_is_killed(tmp_path: Path):
 
 
 def test_a_start_that_fails_is_one_sentence_with_the_cause_from_far_above_the_last_lines(tmp_path: Path):
-    told = ("(1) WARNING KeyError: harmless", "(2) ERROR ValueError: no \x1b[2Jroom for the cache", *40 * ["line"])
-    script = f"print({chr(10).join(told)!r})\nraise RuntimeError('See root cause above')"
+    lines = ("(1) WARNING KeyError: harmless", "(2) ERROR ValueError: no \x1b[2Jroom for the cache", *40 * ["line"])
+    script = f"print({chr(10).join(lines)!r})\nraise RuntimeError('See root cause above')"
     with pytest.raises(ServerDied, match=r"ended before it was ready") as caught:
         start(tmp_path, script)
     assert r"(ended with exit code 1, ValueError: no \x1b[2Jroom for the cache)" in str(caught.value)
     assert isinstance(caught.value, RunFailed)  # printed without a traceback
 
 
-def test_a_start_that_takes_too_long_is_ended_and_told(tmp_path: Path):
+def test_a_start_that_takes_too_long_is_ended_and_reported(tmp_path: Path):
     script = "import os, time; print('loading', os.getpgid(0), flush=True); time.sleep(600)"
     with pytest.raises(ServerLate, match=r"not ready after 4 s .*server\.log") as caught:
         start(tmp_path, script, start_s=4.0)
@@ -179,8 +179,8 @@ def test_no_command_line_shows_the_key(engine: type[ServerEngine], on_cpu: bool,
     for file in tmp_path.iterdir():
         assert file.stat().st_mode & 0o077 == 0
     environment = engine.environment(options, "the-secret", on_cpu=on_cpu)
-    told = "the-secret" in environment.values() or "the-secret" in (tmp_path / "server.yaml").read_text()
-    assert told
+    is_passed = "the-secret" in environment.values() or "the-secret" in (tmp_path / "server.yaml").read_text()
+    assert is_passed
 
 
 def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():
@@ -199,7 +199,7 @@ def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():
     folder.close()
 
 
-def test_a_folder_that_nobody_closed_goes_with_its_process():
+def test_a_folder_that_was_not_closed_is_removed_with_its_process():
     code = (
         "import torch\n"
         "from sota_grpo.policy.weight_pack import WeightFolder\n"

@@ -69,12 +69,12 @@ def test_each_rank_is_sent_the_rows_that_it_computes_and_no_others() -> None:
             for share in shares:
                 for one in share.steps[step]:
                     for index, weight in zip(one.rows, one.weights):
-                        weights[share.places[index]] += weight
+                        weights[share.positions[index]] += weight
             sampled = {place: rows.sums(keys.ASSISTANT_MASK)[place].item() for place in weights}
             assert len(weights) >= 12  # a row that keeps a rank in step weighs nothing
             assert sum(weights[place] * count for place, count in sampled.items()) == pytest.approx(1)
         for share in shares:
-            assert share.rows.get("place").tolist() == share.places
+            assert share.rows.get("place").tolist() == share.positions
             used = {index for step in share.steps for one in step for index in one.rows}
             assert used == set(range(len(share.rows)))
         if epochs == 1:
@@ -86,9 +86,9 @@ def test_a_share_that_travelled_is_learned_like_the_whole(options: dict[str, Any
     rows = ragged_rows(11)
     whole, sent = (build_learner(Ranks(), str(tmp_path), **options) for _ in range(2))
     (share,) = sent.step_planner().shares(travelling(rows), 0)
-    found = sent.update_share(pickle.loads(pickle.dumps(share, protocol=5)))
+    actual = sent.update_share(pickle.loads(pickle.dumps(share, protocol=5)))
     expected = whole.update(rows)
-    assert found | {"time/learn_s": 0} == expected | {"time/learn_s": 0}
+    assert actual | {"time/learn_s": 0} == expected | {"time/learn_s": 0}
     for mine, theirs in zip(sent.parameters, whole.parameters, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -101,8 +101,8 @@ def test_the_shape_is_the_models(lora: bool) -> None:
     layer = 2 * 16 * 16 + 2 * 8 * 16 + 3 * 32 * 16
     adapters = 3 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32))
     expected = ModelShape(2 * adapters, 2 * layer, 2 * 16, VOCAB * 16, False) if lora else None
-    found = passes_of(CausalPolicy(model), learner_settings(), None).shape
-    assert found == (expected or ModelShape(2 * layer, 0, 2 * 16, VOCAB * 16))
+    actual = passes_of(CausalPolicy(model), learner_settings(), None).shape
+    assert actual == (expected or ModelShape(2 * layer, 0, 2 * 16, VOCAB * 16))
 
 
 def test_ranks_keep_no_half_precision_copy_of_every_layer() -> None:
@@ -115,8 +115,8 @@ def test_ranks_keep_no_half_precision_copy_of_every_layer() -> None:
 
 def test_rows_arrive_without_their_text() -> None:
     rows = row_list(ragged_rows(9))
-    found = pickle.loads(pickle.dumps(travelling(rows), protocol=5))
-    for mine, theirs in zip(rows, found, strict=True):
+    actual = pickle.loads(pickle.dumps(travelling(rows), protocol=5))
+    for mine, theirs in zip(rows, actual, strict=True):
         names = {name for name, value in mine.items(True, True) if isinstance(value, torch.Tensor)}
         assert set(theirs) == names == set(mine.keys(True, True)) - {keys.RESPONSE_TEXT}
         for name in names:
@@ -129,10 +129,10 @@ def test_a_state_arrives_as_it_was() -> None:
         "model": {"w": torch.randn(3, 2), "h": torch.randn(4).bfloat16()},
         "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.99), "lr": None}]},
     }
-    found = pickle.loads(pickle.dumps(StatePack.of(state), protocol=5)).state()
-    torch.testing.assert_close(found, state, rtol=0, atol=0)
-    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
-    assert found["optimizer"]["state"][0]["step"].shape == ()
+    actual = pickle.loads(pickle.dumps(StatePack.of(state), protocol=5)).state()
+    torch.testing.assert_close(actual, state, rtol=0, atol=0)
+    assert actual["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert actual["optimizer"]["state"][0]["step"].shape == ()
 
 
 class Rank:
@@ -237,7 +237,7 @@ class Clocked:
         self.remote.poll()
 
 
-def test_a_rank_that_does_not_answer_keeps_nobody_from_noticing_that_another_is_dead(
+def test_a_rank_that_does_not_answer_does_not_hide_that_another_is_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Noticed by the second look, ten seconds after the first, and not when the first rank's 600 s are over."""
@@ -253,7 +253,7 @@ def test_a_rank_that_does_not_answer_keeps_nobody_from_noticing_that_another_is_
         ranks.poll(10.1)
 
 
-def test_ranks_that_live_are_left_alone_however_seldom_anybody_looks_and_however_late_they_answer(
+def test_ranks_that_live_are_left_alone_however_rarely_they_are_polled_and_however_late_they_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Clocked(monkeypatch)
@@ -275,7 +275,7 @@ def test_ranks_that_live_are_left_alone_however_seldom_anybody_looks_and_however
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "samples", "none"])
-def test_whoever_waits_for_a_dead_learner_is_told_of_the_rank_that_failed_first(first: str, tmp_path: Path) -> None:
+def test_a_call_to_a_dead_learner_names_the_rank_that_failed_first(first: str, tmp_path: Path) -> None:
     """A checkpoint's thread and the one that waits for samples: who notices kills all, and the other sees this."""
     answers = {"begin_save": lambda: {}, "written": lambda: ("rank", "digest")}
     ranks = [Rank(number, **answers) for number in range(3)]
@@ -291,16 +291,16 @@ def test_whoever_waits_for_a_dead_learner_is_told_of_the_rank_that_failed_first(
         ranks[2].answers["written"], message = failing(WorkerDied("SIGKILL")), r"rank 2 .*SIGKILL"
     with ThreadPoolExecutor(1) as checkpoint:
         written = checkpoint.submit(shards.written)
-        with pytest.raises(LearnerDied, match=message) as told:
+        with pytest.raises(LearnerDied, match=message) as caught:
             wait_for_samples(remote)
-        assert written.exception() is told.value
+        assert written.exception() is caught.value
     assert all(rank.killed.is_set() for rank in ranks)
 
 
 def test_slow_ranks_that_make_progress_are_waited_for() -> None:
     pack = WeightPack.of([("w", torch.ones(1))])
     ranks = [Rank(0, weights=lambda: time.sleep(1.2) or (pack, 1)), Rank(1, weights=lambda: time.sleep(1.0))]
-    assert facade(*ranks).weights().parts == pack.parts
+    assert facade(*ranks).weights().buffers == pack.buffers
     assert not any(rank.killed.is_set() for rank in ranks)
 
 

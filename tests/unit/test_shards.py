@@ -24,7 +24,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.policy.tensor_files import Kept, StoredTensor, TensorFileError, in_memory, stored_tensors, write_tensors
+from sota_grpo.policy.tensor_files import Piece, StoredTensor, TensorFileError, in_memory, stored_tensors, write_tensors
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore, Shards, ShardWriter, filled
 from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.workers.base import WorkerDied, WorkerThread
@@ -44,7 +44,7 @@ def split(folder: Path, whole: dict[str, torch.Tensor], cuts: dict[str, list[int
             name: (value[cuts[name][rank] : cuts[name][rank + 1]], (cuts[name][rank],)) for name, value in whole.items()
         }
         pieces = {name: piece for name, piece in pieces.items() if piece[0].numel()}
-        layout = {name: Kept.of(*piece) for name, piece in pieces.items()}
+        layout = {name: Piece.of(*piece) for name, piece in pieces.items()}
         write_tensors(path, layout, (tensor for tensor, _ in pieces.values()), durable=True)
     return paths
 
@@ -76,14 +76,14 @@ def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path
     paths = [tmp_path / f"rank_{rank:05d}.safetensors" for rank in range(4)]
     for path, (top, left) in zip(paths, product((0, 3), (0, 4))):
         own = whole[top : 3 if top == 0 else 5, left : 4 if left == 0 else 7].contiguous()
-        write_tensors(path, {"w": Kept.of(own, (top, left))}, [own])
+        write_tensors(path, {"w": Piece.of(own, (top, left))}, [own])
     stored = stored_tensors(paths[::-1])["w"]
     for rows, columns in product((slice(0, 5), slice(1, 4), slice(3, 5)), (slice(0, 7), slice(2, 5), slice(4, 6))):
         assert torch.equal(stored.block((rows, columns)), whole[rows, columns])
         assert torch.equal(stored.block((rows,)), whole[rows])
-    found = {"w": torch.empty(5, 7)}
-    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert torch.equal(found["w"], whole)
+    actual = {"w": torch.empty(5, 7)}
+    dcp.load(actual, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(actual["w"], whole)
 
 
 def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
@@ -117,7 +117,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_file_that_claims_more_than_it_has_is_refused_before_anything_is_made_of_it(lie: str, tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
-    write_tensors(path, {"w": Kept(torch.float32, (4, 2))}, [torch.ones(4, 2)])
+    write_tensors(path, {"w": Piece(torch.float32, (4, 2))}, [torch.ones(4, 2)])
     path.write_bytes(LIES[lie](path.read_bytes()))
     with pytest.raises(TensorFileError):
         stored_tensors([path])
@@ -129,7 +129,7 @@ def test_a_file_that_claims_more_than_it_has_is_refused_before_anything_is_made_
     ids=["the same rows twice", "an overlap", "a gap", "columns with too few rows", "their overlap", "their gap"],
 )
 def test_pieces_that_make_no_whole(second: tuple[int, int], tmp_path: Path) -> None:
-    layouts = [Kept(torch.float32, (3, 2)), Kept(torch.float32, (2, 2), second)]
+    layouts = [Piece(torch.float32, (3, 2)), Piece(torch.float32, (2, 2), second)]
     paths = [tmp_path / f"rank_0000{rank}.safetensors" for rank in range(2)]
     for path, kept in zip(paths, layouts):
         write_tensors(path, {"w": kept}, [torch.ones(kept.shape)])
@@ -156,9 +156,9 @@ def test_a_state_in_parts_comes_back_and_old_ones_go_with_their_folders(tmp_path
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3):
         saved(store, step, float(step))
-    found = store.latest()
-    assert found is not None
-    learner = found[1]["learner"]
+    actual = store.latest()
+    assert actual is not None
+    learner = actual[1]["learner"]
     assert isinstance(learner["model"]["w"], StoredTensor)
     assert torch.equal(learner["model"]["w"].read(), torch.full((4, 2), 3.0))
     assert learner["betas"] == (0.9, 0.99)
@@ -256,9 +256,9 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(
     (part,) = tmp_path.glob("checkpoint_000002.*/rank_00000.safetensors")
     harm(part)
     with caplog.at_level(logging.WARNING):
-        found = store.latest(["learner"])
-    assert found is not None
-    assert found[0] == 1
+        actual = store.latest(["learner"])
+    assert actual is not None
+    assert actual[0] == 1
     assert "Skipping the checkpoint of step 2" in caplog.text
 
 
@@ -308,7 +308,9 @@ def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
     writer.close()
 
 
-def test_a_copy_that_fails_lets_training_go_on_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_lets_training_continue_and_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise MemoryError("no memory")
 

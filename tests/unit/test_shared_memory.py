@@ -19,14 +19,14 @@ from sota_grpo.workers import ray_cluster
 @pytest.fixture
 def free_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path) -> SimpleNamespace:
     """Pretend that shared memory has so much room."""
-    found = SimpleNamespace(free=64 << 20)
+    actual = SimpleNamespace(free=64 << 20)
     for module in (ray_cluster, weight_pack):
         monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: found)
-    return found
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: actual)
+    return actual
 
 
-def test_rays_store_on_the_disk_is_told(
+def test_rays_store_on_the_disk_is_reported(
     free_bytes: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_cluster, "_require_cluster", lambda address: None)
@@ -42,7 +42,7 @@ def test_rays_store_on_the_disk_is_told(
     assert not caplog.records
 
 
-def test_weights_for_a_server_on_the_disk_are_told(
+def test_weights_for_a_server_on_the_disk_are_reported(
     free_bytes: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

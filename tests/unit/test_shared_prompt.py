@@ -25,16 +25,16 @@ def make_groups(groups: list[tuple[int, list[int]]], *, tool_turns: bool = False
     for prompt_length, responses in groups:
         prompt = torch.randint(3, VOCAB, (prompt_length,))
         for length in responses:
-            said = torch.ones(length, dtype=torch.bool)
-            said[2:4] = not tool_turns
+            mask = torch.ones(length, dtype=torch.bool)
+            mask[2:4] = not tool_turns
             tokens = torch.cat([prompt, torch.randint(3, VOCAB, (length,))])
-            rows.append((tokens, torch.cat([torch.zeros(prompt_length, dtype=torch.bool), said])))
+            rows.append((tokens, torch.cat([torch.zeros(prompt_length, dtype=torch.bool), mask])))
     rows = [rows[index] for index in torch.randperm(len(rows)).tolist()]
     pad = torch.nn.utils.rnn.pad_sequence
     entries = {
         keys.FULL_TOKENS: pad([tokens for tokens, _ in rows], batch_first=True),
-        keys.ATTENTION_MASK: pad([torch.ones_like(said) for _, said in rows], batch_first=True),
-        keys.ASSISTANT_MASK: pad([said for _, said in rows], batch_first=True),
+        keys.ATTENTION_MASK: pad([torch.ones_like(mask) for _, mask in rows], batch_first=True),
+        keys.ASSISTANT_MASK: pad([mask for _, mask in rows], batch_first=True),
     }
     return TensorDict(entries, batch_size=[len(rows)])
 
@@ -47,8 +47,8 @@ def measured(policy: CausalPolicy, rows: TensorDict, weights: torch.Tensor) -> d
     policy.zero_grad()
     out = policy(rows)
     (out[keys.LOG_PROBS] * weights).sum().backward()
-    found = {name: p.grad for name, p in policy.scorer.named_parameters() if p.grad is not None}
-    return {"log_probs": out[keys.LOG_PROBS].detach(), "entropy": out[ENTROPY].detach(), **found}
+    actual = {name: p.grad for name, p in policy.scorer.named_parameters() if p.grad is not None}
+    return {"log_probs": out[keys.LOG_PROBS].detach(), "entropy": out[ENTROPY].detach(), **actual}
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
@@ -97,8 +97,8 @@ def test_scores_are_capped_where_rows_are_padded_too() -> None:
     sdpa.load_state_dict(eager.state_dict())
     rows = make_groups(GROUPS, tool_turns=False)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
-    found, expected = (measured(CausalPolicy(model, shared_prompt=False), rows, weights) for model in (sdpa, eager))
-    assert_equal(found, expected, 1e-5)
+    actual, expected = (measured(CausalPolicy(model, shared_prompt=False), rows, weights) for model in (sdpa, eager))
+    assert_equal(actual, expected, 1e-5)
 
 
 def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window):
@@ -118,7 +118,7 @@ def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gemma2")])
-def test_the_operation_for_gpus_is_asked_for_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operation_for_gpus_gets_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arguments, with plain torch in its place: its kernels have tests of their own."""
     from sota_grpo.policy import shared_prompt as module
 
@@ -128,7 +128,7 @@ def test_the_operation_for_gpus_is_asked_for_the_same_attention(case: str, monke
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     calls = []
     monkeypatch.setattr(module, "_takes_kernels", lambda query, value: True)
-    monkeypatch.setattr(module, "packed_attention", lambda *given: calls.append(1) or packed_in_plain_torch(*given))
+    monkeypatch.setattr(module, "packed_attention", lambda *args: calls.append(1) or packed_in_plain_torch(*args))
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
     assert calls
 
@@ -158,8 +158,8 @@ def test_gradients_of_half_precision_are_rounded_once() -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, 9, (4, 80), generator=generator)
     tokens[:, :30] = tokens[0, :30]
-    said = torch.arange(80).expand(4, -1) >= 30
-    layout = pack(tokens, torch.ones_like(said), said)
+    mask = torch.arange(80).expand(4, -1) >= 30
+    layout = pack(tokens, torch.ones_like(mask), mask)
     inputs = [torch.randn(1, heads, len(layout.tokens), 64, generator=generator).bfloat16() for heads in (4, 2, 2, 4)]
 
     def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -178,9 +178,9 @@ def test_the_layout_puts_every_token_where_it_says(causal_rows: bool) -> None:
     tokens, real = rows[keys.FULL_TOKENS], rows[keys.ATTENTION_MASK]
     layout = pack(tokens, real, rows[keys.ASSISTANT_MASK])
     packed = layout.tokens
-    assert torch.equal(packed[layout.place][real], tokens[real])
-    assert torch.equal(layout.positions[0][layout.place][real], (real.long().cumsum(-1) - 1)[real])
-    assert layout.place[real].unique().tolist() == list(range(len(packed)))
+    assert torch.equal(packed[layout.packed_at][real], tokens[real])
+    assert torch.equal(layout.positions[0][layout.packed_at][real], (real.long().cumsum(-1) - 1)[real])
+    assert layout.packed_at[real].unique().tolist() == list(range(len(packed)))
     assert layout.longest == int(real.sum(-1).max())
     ends = [0, *(block.stop for block in layout.blocks)]
     assert [block.start for block in layout.blocks] == ends[:-1]
@@ -197,7 +197,7 @@ def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: py
     place = torch.arange(length)
     own = (place <= place.unsqueeze(1)) & (place >= starts.unsqueeze(1))
     expected = torch.zeros(length, length, dtype=torch.int64)
-    for row, real in zip(layout.place, rows[keys.ATTENTION_MASK]):
+    for row, real in zip(layout.packed_at, rows[keys.ATTENTION_MASK]):
         seen = row[real]
         for index, token in enumerate(seen):
             expected[token, seen[: index + 1]] = 1
@@ -205,8 +205,8 @@ def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: py
     for first, end, prompt, prompt_end in query_tiles.tolist():
         by_query[first:end] += own[first:end]
         by_query[first:end, prompt:prompt_end] += 1
-    for first, end, asked, masked, last, slot, _ in key_tiles.tolist():
-        by_key[asked:masked, first:end] += own[asked:masked, first:end]
+    for first, end, unmasked, masked, last, slot, _ in key_tiles.tolist():
+        by_key[unmasked:masked, first:end] += own[unmasked:masked, first:end]
         by_key[masked:last, first:end] += 1
         assert (slot >= 0) == any(first == join[0] and join[4] for join in joins.tolist())
     assert torch.equal(by_query, expected)
@@ -292,8 +292,8 @@ def test_what_is_not_known_is_refused() -> None:
     heads = torch.randn(1, 2, 3, 4)
     layout = pack(torch.arange(3).unsqueeze(0), torch.ones(1, 3).bool(), torch.zeros(1, 3).bool())
     unlike = "dropout, or not causal"
-    for strange, said in (({"dropout": 0.1}, unlike), ({"s_aux": heads}, "s_aux"), ({"is_causal": False}, unlike)):
-        with pytest.raises(NotImplementedError, match=said):
+    for strange, reason in (({"dropout": 0.1}, unlike), ({"s_aux": heads}, "s_aux"), ({"is_causal": False}, unlike)):
+        with pytest.raises(NotImplementedError, match=reason):
             shared_attention(torch.nn.Identity(), heads, heads, heads, None, layout=layout, **strange)
 
 

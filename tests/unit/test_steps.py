@@ -40,7 +40,7 @@ HALF_A_PAIR = "\ud83d"  # text of a dataset may hold it; no encoding can
 
 def make_row(prompt: int, response: int, *, group: int = 0, sample: int = 0, term: float | None = None) -> TensorDict:
     length = prompt + response
-    said = torch.arange(length) >= prompt
+    mask = torch.arange(length) >= prompt
     tokens = torch.arange(length) + 100 * group
     following = {
         "reward": torch.tensor([0.5]),
@@ -58,8 +58,8 @@ def make_row(prompt: int, response: int, *, group: int = 0, sample: int = 0, ter
             "group_id": torch.tensor(group),
             "sample_id": torch.tensor(sample),
             "tokens": {"full": tokens, "prompt": tokens[:prompt], "response": tokens[prompt:]},
-            "masks": {"all_attention_mask": torch.ones(length).bool(), "all_assistant_mask": said},
-            "log_probs": {"full": torch.where(said, -0.25, 0.0)},
+            "masks": {"all_attention_mask": torch.ones(length).bool(), "all_assistant_mask": mask},
+            "log_probs": {"full": torch.where(mask, -0.25, 0.0)},
             "text": {"response": NonTensorData("seven")},
             "advantage": torch.tensor([[1.5]]),
             "next": following,
@@ -92,18 +92,23 @@ def test_a_stored_step_comes_back_as_it_was_written(tmp_path: Path) -> None:
     stored = make_stored()
     path = save_step(tmp_path, stored)
     assert path == tmp_path / "steps" / "step_000020.pt"
-    found = read_step(path)
-    assert (found.step, found.metrics, found.fields, found.pieces) == (20, stored.metrics, stored.fields, stored.pieces)
-    assert found.samples == stored.samples
-    for row, wanted in zip(found.rows, stored.rows, strict=True):
+    actual = read_step(path)
+    assert (actual.step, actual.metrics, actual.fields, actual.pieces) == (
+        20,
+        stored.metrics,
+        stored.fields,
+        stored.pieces,
+    )
+    assert actual.samples == stored.samples
+    for row, wanted in zip(actual.rows, stored.rows, strict=True):
         assert row.keys() == wanted.keys()
         for name, other in wanted.items():
             if isinstance(other, torch.Tensor):
                 torch.testing.assert_close(row[name], other, rtol=0.0, atol=0.0)
             else:
                 assert row[name] == other
-    assert torch.equal(found.origin.rng, ORIGIN.rng)
-    assert (found.origin.device, found.origin.num_threads) == ("cpu", 2)
+    assert torch.equal(actual.origin.rng, ORIGIN.rng)
+    assert (actual.origin.device, actual.origin.num_threads) == ("cpu", 2)
 
 
 def test_a_sample_has_one_entry_for_each_token_after_its_prompt(tmp_path: Path) -> None:
@@ -222,10 +227,10 @@ def in_bytes(ids) -> str:
         ("a€b", ["a", "", "", "€", "b"]),
         ("🙂", ["", "", "", "🙂"]),
         (b"A\xe2\x82", ["A", "", "\ufffd"]),  # half a character at the end is not lost
-        ("\ufffd!", ["", "", "", "\ufffd!"]),  # the mark itself cannot be told from half a character before the next
+        ("\ufffd!", ["", "", "", "\ufffd!"]),  # the mark itself may be half a character before the next
     ],
 )
-def test_a_character_of_several_tokens_stands_with_its_last(text: str | bytes, expected: list[str]) -> None:
+def test_a_character_of_several_tokens_is_shown_at_its_last(text: str | bytes, expected: list[str]) -> None:
     assert text_pieces(list(text if isinstance(text, bytes) else text.encode()), in_bytes) == expected
 
 
@@ -275,7 +280,7 @@ def test_four_rows() -> None:
     for entry in rows:
         del entry["next", "reward_terms", "std"]
     rows[3]["masks", "all_assistant_mask"] = torch.tensor([0] * 5 + [1] * 3 + [0] * 2 + [1] * 5).bool()  # two turns
-    found = batch_metrics(RowTable.of(rows), version=5)
+    actual = batch_metrics(RowTable.of(rows), version=5)
     expected = {
         "reward": 0.75,
         "reward/std": 3**0.5 / 4,  # of 1 0 1 1
@@ -294,8 +299,8 @@ def test_four_rows() -> None:
         "policy_age/mean": 0.25,
         "policy_age/max": 1,
     }
-    assert found == pytest.approx(expected)
-    assert all(declared(name) for name in found)
+    assert actual == pytest.approx(expected)
+    assert all(declared(name) for name in actual)
 
 
 def test_a_term_that_would_hide_another_metric_is_refused() -> None:
@@ -312,10 +317,10 @@ def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[floa
     return [record.getMessage() for record in caplog.records]
 
 
-def test_three_steps_in_a_row_of_zero_advantage_groups_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    told = warnings(caplog, 20, [0.5, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
-    assert len(told) == 1
-    assert told[0].startswith("In 3 steps in a row every group's rewards were equal (mean 0.25)")
+def test_three_steps_in_a_row_of_zero_advantage_groups_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    warned = warnings(caplog, 20, [0.5, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
+    assert len(warned) == 1
+    assert warned[0].startswith("In 3 steps in a row every group's rewards were equal (mean 0.25)")
 
 
 def test_two_are_not_but_where_the_run_has_no_more(caplog: pytest.LogCaptureFixture) -> None:
@@ -324,9 +329,9 @@ def test_two_are_not_but_where_the_run_has_no_more(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize(("failed", "count"), [(8.0, 1), (7.0, 0)])
-def test_a_grader_that_fails_at_every_response_is_told(
+def test_a_grader_that_fails_at_every_response_is_reported(
     caplog: pytest.LogCaptureFixture, failed: float, count: int
 ) -> None:
-    told = warnings(caplog, 20, [0.5, 0.5], failed)
-    assert len(told) == count
-    assert all(sentence.startswith("The grader failed at all 8 responses of step 1") for sentence in told)
+    texts = warnings(caplog, 20, [0.5, 0.5], failed)
+    assert len(texts) == count
+    assert all(sentence.startswith("The grader failed at all 8 responses of step 1") for sentence in texts)

@@ -50,8 +50,8 @@ def plain_cut(sample: Sample, stop: tuple[str, ...]) -> tuple[list[int], list[fl
 def test_a_response_is_the_one_without_them_cut_at_the_first(name: str, ignore_eos: bool) -> None:
     requests, sampling = some_requests(), Sampling(max_tokens=24, temperature=1.5, ignore_eos=ignore_eos)
     whole = sampled(engine_with(name=name), requests, sampling)
-    said = [TOKENIZER.decode(sample.token_ids[2:-1]) for output in whole.values() for sample in output.samples]
-    pairs = [text[at : at + 2] for text in said for at in range(1, len(text) - 2)]
+    texts = [TOKENIZER.decode(sample.token_ids[2:-1]) for output in whole.values() for sample in output.samples]
+    pairs = [text[at : at + 2] for text in texts for at in range(1, len(text) - 2)]
     stop = tuple(random.sample([pair for pair in pairs if HALF_CHARACTER not in pair], 3))
     ended = sampled(engine_with(*stop, name=name), requests, sampling)
     num_cut = 0
@@ -77,7 +77,7 @@ def test_the_embedded_engine_samples_nothing_behind_them() -> None:
 def test_a_text_of_several_tokens_and_of_half_ones_is_seen_when_its_last_token_comes() -> None:
     for text in ("</answer>", "\n\n", "42.", "é€", "<|im_end|>", "a" * 40):
         stops, ids = StopStrings(TOKENIZER, ["never said", text]), TOKENIZER(f"so {text} and on")["input_ids"]
-        seen = [stops.completed(ids[:length]) for length in range(1, len(ids) + 1)]
+        seen = [stops.is_complete(ids[:length]) for length in range(1, len(ids) + 1)]
         assert stops.end(ids) == seen.index(True) + 1
         assert text in TOKENIZER.decode(ids[: stops.end(ids)])
         assert text not in TOKENIZER.decode(ids[: stops.end(ids) - 1])
@@ -85,18 +85,18 @@ def test_a_text_of_several_tokens_and_of_half_ones_is_seen_when_its_last_token_c
 
 
 def test_a_turn_that_they_end_gets_its_end_token_from_the_template() -> None:
-    """A tool's answer is a reply like any other: between the turns stands all that the template writes there."""
-    said = TOKENIZER("call 7!", add_special_tokens=False)["input_ids"]
-    engine = engine_with("7!", name="scripted", script=lambda request, sample, version: said)
+    """A tool's answer is a reply like any other: between the turns is all that the template writes there."""
+    token_ids = TOKENIZER("call 7!", add_special_tokens=False)["input_ids"]
+    engine = engine_with("7!", name="scripted", script=lambda request, sample, version: token_ids)
     reply = {"role": "user", "content": "Again?"}
     graded: Future[list[Score]] = Future()
     graded.set_result([Score({}, False, reply=reply)])
     turns = TurnTokens(TOKENIZER)
-    partner = GradedTurns(SimpleNamespace(scores=lambda pairs: graded), turns)
-    dialogs = DialogEngine(engine, {None: Rules(partner, turns, 2, engine.max_model_len)})
+    responder = GradedTurns(SimpleNamespace(scores=lambda pairs: graded), turns)
+    dialogs = DialogEngine(engine, {None: Rules(responder, turns, 2, engine.max_model_len)})
     request = GroupRequest(0, (5, 6), num_samples=1, seed=0, example=Example("?", "!"))
     ((sample,),) = [output.samples for output in dialogs.generate([request], Sampling(max_tokens=40))]
-    heard = sample.token_ids[~sample.assistant_mask]
-    assert TOKENIZER.decode(heard) == "<|im_end|>\n<|im_start|>user\nAgain?<|im_end|>\n<|im_start|>assistant\n"
-    assert sample.token_ids[sample.assistant_mask].tolist() == 2 * said
+    inserted = sample.token_ids[~sample.assistant_mask]
+    assert TOKENIZER.decode(inserted) == "<|im_end|>\n<|im_start|>user\nAgain?<|im_end|>\n<|im_start|>assistant\n"
+    assert sample.token_ids[sample.assistant_mask].tolist() == 2 * token_ids
     assert not sample.truncated

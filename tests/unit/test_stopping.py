@@ -65,14 +65,14 @@ except KeyboardInterrupt:
 
 
 def test_further_interrupts_do_not_disturb_what_is_being_closed_until_they_are_meant() -> None:
-    for wait_s, second, told, code in (
+    for wait_s, second, line, code in (
         ("60", "SIGINT", "closed\n", 0),
         ("60", "SIGTERM", "closed\n", 0),
         ("-1", "SIGINT", "", 130),
     ):
         command = [sys.executable, "-c", BURST, wait_s, second]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert (done.stdout, done.returncode) == (told, code)
+        assert (done.stdout, done.returncode) == (line, code)
         assert "Traceback" not in done.stderr
 
 
@@ -89,9 +89,9 @@ with StopRequest(grace_s=0.2) as stop:
 
 
 def test_a_terminal_that_goes_away_asks_once_unless_nohup_says_otherwise() -> None:
-    for how, told in (("plain", "True\n"), ("nohup", "False\n")):
+    for how, printed in (("plain", "True\n"), ("nohup", "False\n")):
         done = subprocess.run([sys.executable, "-c", HANGUP, how], capture_output=True, text=True, timeout=120)
-        assert (done.stdout, done.returncode) == (told, 0), done.stderr
+        assert (done.stdout, done.returncode) == (printed, 0), done.stderr
     hung_up = PROGRAM.replace("raise_signal(signal.SIGTERM)", "raise_signal(signal.SIGHUP)")
     done = subprocess.run(
         [sys.executable, "-c", hung_up, "0.2", "3600", "0"], capture_output=True, text=True, timeout=120

@@ -74,10 +74,10 @@ def test_every_way_to_end_has_its_state_and_reason(tmp_path: Path) -> None:
     make_run(tmp_path / "5", finished=False)
     with (tmp_path / "5" / LOCK_FILE).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        found = [(run.state, run.note) for run in read_sweep(tmp_path).runs]
+        actual = [(run.state, run.note) for run in read_sweep(tmp_path).runs]
         assert is_held(tmp_path / "5")
     assert not is_held(tmp_path / "5")
-    assert found == [
+    assert actual == [
         ("finished", ""),
         ("stopped", ""),
         ("failed", "The disk is full."),
@@ -192,7 +192,7 @@ def test_the_command_prints_the_newest_sweep_in_any_form(
         command("multirun", "--sort", "rewards")
 
 
-# --- which sweep goes on ----------------------------------------------------------------------------------------------
+# --- which sweep continues --------------------------------------------------------------------------------------------
 
 SWEEP = ["mode=sync", "optimizer.lr=1,2", "train.resume=auto", "--multirun"]
 

@@ -93,9 +93,9 @@ def test_columns_keep_their_types(tmp_path: Path, suffix: str) -> None:
         extra |= {"any": random_value(rng)} if suffix == ".jsonl" else {}
         rows.append({"prompt": f"No. {index}?", "ground_truth": index / 4, **extra})
     task = TableTask.load(path=write(tmp_path / f"rows{suffix}", rows), num_heldout=1)
-    found = {example.query: example for example in both(task)}
+    actual = {example.query: example for example in both(task)}
     for row in rows:
-        extra = found[row.pop("prompt")].extra
+        extra = actual[row.pop("prompt")].extra
         assert extra["columns"] == row, SEED
         assert [type(value) for value in extra["columns"].values()] == [type(value) for value in row.values()]
         assert extra["ground_truth"] == row["ground_truth"]
@@ -158,8 +158,8 @@ def test_each_prompt_comes_once_and_never_on_both_sides(tmp_path: Path) -> None:
         assert len(task.train) + len(task.heldout) == len(chats)
         keys = [normalised(example.query) for example in both(task)]
         assert len(set(keys)) == len(chats), "a query tells prompts apart"
-        asked = [json.dumps(task.messages(example)) for example in both(task)]
-        assert sorted(asked) == sorted(map(json.dumps, chats))
+        prompts = [json.dumps(task.messages(example)) for example in both(task)]
+        assert sorted(prompts) == sorted(map(json.dumps, chats))
         splits.append({example.query for example in task.heldout})
     assert splits[0] == splits[1], f"held out whatever the order: {SEED}"
 
@@ -194,11 +194,11 @@ def test_columns_may_have_other_names_and_another_path_is_a_name_on_the_hub(
     path.write_text("question,target\n1+1?,2\n2+2?,4\n")
     task = TableTask.load(path=str(path), prompt_column="question", answer_column="target", num_heldout=1)
     assert {example.query: example.answer for example in both(task)} == {"1+1?": "2", "2+2?": "4"}
-    asked, rows = [], [{"prompt": f"No. {index}?", "ground_truth": str(index)} for index in range(4)]
+    prompts, rows = [], [{"prompt": f"No. {index}?", "ground_truth": str(index)} for index in range(4)]
     hub = datasets.Dataset.from_list(rows)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append(args) or hub)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: prompts.append(args) or hub)
     assert len(TableTask.load(path="someone/sums", num_heldout=1).train) == 3
-    assert asked == [("someone/sums", None)]
+    assert prompts == [("someone/sums", None)]
 
 
 GOOD = {"prompt": "1+1?", "ground_truth": "2"}
@@ -243,12 +243,12 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any],
 def test_without_required_answers_any_ground_truth_will_do(tmp_path: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b", "ground_truth": {"cases": [1, 2]}}]
     task = TableTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1, answer_required=False)
-    found = {example.query: example for example in both(task)}
-    assert found["a"].answer == ""
-    assert found["a"].extra["ground_truth"] is None
-    assert found["b"].extra["ground_truth"] == {"cases": [1, 2]}
-    assert json.loads(found["b"].answer) == {"cases": [1, 2]}
-    assert [task.gold_response(example) for example in found.values()] == [None, None]
+    actual = {example.query: example for example in both(task)}
+    assert actual["a"].answer == ""
+    assert actual["a"].extra["ground_truth"] is None
+    assert actual["b"].extra["ground_truth"] == {"cases": [1, 2]}
+    assert json.loads(actual["b"].answer) == {"cases": [1, 2]}
+    assert [task.gold_response(example) for example in actual.values()] == [None, None]
 
 
 def test_a_column_that_cannot_travel_is_named(tmp_path: Path) -> None:

@@ -123,10 +123,10 @@ def test_a_file_of_held_out_problems_takes_the_place_of_a_split(tmp_path: Path, 
 @pytest.mark.parametrize("name", ["gsm8k", "math", "reasoning"])
 def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     splits = {"train": rows_of(name, range(10)), "test": rows_of(name, range(8, 12))}
-    asked = []
+    requests = []
 
     def load(source: str, *, split: str = "train", config: str | None = None) -> list:
-        asked.append((source, split, config))
+        requests.append((source, split, config))
         return splits["test" if source == "mine.jsonl" else split]
 
     monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", load)
@@ -135,8 +135,8 @@ def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPa
         task = make_task(name, **options)
         assert questions(task.train) == [f"no. {i}?" for i in range(8)]
         assert set(questions(task.heldout)) == {f"no. {i}?" for i in range(8, 12)}
-    assert asked[:2] == [(kind.hub_name, "train", kind.hub_config), (kind.hub_name, "test", kind.hub_config)]
-    assert asked[3][0] == "mine.jsonl"
+    assert requests[:2] == [(kind.hub_name, "train", kind.hub_config), (kind.hub_name, "test", kind.hub_config)]
+    assert requests[3][0] == "mine.jsonl"
 
 
 @pytest.mark.parametrize("name", sorted({*TASKS} - {"code"}))  # which may have no sandbox here: test_code.py

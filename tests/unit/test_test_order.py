@@ -44,9 +44,9 @@ def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Pytest on the files of ``folder``, with the options of these tests."""
     line = [sys.executable, "-m", "pytest", "-vv", "-p", "tests.conftest", *arguments]
-    given = {name: value for name, value in os.environ.items() if name not in ("TEST_SEED", "PYTHONHASHSEED")}
-    given |= {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(line, cwd=folder, env=given, capture_output=True, text=True)
+    variables = {name: value for name, value in os.environ.items() if name not in ("TEST_SEED", "PYTHONHASHSEED")}
+    variables |= {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True)
 
 
 def test_what_has_not_begun_when_the_time_is_over_is_named(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_no_test_sees_at_which_level_the_one_before_it_has_logged(tmp_path: Path
     assert done.returncode == 0, done.stdout
 
 
-def test_a_failed_test_of_processes_has_a_second_try_that_is_told(tmp_path: Path) -> None:
+def test_a_failed_test_of_processes_has_a_second_try_that_is_reported(tmp_path: Path) -> None:
     begin = "import subprocess, pytest\nfrom pathlib import Path\n"
     (tmp_path / "test_a.py").write_text(
         f"{begin}def test_flaky():\n    tried = Path('tried').exists()\n    Path('tried').touch()\n    assert tried\n"

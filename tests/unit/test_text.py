@@ -1,4 +1,4 @@
-"""What untrusted text may not do, whoever wrote it and wherever it is shown."""
+"""What untrusted text may not do, of any origin, wherever it is shown."""
 
 from __future__ import annotations
 

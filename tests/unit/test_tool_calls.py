@@ -166,10 +166,12 @@ def reader_of(name: str) -> tuple[Any, ToolCallReader]:
 def turn_of(tokenizer: Any, calls: Sequence[tuple[str, Any]], content: str = "") -> str:
     """The policy's turn as the template writes it."""
     made = [{"id": f"call{i:05d}", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)]
-    asked = [{"role": "user", "content": "?"}]
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True).removesuffix("<think>\n")
-    said = {"role": "assistant", "content": content, "tool_calls": made}
-    return tokenizer.apply_chat_template([*asked, said], tokenize=False).removeprefix(prompt)
+    question = [{"role": "user", "content": "?"}]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True).removesuffix(
+        "<think>\n"
+    )
+    turn = {"role": "assistant", "content": content, "tool_calls": made}
+    return tokenizer.apply_chat_template([*question, turn], tokenize=False).removeprefix(prompt)
 
 
 def ids_of(tokenizer: Any, text: str, *, spelled: bool = False) -> list[int]:
@@ -178,7 +180,7 @@ def ids_of(tokenizer: Any, text: str, *, spelled: bool = False) -> list[int]:
 
 # round trips ---------------------------------------------------------------------------------------------------------
 
-WORDS = st.text(  # without marks, which the tokenizer's normaliser would join with what stands before them
+WORDS = st.text(  # without marks, which the tokenizer's normaliser would join with what precedes them
     st.characters(exclude_categories=["Cs", "Cn", "Mn", "Mc", "Me"]) | st.sampled_from('"\\{}[]<>/\n\t,:é日\x00\u202e'),
     max_size=12,
 ).map(lambda text: unicodedata.normalize("NFC", text))
@@ -222,8 +224,8 @@ def test_what_is_said_beside_the_calls_is_the_content(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_turn_without_calls_is_content(name: str) -> None:
     tokenizer, reader = reader_of(name)
-    for said in ('It is {"answer": [4]}.', '{"answer": 4}', "[1, 2] and a < b"):
-        assert reader.read([*ids_of(tokenizer, said), tokenizer.eos_token_id]) == PolicyTurn(said, ())
+    for text in ('It is {"answer": [4]}.', '{"answer": 4}', "[1, 2] and a < b"):
+        assert reader.read([*ids_of(tokenizer, text), tokenizer.eos_token_id]) == PolicyTurn(text, ())
     assert reader.read([]) == PolicyTurn("", ())
 
 
@@ -285,8 +287,8 @@ def test_a_call_that_cannot_be_made_says_why_and_spoils_no_other(call: str) -> N
 
 def test_null_is_taken_where_the_hint_says_so() -> None:
     tokenizer, reader = reader_of("qwen")
-    said = '<tool_call>{"name": "look_up", "arguments": {"query": "x", "near": null}}</tool_call>'
-    assert reader.read(ids_of(tokenizer, said)).calls[0].error is None
+    text = '<tool_call>{"name": "look_up", "arguments": {"query": "x", "near": null}}</tool_call>'
+    assert reader.read(ids_of(tokenizer, text)).calls[0].error is None
 
 
 def test_values_of_a_format_without_types_are_typed_by_the_tool() -> None:
@@ -294,8 +296,8 @@ def test_values_of_a_format_without_types_are_typed_by_the_tool() -> None:
 
     def call(days: str) -> ToolCall:
         parameters = {"query": "7", "days": days, "near": "[1, 2.5]"}.items()
-        said = "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in parameters)
-        (made,) = reader.read(ids_of(tokenizer, f"<tool_call><function=look_up>{said}</function></tool_call>")).calls
+        text = "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in parameters)
+        (made,) = reader.read(ids_of(tokenizer, f"<tool_call><function=look_up>{text}</function></tool_call>")).calls
         return made
 
     assert call("3") == ToolCall("look_up", {"query": "7", "days": 3, "near": [1, 2.5]})
@@ -369,8 +371,8 @@ def test_special_tokens_are_left_out_of_what_is_said_but_their_names_are_not() -
 def test_a_calls_id_is_the_one_that_was_sampled(name: str) -> None:
     tokenizer, reader = reader_of(name)
     text = turn_of(tokenizer, [("look_up", {"query": "a"}), ("nothing", {}), ("look_up", {})])
-    for number, said in enumerate(["aB3dE6gH9", "x y", "123456789"]):
-        text = text.replace(f"call{number:05d}", said)
+    for number, call_id in enumerate(["aB3dE6gH9", "x y", "123456789"]):
+        text = text.replace(f"call{number:05d}", call_id)
     assert [call.id for call in reader.read(ids_of(tokenizer, text)).calls] == ["aB3dE6gH9", "", "123456789"]
 
 
@@ -490,10 +492,10 @@ def test_reading_costs_what_the_turn_is_long(unit: str, monkeypatch: pytest.Monk
     class Counting:
         def finditer(self, text: str, start: int) -> Iterator[Any]:
             nonlocal cost
-            for found in plain.finditer(text, start):
-                cost += found.end() - start
-                start = found.end()
-                yield found
+            for actual in plain.finditer(text, start):
+                cost += actual.end() - start
+                start = actual.end()
+                yield actual
             cost += len(text) - start
 
     monkeypatch.setattr(call_formats, "MAX_CALLS", 4)
@@ -517,8 +519,8 @@ def test_regular_expressions_of_a_tokenizer_have_a_deadline(monkeypatch: pytest.
     tokenizer = make_tokenizer(XML, slow)
     reader = ToolCallReader(tokenizer, function_schemas([look_up]))
     monkeypatch.setattr(call_formats, "TEMPLATE_SECONDS", 0.2)
-    said = f"<tool_call><function=look_up><parameter=query>{' ' * 20_000}</function></tool_call>"
-    (call,) = reader.read(ids_of(tokenizer, said)).calls
+    text = f"<tool_call><function=look_up><parameter=query>{' ' * 20_000}</function></tool_call>"
+    (call,) = reader.read(ids_of(tokenizer, text)).calls
     assert "TimeoutError" in str(call.error)
 
 
@@ -560,8 +562,8 @@ def test_the_embedded_template_marks_calls_as_the_policys_own() -> None:
     made = tokenizer.apply_chat_template(
         messages, tools=function_schemas([look_up]), return_dict=True, return_assistant_tokens_mask=True
     )
-    said = [number for number, mask in zip(made["input_ids"], made["assistant_masks"]) if mask]
-    assert tokenizer.decode(said) == (
+    marked = [number for number, mask in zip(made["input_ids"], made["assistant_masks"]) if mask]
+    assert tokenizer.decode(marked) == (
         '<tool_call>\n{"name": "look_up", "arguments": {"query": "é"}}\n</tool_call><|im_end|>'
     )
     text = tokenizer.decode(made["input_ids"])

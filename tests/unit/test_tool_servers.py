@@ -74,7 +74,7 @@ def test_tools_are_functions_and_a_server_needs_turns() -> None:
 
 
 @pytest.mark.parametrize("written", SERVERS)
-def test_a_received_run_asks_for_consent(written: str, tmp_path: Path) -> None:
+def test_a_received_run_needs_consent(written: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"env: {{environment: {written!r}}}")
     with pytest.raises(UserError) as refused:
         load_config(tmp_path, ["seed=3"])
@@ -87,7 +87,7 @@ def test_a_received_run_asks_for_consent(written: str, tmp_path: Path) -> None:
     assert needs_consent(load_config(tmp_path, ["env.environment=null"])) == {}
 
 
-def test_a_run_goes_on_with_the_same_server_only() -> None:
+def test_a_run_continues_with_the_same_server_only() -> None:
     written = [*SERVERS, *SERVERS, "mcp:python /data/server.py:other"]
     assert len({signature(asdict(config_with(each))) for each in written}) == len(SERVERS) + 1
 

@@ -21,7 +21,7 @@ from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import row_list
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, write_scores
 from tests.builders import VOCAB, generator, random_row, random_rows
-from tests.l3_parts import make_env
+from tests.training_rigs import make_env
 
 WEIGHTS = {"right": 1.0, "short": 0.25}
 
@@ -120,12 +120,12 @@ def test_a_row_whose_grader_failed_is_in_no_statistic_and_has_no_advantage(basel
     rewards, groups = [-1.0, -1.0, -1.0, 0.0, 1.0, 0.0, -0.5, -1.0, 0.0, 0.5], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     failed = [3, 5, 8]
     kept = [index for index in range(10) if index not in failed]
-    found = GroupAdvantage(baseline, scale)(batch_of(rewards, groups, failed))["advantage"].flatten()
+    actual = GroupAdvantage(baseline, scale)(batch_of(rewards, groups, failed))["advantage"].flatten()
     if baseline in ("leave_one_out", "best_of_others"):
         kept.remove(9)  # it has no sibling left
     own = batch_of([rewards[index] for index in kept], [groups[index] for index in kept])
-    assert found[kept].tolist() == pytest.approx(GroupAdvantage(baseline, scale)(own)["advantage"].flatten().tolist())
-    assert not found[[index for index in range(10) if index not in kept]].any()
+    assert actual[kept].tolist() == pytest.approx(GroupAdvantage(baseline, scale)(own)["advantage"].flatten().tolist())
+    assert not actual[[index for index in range(10) if index not in kept]].any()
     assert not GroupAdvantage(baseline, scale)(batch_of(rewards, groups, list(range(10))))["advantage"].any()
 
 
@@ -135,8 +135,8 @@ def test_batch_baselines_keep_the_signal_of_a_uniform_group_with_the_kl_in_the_r
     graded = torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 0], dtype=torch.float64).unsqueeze(-1)
     batch = batch_of(rewards, [0, 0, 0, 0, 1, 1, 1, 1]).set(keys.GRADED_REWARD, graded)
     mean, std = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-6
-    found = GroupAdvantage("batch_mean", "batch_std")(batch)["advantage"].flatten().tolist()
-    assert found == pytest.approx([(reward - mean) / std for reward in rewards], rel=1e-12)
+    actual = GroupAdvantage("batch_mean", "batch_std")(batch)["advantage"].flatten().tolist()
+    assert actual == pytest.approx([(reward - mean) / std for reward in rewards], rel=1e-12)
 
 
 def test_a_penalty_that_one_row_lacks_keeps_its_weight() -> None:
@@ -158,8 +158,8 @@ def test_a_penalty_that_one_row_lacks_keeps_its_weight() -> None:
     expected = [a - 0.5 * b for a, b in zip(scaled(right), scaled(long))]
     options = {"baseline": "none", "scale": "none", "decouple_terms": True}
     rows = lazy_stack(rows, 0)
-    found = GroupAdvantage(**options, term_weights={"right": 1.0, "long": -0.5})(rows)["advantage"].flatten().tolist()
-    assert found == pytest.approx(expected, rel=1e-5)
+    actual = GroupAdvantage(**options, term_weights={"right": 1.0, "long": -0.5})(rows)["advantage"].flatten().tolist()
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_incomplete_group_is_refused_by_id() -> None:
@@ -195,7 +195,7 @@ def test_a_response_to_which_no_reward_function_applies_is_in_no_statistic() -> 
 
 
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
-def test_reference_log_probs_land_on_their_own_tokens(budget) -> None:
+def test_reference_log_probs_are_on_their_own_tokens(budget) -> None:
     rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 9)]
     for index, row in enumerate(rows):
         row[keys.FULL_TOKENS][0] = VOCAB + index  # prompts must differ: equal ones are packed once, and then more fits

@@ -129,9 +129,9 @@ def test_functions_that_ask_for_environments_need_one(tmp_path: Path) -> None:
     assert "env.environment=FILE.py:FACTORY has" in str(task.score("Bye.", example).error)
     record = {"environment": {"reward": 2.0, "done": True}, "messages": []}
     assert task.score(SampledText("Bye.", record=record), example).terms == {"earned": 2.0}
-    dialogs = with_tools(task, has_reward=False, asks_task=True)
+    dialogs = with_tools(task, has_reward=False, adds_task_terms=True)
     score = dialogs.score("Bye.", example)  # as the check before training asks
     assert (score.error, score.terms) == (None, {"earned": None})
     (tmp_path / "r.py").write_text("def f(environments, trainer_state): ...\n")
-    with pytest.raises(RewardFunctionError, match="asks for trainer_state"):
+    with pytest.raises(RewardFunctionError, match="requires trainer_state"):
         with_reward_functions(task, str(tmp_path / "r.py"), ["f"])

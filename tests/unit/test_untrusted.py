@@ -62,7 +62,7 @@ class Attack:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run of somebody else, with a pickle that must not be read."""
+    """A run of untrusted origin, with a pickle that must not be read."""
     run_dir = write_run(tmp_path / "run")
     (run_dir / "inputs").mkdir()
     (run_dir / "inputs" / "reward.pkl").write_bytes(pickle.dumps(Attack(tmp_path / "PWNED")))
@@ -75,7 +75,7 @@ def saved(run_dir: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("option", ASKS)
-def test_what_a_config_asks_for_needs_trust_or_to_be_given_again(option: str, run_dir: Path) -> None:
+def test_code_and_files_of_a_config_need_trust_or_to_be_passed_again(option: str, run_dir: Path) -> None:
     text, deed = ASKS[option]
     saved(run_dir, text)
     deed = deed.replace("RUN", str(run_dir))
@@ -111,9 +111,9 @@ def test_commands_and_the_functions_behind_them_refuse_before_anything_of_the_ru
         with pytest.raises(SystemExit) as ended:
             main(command.replace("RUN", str(run_dir)).split())
         assert ended.value.code == 2
-        told = capsys.readouterr().err
-        assert "(model.trust_remote_code)" in told
-        assert "; if you trust its author, add --trust-run" in told
+        output = capsys.readouterr().err
+        assert "(model.trust_remote_code)" in output
+        assert "; if you trust its author, add --trust-run" in output
     (run_dir / "hf").mkdir()
     for act in (
         lambda: find_target(str(run_dir)),
@@ -272,7 +272,7 @@ def test_what_libraries_keep_in_a_run_directory_is_their_own(run_dir: Path) -> N
         (run_dir / name).unlink()
 
 
-def test_a_temporary_name_that_somebody_prepared_is_not_written_through(tmp_path: Path) -> None:
+def test_a_prepared_temporary_name_is_not_written_through(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     for temporary in (".a.txt.tmp", f".a.txt.{os.getpid()}.tmp"):
@@ -314,7 +314,7 @@ def test_names_and_texts_of_a_run_are_no_part_of_a_script(tmp_path: Path) -> Non
 
 
 def test_an_export_replaces_no_folder_where_a_link_of_the_run_leads(run_dir: Path) -> None:
-    """Only what stands in the run's own ``export/`` is replaced."""
+    """Only what is in the run's own ``export/`` is replaced."""
     mine = run_dir.parent / "projects" / "verl"
     mine.mkdir(parents=True)
     (mine / "work.py").touch()
@@ -339,7 +339,7 @@ def test_no_control_sequence_of_a_run_reaches_the_terminal(
     saved(tmp_path / "sweep" / "0", json.dumps({"seed": ESCAPE}))
     with pytest.raises(SystemExit):
         main(["replay", str(tmp_path / "sweep" / "0")])
-    told = capsys.readouterr().err
-    assert "config.yaml" in told
-    assert "\x1b" not in told
+    output = capsys.readouterr().err
+    assert "config.yaml" in output
+    assert "\x1b" not in output
     assert "\x1b" not in ReadableFormatter().format(logging.makeLogRecord({"msg": ESCAPE}))

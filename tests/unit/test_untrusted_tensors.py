@@ -1,4 +1,4 @@
-"""Files of tensors of a run that somebody else made: none runs anything."""
+"""Files of tensors of a run of untrusted origin: none runs anything."""
 
 from __future__ import annotations
 

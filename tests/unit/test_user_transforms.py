@@ -23,7 +23,7 @@ from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
-from tests.l3_parts import make_env, make_scripted
+from tests.training_rigs import make_env, make_scripted
 from tests.unit.test_api import ROWS, SMALL
 
 FILE = """

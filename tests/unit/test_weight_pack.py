@@ -29,16 +29,16 @@ def test_every_tensor_comes_back_bit_for_bit_in_order() -> None:
     """Counted first, copied as it comes, and by pickle's protocol 5, which carries the buffer out of band."""
     weights = random_weights()
     counted = WeightPack.of(weights.items())
-    size = counted.parts[0][0].nbytes
+    size = counted.buffers[0][0].nbytes
     filled = WeightPack.of(((name, tensor.clone()) for name, tensor in weights.items()), room=10 * size)
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(counted, protocol=5, buffer_callback=buffers.append)
-    assert sum(buffer.raw().nbytes for buffer in buffers) == filled.parts[0][0].nbytes == size
+    assert sum(buffer.raw().nbytes for buffer in buffers) == filled.buffers[0][0].nbytes == size
     assert len(body) < 10_000
     for pack in (counted, filled, pickle.loads(body, buffers=buffers)):
-        found = list(pack.tensors())
-        assert [name for name, _ in found] == list(weights)
-        for name, tensor in found:
+        actual = list(pack.tensors())
+        assert [name for name, _ in actual] == list(weights)
+        for name, tensor in actual:
             assert tensor.dtype == weights[name].dtype
             assert torch.equal(tensor, weights[name])
 
@@ -46,7 +46,7 @@ def test_every_tensor_comes_back_bit_for_bit_in_order() -> None:
 def test_a_tied_tensor_is_stored_once() -> None:
     embedding = torch.randn(16, 8)
     pack = WeightPack.of([("embed", embedding), ("head", embedding), ("other", embedding.clone())])
-    assert pack.parts[0][0].nbytes == 2 * embedding.numel() * 4
+    assert pack.buffers[0][0].nbytes == 2 * embedding.numel() * 4
     assert {name: torch.equal(tensor, embedding) for name, tensor in pack.tensors()} == dict.fromkeys(
         ("embed", "head", "other"), True
     )
@@ -74,7 +74,7 @@ def test_weights_rounded_before_they_travel_are_what_the_engine_would_have_made_
         pack = packed_weights(model, dtype=dtype) if lora else WeightPack.of(model.state_dict().items(), dtype=dtype)
         engine.update_weights(pack, len(served) + 1)
         held = {name: value.clone() for name, value in engine._model.state_dict().items()}
-        served.append((pack.parts[0][0].nbytes, held))
+        served.append((pack.buffers[0][0].nbytes, held))
     (wide_bytes, by_engine), (narrow_bytes, beforehand) = served
     assert narrow_bytes < 0.52 * wide_bytes
     assert all(torch.equal(by_engine[name], beforehand[name]) for name in by_engine)
@@ -91,7 +91,7 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
         weight_sync = EngineWeightSync(partial(adapter_pack, model), engine, whole=partial(packed_weights, model))
     else:
         named = list(model.state_dict().items())
-        halves = lambda: WeightPack(WeightPack.of(named[:5]).parts + WeightPack.of(named[5:]).parts)  # noqa: E731
+        halves = lambda: WeightPack(WeightPack.of(named[:5]).buffers + WeightPack.of(named[5:]).buffers)  # noqa: E731
         weight_sync = EngineWeightSync(halves, engine)
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.data.neg_().add_(1.0)

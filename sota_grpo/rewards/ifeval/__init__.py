@@ -1,12 +1,12 @@
 """IFEval: the 25 instructions that a program can check, each followed or not (Zhou et al. 2023, arXiv:2311.07911).
 
 Outcomes equal those of the benchmark's own evaluator, and of TorchRL's checks, which carry it, wherever both are
-defined; what is drawn at random there (a kwarg that is missing, a letter such as ``#``) is refused or taken as it
-stands here. Every check is linear in the length of the text, whatever the text.
+defined; what is drawn at random there (a kwarg that is missing, a letter such as ``#``) is refused or used
+unchanged here. Every check is linear in the length of the text, whatever the text.
 
 Rows are IFEval's or RLVR-IFeval's. A constraint of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124) is
 ``{"func_name": ..., "N": ..., ...}`` with the arguments that it does not use set to null. It is graded as the benchmark
-would, whose score is what the training is for; where its prompt asks for something else ("exactly", "around", another
+would, whose score is what the training is for; where its prompt requires something else ("exactly", "around", another
 divider, options of its own) the kwargs say so.
 """
 
@@ -93,7 +93,7 @@ class Instruction:
 
 def _instruction(follows: Callable[..., bool], func_name: str) -> Instruction:
     _, *parameters = signature(follows).parameters.values()
-    kwargs = {one.name: one.default is one.empty for one in parameters if one.name != "nltk_data"}
+    kwargs = {p.name: p.default is p.empty for p in parameters if p.name != "nltk_data"}
     return Instruction(follows, func_name, kwargs, splits_sentences=len(kwargs) < len(parameters))
 
 
@@ -178,7 +178,7 @@ def answer_text(response: str) -> str:
 def follow_lists(
     text: str, instruction_ids: Sequence[str], kwargs: Sequence[Kwargs], nltk_data: str | None = None
 ) -> tuple[list[bool], list[bool]]:
-    """Whether the text follows each instruction: strictly, as it stands, and loosely, in one of eight readings.
+    """Whether the text follows each instruction: strictly, the text unchanged, and loosely, in one of eight readings.
 
     The readings forgive an introduction and an ending: the text, without its first line, without its last and without
     both, each with and without ``*``. An empty reading follows nothing.
@@ -205,7 +205,7 @@ def follow_lists(
     if all(strict):
         return strict, list(strict)
     lines = text.split("\n")
-    cut = [text, *("\n".join(kept).strip() for kept in (lines[1:], lines[:-1], lines[1:-1]))]
+    cut = [text, *("\n".join(shorter).strip() for shorter in (lines[1:], lines[:-1], lines[1:-1]))]
     others = list(dict.fromkeys([*cut, *(reading.replace("*", "") for reading in cut)]))[1:]
     return strict, [is_strict or followed(check, others) for is_strict, check in zip(strict, bound, strict=True)]
 
@@ -295,13 +295,13 @@ def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str,
             raise ValueError(f"column 'instruction_id_list' holds {ids!r}, not a list of instructions")
         if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(ids):
             raise ValueError(f"column 'kwargs' does not hold one mapping for each of the {len(ids)} instructions")
-        instructions = [(name, _mapping(one or {}, "kwargs")) for name, one in zip(ids, kwargs, strict=True)]
+        instructions = [(name, _mapping(entry or {}, "kwargs")) for name, entry in zip(ids, kwargs, strict=True)]
     elif "ground_truth" in row:
         ground_truth = _plain(row["ground_truth"])
         constraints = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
         if not constraints:
             raise ValueError("column 'ground_truth' holds no constraint")
-        instructions = [instruction_of(_mapping(one, "ground_truth")) for one in constraints]
+        instructions = [instruction_of(_mapping(entry, "ground_truth")) for entry in constraints]
     else:
         columns = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"there is no column 'instruction_id_list' or 'ground_truth'; the columns found are {columns}")

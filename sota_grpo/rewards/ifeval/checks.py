@@ -5,7 +5,7 @@ another way, and the comment says how.
 
 Sentences, tokens and words are those of the installed NLTK, and sentences nearly so where its Punkt data are missing.
 The official evaluator uses NLTK, whose rules for curly quotes and for Indic letters have changed over its versions: to
-follow the installed one is to agree with the evaluator beside it. Nothing is ever downloaded.
+follow the installed one is to agree with the evaluator next to it. Nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def find_punkt(nltk_data: str | None = None) -> Path | None:
 
 
 def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
-    """The sentences of a text, one by one as they are asked for; of the first 100,000 characters."""
+    """The sentences of a text, one by one, lazily; of the first 100,000 characters."""
     text = text[:_MAX_CHARS]
     for begin, end in _splitter(nltk_data).span_tokenize(text):
         yield text[begin:end]
@@ -113,7 +113,7 @@ def _tolerance(threshold: int) -> int:
 RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
     "less than": lambda count, threshold: count < threshold,
     "at least": lambda count, threshold: count >= threshold,
-    # the benchmark has the two above; training data ask for these, too
+    # the benchmark has the two above; training data have these, too
     "at most": lambda count, threshold: count <= threshold,
     "exactly": lambda count, threshold: count == threshold,
     "around": lambda count, threshold: abs(count - threshold) <= _tolerance(threshold),  # a tenth, at least 1
@@ -261,7 +261,7 @@ def bullet_count(text: str, num_bullets: int) -> bool:
 
 
 def is_choice(text: str, options: Sequence[str] = CHOICES) -> bool:
-    """One of the options stands in the text."""
+    """One of the options is in the text."""
     return any(option in text for option in options)
 
 
@@ -273,8 +273,8 @@ def highlight_count(text: str, num_highlights: int) -> bool:
 
 def section_count(text: str, section_spliter: str, num_sections: int) -> bool:
     """At least so many headings: the splitter, a regular expression, and a number."""
-    parts = pattern_of(section_spliter, r"\s?", r"\s?\d+\s?", ignore_case=False).split(text)
-    return len(parts) > num_sections
+    sections = pattern_of(section_spliter, r"\s?", r"\s?\d+\s?", ignore_case=False).split(text)
+    return len(sections) > num_sections
 
 
 def is_json(text: str) -> bool:

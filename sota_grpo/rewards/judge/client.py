@@ -45,7 +45,7 @@ from sota_grpo.rewards.judge.questions import (
 from sota_grpo.rl.records import Example, Score, task_of_example, total_reward
 from sota_grpo.rl.task import Task
 from sota_grpo.text import duration, json_line, one_line
-from sota_grpo.workers.base import promised, resolve
+from sota_grpo.workers.base import pending_future, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -167,11 +167,11 @@ def _verdict_of(line: bytes) -> tuple[str, Verdict] | None:
     if not isinstance(row, dict) or not _KEY.fullmatch(str(row.get("key"))):
         return None
     value: Any = row.get("value")
-    error, said = row.get("error"), row.get("said", "")
+    error, text = row.get("error"), row.get("said", "")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
-    if not isinstance(said, str) or (not is_number and not isinstance(error, str)):
+    if not isinstance(text, str) or (not is_number and not isinstance(error, str)):
         return None
-    return row["key"], Verdict(float(value), said=said) if is_number else Verdict(None, error, said)
+    return row["key"], Verdict(float(value), said=text) if is_number else Verdict(None, error, text)
 
 
 class JudgeClient:
@@ -421,11 +421,11 @@ class JudgeClient:
         if self._gone is not None:
             raise self._gone
         if self._closed.is_set():
-            raise RuntimeError("The judge was asked, and is closed.")
+            raise RuntimeError("The judge is closed and takes no request.")
 
     async def _send(self, question: Question) -> Verdict:
         """Send one request, from a daemon thread: an open request keeps no process alive."""
-        began, response = time.monotonic(), promised()
+        began, response = time.monotonic(), pending_future()
         body = json.dumps(question.body).encode()
         post = partial(self._http.request, "POST", question.path, body, timeout_s=self._timeout_s)
         threading.Thread(target=resolve, args=(response, post), name="judge-request", daemon=True).start()
@@ -506,7 +506,7 @@ class JudgedGrader:
 
     def __init__(self, grader: Grader, judge: JudgeClient, task: Task, rules: Mapping[str | None, Rules]) -> None:
         self.grader, self.judge, self._task, self._rules = grader, judge, task, rules
-        self.term_weights = {**task.term_weights, **{each.term: each.weight for each in rules.values()}}
+        self.term_weights = {**task.term_weights, **{rule.term: rule.weight for rule in rules.values()}}
         self._failures = FailureLog()
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
@@ -524,14 +524,14 @@ class JudgedGrader:
             turns = (getattr(text, "record", None) or {}).get("messages")  # of a dialog with tools
             reference = (example.answer or None) if rules.shows_reference else None
             material = Material(self._task.messages(example), str(text) if turns is None else dialog(turns), reference)
-            return await self.judge.verdict(replace(self.judge.endpoint, rubric=rules.rubric).ask(material))
+            return await self.judge.verdict(replace(self.judge.endpoint, rubric=rules.rubric).question(material))
 
         return await asyncio.gather(*(verdict(*pair) for pair in pairs))
 
     async def _joined(
-        self, pairs: Sequence[tuple[str, Example]], own: Future[list[Score]], verdicts: Future[list[Verdict | None]]
+        self, pairs: Sequence[tuple[str, Example]], scores: Future[list[Score]], verdicts: Future[list[Verdict | None]]
     ) -> list[Score]:
-        both = await asyncio.gather(asyncio.wrap_future(own), asyncio.wrap_future(verdicts))
+        both = await asyncio.gather(asyncio.wrap_future(scores), asyncio.wrap_future(verdicts))
         return list(map(self._with_verdict, pairs, *both))
 
     def _with_verdict(self, pair: tuple[str, Example], score: Score, verdict: Verdict | None) -> Score:

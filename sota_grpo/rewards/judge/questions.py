@@ -108,7 +108,7 @@ def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
 
 
 def score_messages(rubric: str, material: Material) -> tuple[list[dict[str, str]], str]:
-    """Return the chat that asks for a score of one response, and the nonce that its verdict must carry.
+    """Return the chat that requests a score of one response, and the nonce that its verdict must carry.
 
     Each block of the material is between lines with the nonce, which occurs in none of them.
     """
@@ -129,7 +129,7 @@ def score_messages(rubric: str, material: Material) -> tuple[list[dict[str, str]
     ], nonce
 
 
-def read_score(said: str, nonce: str) -> float:
+def read_score(text: str, nonce: str) -> float:
     """Return the score in [0, 1] of a judge's words, whose last line must be the verdict.
 
     Raises:
@@ -138,7 +138,7 @@ def read_score(said: str, nonce: str) -> float:
     >>> read_score("Right, but long.\\n**Verdict 3f: 7**", "3f")
     0.7
     """
-    last = said.strip().rpartition("\n")[2].strip().strip("*`").strip()
+    last = text.strip().rpartition("\n")[2].strip().strip("*`").strip()
     match = re.fullmatch(rf"Verdict {nonce}: ?(\d{{1,2}}(?:\.\d{{1,4}})?)(?: ?/ ?{_BEST})?\.?", last, re.ASCII)
     if match is None or float(match[1]) > _BEST:
         raise Unreadable(f"the judge's last line is no verdict from 0 to {_BEST}: {readable(last[:80])!r}")
@@ -184,7 +184,7 @@ class Endpoint:
         extra_body: further fields of every request; None as a value removes a field.
         as_text: ``classify`` is sent one text, for a model without a chat template.
 
-    >>> question = Endpoint("score", "rm").ask(Material([{"role": "user", "content": "2 + 2?"}], "4"))
+    >>> question = Endpoint("score", "rm").question(Material([{"role": "user", "content": "2 + 2?"}], "4"))
     >>> question.path, question.body
     ('/score', {'model': 'rm', 'text_1': 'user: 2 + 2?', 'text_2': '4'})
     """
@@ -195,7 +195,7 @@ class Endpoint:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     as_text: bool = False
 
-    def ask(self, material: Material) -> Question:
+    def question(self, material: Material) -> Question:
         """Return the request for a score of one response."""
         prompt, response = material.prompt, material.response
         if self.kind == CHAT:
@@ -217,7 +217,7 @@ class Endpoint:
         """Return the smallest request of this kind; a server that answers it works."""
         material = Material([{"role": "user", "content": "ok"}], "ok")
         if self.kind != CHAT:
-            return self.ask(material)
+            return self.question(material)
         body = {"messages": [*material.prompt], "max_tokens": 1}
         return self._question(body, lambda answer: Verdict(0.0, said=str(answer["choices"][0]["message"])))
 
@@ -228,12 +228,12 @@ class Endpoint:
 
 def _read_chat(nonce: str, answer: Any) -> Verdict:
     choice = answer["choices"][0]
-    said = choice["message"].get("content") or ""
+    text = choice["message"].get("content") or ""
     if choice.get("finish_reason") == "length":  # a cut line may show another number
         raise Unreadable(
             "the judge's answer was cut at max_tokens; allow more with reward.judge.extra_body={max_tokens: 4096}"
         )
-    return Verdict(read_score(said, nonce), said=said)
+    return Verdict(read_score(text, nonce), said=text)
 
 
 def _number(value: Any) -> float:

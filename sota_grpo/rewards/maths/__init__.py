@@ -37,12 +37,12 @@ _REWRITES = tuple(
         (r"(?<!\\)\\[,;: >]|~|\\q?quad(?![A-Za-z])|\\(?:displaystyle|textstyle|[lL]arge|bf|rm)(?![A-Za-z])", " "),
         (r"\\(?:mathrm|mbox|textrm|textnormal|textbf|textit|operatorname\*?)\s?(?=\{)", r"\\text"),
         (r"(?:\^\s?\{?\s?\\(?:circ|degree)|\\degree)(?![A-Za-z])\s?\}?(?:\s?\\text\s?\{\s?[CF]\s?\})?", r"\\degree "),
-        (r"\\([dtc]frac|[dt]binom)(?![A-Za-z])", lambda found: "\\" + found[1][1:]),
+        (r"\\([dtc]frac|[dt]binom)(?![A-Za-z])", lambda match: "\\" + match[1][1:]),
         (r"(?<![\d.])(\d{1,9}) {1,2}(\d{1,9}) ?/ ?(\d{1,9})(?![\d.])", r"(\1+\\frac{\2}{\3})"),  # 1 1/2
         (r"(?<![\w.^}])(\d{1,9}) ?(\\frac ?(?:\{\d{1,9}\}|\d) ?(?:\{\d{1,9}\}|\d))", r"(\1+\2)"),  # 1\frac12
         (
             r"(?<=\d) ?(\\text ?\{ ?)?(thousand|million|billion|trillion)(?![A-Za-z])",
-            lambda found: f"\\cdot 10^{{{_ZEROS[found[2]]}}}{found[1] or ''}",
+            lambda match: f"\\cdot 10^{{{_ZEROS[match[2]]}}}{match[1] or ''}",
         ),
         (r"(?<![\d.])\\(?:mathbf|vec|overline|bar|hat|boxed|fbox)(?![A-Za-z])", ""),  # only their argument counts
         (r"\\(?:mathbb|Bbb) ?\{? ?R ?\}?(?![A-Za-z])", r"\\R "),

@@ -14,7 +14,7 @@ from sota_grpo.rewards.maths.parse import INFINITY, Incomparable, Node, variable
 from sota_grpo.rewards.maths.values import Values
 
 MAX_MEMBERS = 60  # of a list or set whose order does not matter; of the ends of intervals
-LEAST_DECIMALS = 6  # of a decimal that may stand for a number it is rounded from
+LEAST_DECIMALS = 6  # of a decimal that may replace a number it is rounded from
 
 Reals = Callable[[Any], bool]  # whether a number is in a set of them
 _COLLECTIONS = {"list", "set", "seq", "matrix", "sets", "reals"}
@@ -49,17 +49,17 @@ class Comparison:
         if kinds & _COLLECTIONS:
             return self._same_collection(gold, answer, kinds)
         if "base" in kinds:
-            return gold.parts == (answer,)  # the problem has said in which base: 101_2 may be answered by 101
+            return gold.children == (answer,)  # the problem has said in which base: 101_2 may be answered by 101
         if "text" in kinds or {gold, answer} & {*_INFINITE}:
             return False
         for one, other in ((gold, answer), (answer, gold)):
-            if one.kind == "pct" != other.kind and self.same(one.parts[0], other):  # 50% is written as 50 and as 0.5
+            if one.kind == "pct" != other.kind and self.same(one.children[0], other):  # 50% is written as 50 and as 0.5
                 return True
         return self._values.equal(gold, answer) or self._rounded(gold, answer) or self._rounded(answer, gold)
 
     def _rounded(self, exact: Node, decimal: Node) -> bool:
         """Whether a decimal with enough places is the rounded value of a number that has no finite decimal."""
-        literal = decimal.parts[0] if decimal.kind == "neg" else decimal
+        literal = decimal.children[0] if decimal.kind == "neg" else decimal
         if literal.kind != "num" or literal.data[1] < LEAST_DECIMALS or variables(exact) or exact.kind == "num":
             return False
         value, ulp = self._values.value(exact), Fraction(1, 10 ** literal.data[1])
@@ -72,23 +72,23 @@ class Comparison:
             rows = _rows(gold), _rows(answer)
             return len(rows[0]) == len(rows[1]) > 0 and all(map(self._in_order, *rows))
         for one, other in ((gold, answer), (answer, gold)):
-            if one.kind in ("list", "set") and one.parts and other.kind not in _COLLECTIONS:
-                return all(self.same(member, other) for member in one.parts)  # one answer, written in several ways
-        if not kinds <= {"list", "set", "seq"} or max(len(gold.parts), len(answer.parts)) > MAX_MEMBERS:
+            if one.kind in ("list", "set") and one.children and other.kind not in _COLLECTIONS:
+                return all(self.same(member, other) for member in one.children)  # one answer, written in several ways
+        if not kinds <= {"list", "set", "seq"} or max(len(gold.children), len(answer.children)) > MAX_MEMBERS:
             return False
         if kinds == {"seq"}:
-            return gold.data == answer.data and self._in_order(gold.parts, answer.parts)
+            return gold.data == answer.data and self._in_order(gold.children, answer.children)
         if "seq" in kinds or _names_differ(gold) != _names_differ(answer):  # (1,2), or 1, 2, against x=1, y=2
             points = _coordinates(gold), _coordinates(answer)
             return all(points) and self._in_order(*points)
 
         def count(member: Node, node: Node) -> int:
-            return sum(self.same(member, other) for other in node.parts)
+            return sum(self.same(member, other) for other in node.children)
 
         if "set" in kinds:
-            return all(count(one, answer) for one in gold.parts) and all(count(one, gold) for one in answer.parts)
-        same_length = len(gold.parts) == len(answer.parts)
-        return same_length and all(count(one, gold) == count(one, answer) for one in gold.parts)
+            return all(count(one, answer) for one in gold.children) and all(count(one, gold) for one in answer.children)
+        same_length = len(gold.children) == len(answer.children)
+        return same_length and all(count(one, gold) == count(one, answer) for one in gold.children)
 
     def _in_order(self, gold: Sequence[Node], answer: Sequence[Node]) -> bool:
         return len(gold) == len(answer) and all(map(self.same, gold, answer))
@@ -102,19 +102,19 @@ class Comparison:
                 return self.same(gold_value, answer_value)
         if gold.kind != answer.kind:  # an equation that always holds says its last side: x^2 - 1 = (x - 1)(x + 1)
             equation, other = (gold, answer) if gold.kind == "rel" else (answer, gold)
-            first, *others = equation.parts
-            holds = {*equation.data} == {"="} and all(self._values.equal(first, part) for part in others)
+            first, *others = equation.children
+            holds = {*equation.data} == {"="} and all(self._values.equal(first, member) for member in others)
             return holds and self.same(others[-1], other)
         solved = [value is not None and not variables(value) for value in (gold_value, answer_value)]
         if solved[0] != solved[1] or self._reals(gold) or self._reals(answer):
             return False  # 2x = 6 does not answer what x is, nor does 2x < 6
-        flipped = Node("rel", answer.parts[::-1], tuple(_FLIPPED.get(sign, sign) for sign in answer.data[::-1]))
+        flipped = Node("rel", answer.children[::-1], tuple(_FLIPPED.get(sign, sign) for sign in answer.data[::-1]))
         for side in (answer, flipped):
             if side.data != gold.data:
                 continue
-            if len(gold.parts) > 2 or gold.data[0] not in ("=", *_FLIPPED):
-                return self._in_order(gold.parts, side.parts)
-            left, right = (Node("add", (one.parts[0], Node("neg", one.parts[1:]))) for one in (gold, side))
+            if len(gold.children) > 2 or gold.data[0] not in ("=", *_FLIPPED):
+                return self._in_order(gold.children, side.children)
+            left, right = (Node("add", (one.children[0], Node("neg", one.children[1:]))) for one in (gold, side))
             return self._values.equal(left, right, up_to_factor=True, positive=gold.data[0] not in ("=", "!="))
         return False
 
@@ -127,39 +127,39 @@ class Comparison:
             return None
         return (members, self._names) if len(self._names) < 2 else None
 
-    def _members(self, kind: str, parts: Sequence[Node], data: Any) -> Reals:
+    def _members(self, kind: str, nodes: Sequence[Node], data: Any) -> Reals:
         if kind == "reals":
             return lambda x: True
         if kind == "set":
-            points = list(map(self._end, parts))
+            points = list(map(self._end, nodes))
             return lambda x: x in points
         if kind == "rel" and data == ("\\in",):
-            self._names.add(parts[0])
-            return self._members(*parts[1])
+            self._names.add(nodes[0])
+            return self._members(*nodes[1])
         if kind == "sets":
-            first, *others = (self._members(*part) for part in parts)
+            first, *others = (self._members(*node) for node in nodes)
             joins = [(_JOINED[sign], other) for sign, other in zip(data, others)]
             return lambda x: reduce(lambda inside, join: join[0](inside, join[1](x)), joins, first(x))
         every = all
-        if kind == "seq" and len(parts) == 2 and self._end(parts[0]) < self._end(parts[1]):
+        if kind == "seq" and len(nodes) == 2 and self._end(nodes[0]) < self._end(nodes[1]):
             signs = ">" + "=" * (data[0] == "["), "<" + "=" * (data[1] == "]")
-            conditions = list(map(self._bounded, signs, parts))
+            conditions = list(map(self._bounded, signs, nodes))
         elif kind == "rel" and {*data} <= {*_FLIPPED}:
-            conditions = list(map(self._half_line, parts, data, parts[1:]))
-        elif kind == "list" and all(part.kind == "rel" for part in parts):
-            conditions = [self._members(*part) for part in parts]
-            if data == "or" or not any(all(one(x) for one in conditions) for x in self._probes()):
+            conditions = list(map(self._half_line, nodes, data, nodes[1:]))
+        elif kind == "list" and all(node.kind == "rel" for node in nodes):
+            conditions = [self._members(*node) for node in nodes]
+            if data == "or" or not any(all(condition(x) for condition in conditions) for x in self._probes()):
                 every = any  # after "or", and where the conditions exclude each other
         else:
             raise Incomparable(f"{kind} is no set of real numbers")
-        return lambda x: every(one(x) for one in conditions)
+        return lambda x: every(condition(x) for condition in conditions)
 
     def _half_line(self, left: Node, sign: str, right: Node) -> Reals:
         """The solutions of ``left sign right`` where that is solved already: a name, or minus it, and a bound."""
         if not variables(left):
             left, sign, right = right, _FLIPPED[sign], left
         if left.kind == "neg":
-            left, sign, right = left.parts[0], _FLIPPED[sign], Node("neg", (right,))
+            left, sign, right = left.children[0], _FLIPPED[sign], Node("neg", (right,))
         if not _is_name(left):
             raise Incomparable("it is not solved")
         self._names.add(left)
@@ -193,33 +193,33 @@ def _sides(node: Node) -> tuple[Node | None, Node | None]:
 
     The value is None where a relation says something else: an equation such as ``2x + y = 1``, an inequality.
     """
-    parts: tuple[Node, ...] = node.parts if node.kind == "rel" else (node,)
+    members: tuple[Node, ...] = node.children if node.kind == "rel" else (node,)
     signs: tuple[str, ...] = node.data if node.kind == "rel" else ()
     if "~" in signs:  # an approximation counts only where nothing exact precedes it
-        keep = signs.index("~") + (2 if signs[0] == "~" and _is_name(parts[0]) else 1)
-        parts, signs = parts[:keep], ("=",) * (keep - 1)
-    if len(parts) == 1 or not {*signs} <= {"=", "\\in"}:
-        return None, parts[0] if len(parts) == 1 else None
-    if _is_name(parts[0]):
-        return parts[0], parts[-1]
-    if len(parts) == 2 and _is_name(parts[1]):
-        return parts[1], parts[0]
-    return None, None if any(map(variables, parts)) else parts[-1]
+        keep = signs.index("~") + (2 if signs[0] == "~" and _is_name(members[0]) else 1)
+        members, signs = members[:keep], ("=",) * (keep - 1)
+    if len(members) == 1 or not {*signs} <= {"=", "\\in"}:
+        return None, members[0] if len(members) == 1 else None
+    if _is_name(members[0]):
+        return members[0], members[-1]
+    if len(members) == 2 and _is_name(members[1]):
+        return members[1], members[0]
+    return None, None if any(map(variables, members)) else members[-1]
 
 
 def _is_name(node: Node) -> bool:
     """Whether a tree only names something: ``x``, ``AB``, ``f(x)``, ``f(2)``, ``|AB|``, ``(x, y)``, ``a:b``, words."""
-    if node.kind == "mul" and len(node.parts) == 2 and node.parts[1].kind in ("num", "neg", "seq", "var"):
-        function = node.parts[0].parts[0] if node.parts[0].kind == "pow" else node.parts[0]
+    if node.kind == "mul" and len(node.children) == 2 and node.children[1].kind in ("num", "neg", "seq", "var"):
+        function = node.children[0].children[0] if node.children[0].kind == "pow" else node.children[0]
         if function.kind == "var" and function.data[0] in _FUNCTION_NAMES:
             return True
     is_word = node.kind in ("var", "text")
-    return is_word or (node.kind in ("mul", "div", "abs", "seq") and all(map(_is_name, node.parts)))
+    return is_word or (node.kind in ("mul", "div", "abs", "seq") and all(map(_is_name, node.children)))
 
 
 def _names(node: Node) -> list[Node]:
     """The names that the members of a list are given; none if one is given none."""
-    names = [_sides(part)[0] for part in node.parts]
+    names = [_sides(member)[0] for member in node.children]
     return [name for name in names if name] if None not in names else []
 
 
@@ -235,13 +235,17 @@ def _coordinates(node: Node) -> Sequence[Node]:
     if len({*names}) < len(names) or node.data not in ("()", ","):
         return ()
     letters = [name.data for name in names if name.kind == "var" and len(name.data) == 1]
-    return [part for _, part in sorted(zip(letters, node.parts))] if len(letters) == len(node.parts) else node.parts
+    return (
+        [value for _, value in sorted(zip(letters, node.children))]
+        if len(letters) == len(node.children)
+        else node.children
+    )
 
 
 def _rows(node: Node) -> list[tuple[Node, ...]]:
     """The rows of a matrix, of a list of lists, or of a vector, which is a column; none of anything else."""
-    if node.kind == "mul" and node.parts[-1].kind == "matrix":
-        return [tuple(Node("mul", (*node.parts[:-1], cell)) for cell in row) for row in _rows(node.parts[-1])]
+    if node.kind == "mul" and node.children[-1].kind == "matrix":
+        return [tuple(Node("mul", (*node.children[:-1], cell)) for cell in row) for row in _rows(node.children[-1])]
     if node.kind != "matrix" and (node.kind != "seq" or node.data not in ("()", "[]")):
         return []
-    return [part.parts if part.kind in ("row", "seq") else (part,) for part in node.parts]
+    return [child.children if child.kind in ("row", "seq") else (child,) for child in node.children]

@@ -27,7 +27,7 @@ class Node(NamedTuple):
     """
 
     kind: str
-    parts: tuple[Node, ...] = ()
+    children: tuple[Node, ...] = ()
     data: Any = None
 
 
@@ -100,7 +100,7 @@ def parse_answer(text: str) -> Node:
     tree = parser.items() if len(tokens) <= MAX_TOKENS else _NOTHING
     level = [tree]
     for _ in range(2 * MAX_DEPTH):
-        level = [part for node in level for part in node.parts]
+        level = [child for node in level for child in node.children]
     if parser.kind or tree == _NOTHING or level:
         raise Incomparable(f"{parser.text!r} is not expected, or it is too long or nested too deep")
     return tree
@@ -128,21 +128,21 @@ class _Parser:
         separator = ","
         while self._starts_atom() or self.text in ("+", "-"):
             members.append(self._chain(0))
-            while found := self.accept(*_SEPARATORS):
-                separator = found if found == "or" else separator
+            while mark := self.accept(*_SEPARATORS):
+                separator = mark if mark == "or" else separator
         return _joined("list", members, separator)
 
     def _chain(self, level: int) -> Node:
         if level == len(_CHAINS):
             return self._sum()
         signs, kind = _CHAINS[level]
-        parts, between = [self._chain(level + 1)], []
+        operands, between = [self._chain(level + 1)], []
         while sign := self.accept(*signs):
             between.append(sign)
-            parts.append(self._chain(level + 1))
+            operands.append(self._chain(level + 1))
         if kind == "ratio" and between:  # 3:4:5 has an order
-            return Node("div", tuple(parts)) if len(parts) == 2 else Node("seq", tuple(parts), "()")
-        return Node(kind, tuple(parts), tuple(between)) if between else parts[0]
+            return Node("div", tuple(operands)) if len(operands) == 2 else Node("seq", tuple(operands), "()")
+        return Node(kind, tuple(operands), tuple(between)) if between else operands[0]
 
     def _sum(self) -> Node:
         terms: list[Node] = []
@@ -217,7 +217,7 @@ class _Parser:
         bars, self._open_bars = self._open_bars, opener == "|"
         inside = self.items()
         self._open_bars = bars
-        members = inside.parts if inside.kind == "list" else (inside,)
+        members = inside.children if inside.kind == "list" else (inside,)
         brackets = opener + self.take()
         if brackets == "\\{\\}":
             return Node("set", members)
@@ -277,18 +277,18 @@ class _Parser:
         return Node("matrix", tuple(Node("row", tuple(row)) for row in rows if row))
 
 
-def _joined(kind: str, parts: Sequence[Node], data: Any = None) -> Node:
+def _joined(kind: str, children: Sequence[Node], data: Any = None) -> Node:
     """A sum, a product or a list, or its only part."""
-    return parts[0] if len(parts) == 1 else Node(kind, tuple(parts), data)
+    return children[0] if len(children) == 1 else Node(kind, tuple(children), data)
 
 
 def variables(node: Node) -> frozenset[str]:
     """What the value of a tree depends on, as keys of a point: ``var x`` for the variable x, ``text cm`` for words."""
-    return frozenset(f"{part.kind} {part.data}" for part in walk(node) if part.kind in ("var", "text"))
+    return frozenset(f"{child.kind} {child.data}" for child in walk(node) if child.kind in ("var", "text"))
 
 
 def walk(node: Node) -> Iterator[Node]:
     """The nodes of a tree."""
     yield node
-    for part in node.parts:
-        yield from walk(part)
+    for child in node.children:
+        yield from walk(child)

@@ -140,7 +140,7 @@ class Values:
         if kind not in ("fn", "deg", *self._operations):
             raise Incomparable(f"{kind} has no number as its value")
         angle |= node.data in CIRCULAR
-        values = [self.value(part, point, angle=angle) for part in node.parts]
+        values = [self.value(child, point, angle=angle) for child in node.children]
         if kind == "deg":
             return self._checked(self.inexact(values[0]) * self._context.pi / 180) if angle else values[0]
         try:

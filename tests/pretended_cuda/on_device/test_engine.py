@@ -18,14 +18,14 @@ def test_it_samples_the_tokens_of_the_cpu() -> None:
     """In float32 the two differ by the order of sums; one token in a million would flip, so the seed is fixed."""
     requests, sampling = ragged_requests(seed=2), Sampling(max_tokens=30, temperature=0.7)
     weights = changed_weights(tiny_model())
-    found = []
+    actual = []
     for device in ("cuda", "cpu"):
         one = engine(device, torch.float32)
         before = token_lists(generate(one, requests, sampling))
         one.update_weights(((name, weight.to(device)) for name, weight in weights.items()), 4)
-        found.append((before, token_lists(generate(one, requests, sampling))))
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+        actual.append((before, token_lists(generate(one, requests, sampling))))
+    assert actual[0] == actual[1]
+    assert actual[0][0] != actual[0][1]
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float16, 2**-7), (torch.bfloat16, 2**-4)])

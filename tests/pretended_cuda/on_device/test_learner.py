@@ -1,4 +1,4 @@
-"""The learner on the device computes what it computes on the CPU, in every precision, and seldom waits for it."""
+"""The learner on the device computes what it computes on the CPU, in every precision, and rarely waits for it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_it_learns_what_the_cpu_learns(case: dict[str, Any], tmp_path: Path, mon
     calls = []
     name = "sota_grpo::packed_attention"
     attention = kernels.STAND_INS[name]
-    monkeypatch.setitem(kernels.STAND_INS, name, lambda *given: (calls.append(len(given)), attention(*given))[1])
+    monkeypatch.setitem(kernels.STAND_INS, name, lambda *args: (calls.append(len(args)), attention(*args))[1])
     here = build(tmp_path, "cuda", **case)
     there = build(tmp_path, "cpu", **{**case, "precision": "fp32"})
     assert here.device == CUDA
@@ -141,7 +141,7 @@ def test_it_is_saved_restored_and_probed_where_it_is(tmp_path: Path) -> None:
 def test_the_reference_answers_from_the_device(lora: bool, tmp_path: Path) -> None:
     learner = build(tmp_path, "cuda", **{**FULL, "precision": "bf16", "lora": lora})
     there = build(tmp_path, "cpu", **{**FULL, "precision": "fp32", "lora": lora})
-    found = []
+    actual = []
     for one in (learner, there):
         reference = AdapterOffReference(one.policy) if lora else FrozenReference(copy.deepcopy(one.policy.model))
 
@@ -151,23 +151,23 @@ def test_the_reference_answers_from_the_device(lora: bool, tmp_path: Path) -> No
 
         fresh = lazy_stack([row.exclude(("next", "ref_log_probs")).clone() for row in row_list(rows())])
         answer = ReferenceKL(log_probs, in_reward_coeff=None, pad_token_id=0, token_budget=60)(fresh)
-        found.append(torch.cat([row["next", "ref_log_probs", "full"] for row in row_list(answer)]))
-    assert found[0].device == torch.device("cpu")
-    assert distance({"log_probs": found[0]}, {"log_probs": found[1]}) < CLOSE["bf16"]
+        actual.append(torch.cat([row["next", "ref_log_probs", "full"] for row in row_list(answer)]))
+    assert actual[0].device == torch.device("cpu")
+    assert distance({"log_probs": actual[0]}, {"log_probs": actual[1]}) < CLOSE["bf16"]
 
 
 def test_the_head_keeps_its_logits_in_float32() -> None:
     """Rounded to bfloat16 they would move a log-prob by some 1e-2."""
     hidden, weight = (torch.randn(rows, 24).bfloat16() for rows in (17, 300))
     targets = torch.randint(0, 300, (17,))
-    found, entropy = chunked_log_probs(hidden.to(CUDA), weight.to(CUDA), targets.to(CUDA), with_entropy=True)
+    actual, entropy = chunked_log_probs(hidden.to(CUDA), weight.to(CUDA), targets.to(CUDA), with_entropy=True)
     exact = (hidden.double() @ weight.double().t()).log_softmax(-1)
-    assert (found.cpu().double() - exact.gather(1, targets.unsqueeze(1)).squeeze(1)).abs().max() < 1e-4
+    assert (actual.cpu().double() - exact.gather(1, targets.unsqueeze(1)).squeeze(1)).abs().max() < 1e-4
     assert (entropy.cpu().double() + (exact.exp() * exact).sum(-1)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("whose", ["learner", "reference"])
-def test_a_micro_batch_seldom_makes_the_host_wait(whose: str, tmp_path: Path) -> None:
+def test_a_micro_batch_rarely_makes_the_host_wait(whose: str, tmp_path: Path) -> None:
     """Of passes over the same rows in one micro-batch and in many, by their difference."""
     learner = build(tmp_path, "cuda", **{**FULL, "precision": "bf16", "optim_batch_size": 16})
     reference = FrozenReference(make_model(head_dim=8).to("cuda"))

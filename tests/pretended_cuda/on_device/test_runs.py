@@ -49,7 +49,7 @@ def test_the_preset_runs_with_a_reference_on_the_device(tmp_path: Path) -> None:
     assert torch.cuda.max_memory_allocated() > 5 * bytes_of_weights
 
 
-def test_an_adapter_in_fp16_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_an_adapter_in_fp16_continues_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Its dropout draws from the device's random stream, which is in the checkpoint therefore."""
     options = (
         "train_model.lora.enabled=true",

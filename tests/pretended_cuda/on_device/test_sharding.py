@@ -34,8 +34,8 @@ def test_a_mesh_of_one_is_the_whole(lora: bool, tmp_path: Path, monkeypatch: pyt
     whole = build(tmp_path, "cuda", **case)
     original = CausalPolicy.__init__
 
-    def sharded(policy: CausalPolicy, *given: object, **options: object) -> None:
-        original(policy, *given, **options)
+    def sharded(policy: CausalPolicy, *args: object, **options: object) -> None:
+        original(policy, *args, **options)
         sharding.shard(policy, Ranks(0, 2, CUDA))  # of a size that is sharded, over a mesh of one
 
     monkeypatch.setattr(sharding, "init_device_mesh", lambda kind, _, **names: init_device_mesh(kind, (1,), **names))
@@ -44,9 +44,9 @@ def test_a_mesh_of_one_is_the_whole(lora: bool, tmp_path: Path, monkeypatch: pyt
     assert all(isinstance(value, DTensor) for value in part.parameters)
     assert isinstance(part.parameters[0].to_local(), PretendedTensor)
     for step in range(2):
-        found, expected = (learner.update(rows(9 + step)) for learner in (part, whole))
+        actual, expected = (learner.update(rows(9 + step)) for learner in (part, whole))
         for name in ("grad_norm", "loss/objective", "loss/kl", "entropy", "kl"):
-            assert found[name] == expected[name], name
+            assert actual[name] == expected[name], name
     state = part.state_dict()
     assert all(value.device.type == "cpu" for value in state["model"].values())
     other.load_state_dict(state)
@@ -59,7 +59,7 @@ def test_the_kernel_is_probed_where_the_ranks_compute() -> None:
 
 
 def test_a_kernel_that_is_not_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*given: object) -> None:
+    def missing(*args: object) -> None:
         raise RuntimeError("no kernel image is available")
 
     monkeypatch.setitem(STAND_INS, "sota_grpo::packed_attention", missing)

@@ -40,9 +40,9 @@ def test_operands_of_two_devices_are_refused(mixed: Callable, message: str) -> N
 
 def test_what_cuda_takes_from_the_cpu_is_taken() -> None:
     here = torch.arange(4.0, device="cuda")
-    found = [here * torch.tensor(2.0), here[torch.tensor([1, 2])], here.masked_fill(here > 1, torch.tensor(9.0))]
-    assert [each.device for each in found] == [CUDA] * 3
-    assert [each.tolist() for each in found] == [[0, 2, 4, 6], [1, 2], [0, 1, 9, 9]]
+    actual = [here * torch.tensor(2.0), here[torch.tensor([1, 2])], here.masked_fill(here > 1, torch.tensor(9.0))]
+    assert [each.device for each in actual] == [CUDA] * 3
+    assert [each.tolist() for each in actual] == [[0, 2, 4, 6], [1, 2], [0, 1, 9, 9]]
     with pytest.raises(TypeError, match="can't convert cuda:0"):
         here.numpy()
 
@@ -121,8 +121,8 @@ def test_the_attention_of_packed_rows_is_that_of_the_plain_form(window: int, sof
     """A prompt of 3 tokens with responses of 2 and 4, and one alone: forward and backward."""
     torch.manual_seed(0)
     tokens = torch.tensor([[5, 6, 7, 1, 2, 0, 0], [5, 6, 7, 1, 1, 1, 1], [8, 9, 0, 0, 0, 0, 0]])
-    said = torch.tensor([[False, False, False, True, True, True, True]] * 2 + [[False] * 7]) & (tokens > 0)
-    layout = pack(tokens, tokens > 0, said)
+    mask = torch.tensor([[False, False, False, True, True, True, True]] * 2 + [[False] * 7]) & (tokens > 0)
+    layout = pack(tokens, tokens > 0, mask)
     shapes = [(1, heads, len(layout.tokens), 8) for heads in (4, 2, 2)]
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     plain = [leaf.detach().cpu().float().requires_grad_() for leaf in leaves]
@@ -133,8 +133,8 @@ def test_the_attention_of_packed_rows_is_that_of_the_plain_form(window: int, sof
     pull = torch.randn(expected.shape)
     out.backward(pull.to("cuda", torch.bfloat16))
     expected.backward(pull)
-    for found, right in zip((out, *(leaf.grad for leaf in leaves)), (expected, *(leaf.grad for leaf in plain))):
-        gap = (found.cpu().float() - right).norm() / right.norm()
+    for actual, right in zip((out, *(leaf.grad for leaf in leaves)), (expected, *(leaf.grad for leaf in plain))):
+        gap = (actual.cpu().float() - right).norm() / right.norm()
         assert gap < 2**-7, gap  # one rounding of the result to 8 bits, and one of the probabilities
 
 

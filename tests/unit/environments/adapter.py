@@ -1,4 +1,4 @@
-"""An adapter: what stands between an instance and a client of somebody else's, all of it asynchronous."""
+"""An adapter: what is between an instance and a client of somebody else's, all of it asynchronous."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def environments() -> dict[str, tuple]:
 
     class Seen(Observation):
         height: int
-        said: str | None = None
+        heading: str | None = None
 
     class Tower(Environment):
         def reset(self, seed: int | None = None, **row: Any) -> Observation:

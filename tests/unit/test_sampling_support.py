@@ -1,4 +1,4 @@
-"""The kept sets of truncated sampling on their way: from the engine through rows, packs and dialogs to the policy."""
+"""The sampling supports of truncated sampling: from the engine through rows, packs and dialogs to the policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sota_grpo.assembly.sampling import make_sampling
 from sota_grpo.config import Config
 from sota_grpo.engines.stepping import StopStrings
 from sota_grpo.engines.transformers_engine import TransformersEngine, sampled_probs
-from sota_grpo.engines.vllm_engine import sampled_and_kept
+from sota_grpo.engines.vllm_engine import log_probs_and_support
 from sota_grpo.envs.dialogs import Dialog
 from sota_grpo.policy.causal import CausalPolicy, FrozenReference
 from sota_grpo.policy.load import load_tokenizer
@@ -31,7 +31,7 @@ from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
 from sota_grpo.workers.reference import _READ, ReferenceService, ReferenceWorker
 from tests.engine_rigs import CONTEXT, EOS, PAD, VOCAB, generate, ragged_requests, tiny_model
-from tests.l3_parts import make_subject
+from tests.training_rigs import make_components
 
 WAYS = {
     "top_p": {"top_p": 0.7},
@@ -64,7 +64,7 @@ def rows_of(samples: list[tuple[tuple[int, ...], Sample]]) -> list[TensorDict]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engine_tells_the_sets_that_it_drew_from_and_log_probs_over_them(way: str) -> None:
+def test_an_engine_reports_its_sampling_support_and_log_probs_over_it(way: str) -> None:
     """Against the logits of a forward pass without padding: at most a token at the edge of a set is another."""
     model = tiny_model()
     sampling = Sampling(max_tokens=24, **WAYS[way])
@@ -74,7 +74,7 @@ def test_an_engine_tells_the_sets_that_it_drew_from_and_log_probs_over_them(way:
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *sample.token_ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
         expected = sampled_probs(logits, sampling)
-        sets = sample.kept.ids.split(sample.kept.counts.tolist())
+        sets = sample.support.ids.split(sample.support.counts.tolist())
         assert len(sets) == len(sample.token_ids)
         for own, probs, token, log_prob in zip(sets, expected, sample.token_ids, sample.log_probs):
             assert int(token) in own.tolist()
@@ -84,13 +84,13 @@ def test_an_engine_tells_the_sets_that_it_drew_from_and_log_probs_over_them(way:
                 continue
             assert log_prob.item() == pytest.approx(probs[token].log().item(), abs=1e-5)
     assert others <= num_sets // 100
-    assert max(int(sample.kept.counts.max()) for _, sample in samples) > 1
+    assert max(int(sample.support.counts.max()) for _, sample in samples) > 1
 
 
 def test_whole_distributions_and_greedy_ones_have_no_sets() -> None:
     model = tiny_model()
     for how in ({}, {"temperature": 0.0, "top_p": 0.5}):
-        assert all(sample.kept is None for _, sample in sampled(model, **how))
+        assert all(sample.support is None for _, sample in sampled(model, **how))
 
 
 def test_top_p_and_min_p_keep_1024_tokens_at_most() -> None:
@@ -106,7 +106,7 @@ def by_hand(model: torch.nn.Module, prompt: tuple[int, ...], sample: Sample, tem
     """Log-prob and entropy of each token, ``[R, 2]``, from whole rows of logits."""
     logits = model(torch.tensor([[*prompt, *sample.token_ids.tolist()]])).logits[0, len(prompt) - 1 : -1] / temperature
     outside = torch.ones_like(logits, dtype=torch.bool)
-    for position, own in enumerate(sample.kept.ids.split(sample.kept.counts.tolist())):
+    for position, own in enumerate(sample.support.ids.split(sample.support.counts.tolist())):
         outside[position, own.long()] = False
     log_q = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
     entropy = -(log_q.exp() * log_q.masked_fill(outside, 0)).sum(-1)
@@ -120,23 +120,23 @@ def test_a_policy_of_other_weights_is_renormalised_over_the_sets(shared_prompt: 
     batch = pad_rows(rows_of(samples), pad_token_id=PAD)
     policy = CausalPolicy(tiny_model(seed=4), temperature=1.5, shared_prompt=shared_prompt, entropy_grad=True)
     out, mask = policy(batch), batch[keys.ASSISTANT_MASK]
-    found = torch.stack([out[keys.LOG_PROBS], out["entropy"]], -1)
+    actual = torch.stack([out[keys.LOG_PROBS], out["entropy"]], -1)
     expected = torch.cat([by_hand(policy.model, prompt, sample, 1.5) for prompt, sample in samples])
-    torch.testing.assert_close(found[mask], expected, rtol=1e-4, atol=1e-5)
-    assert not found[~mask].any()
+    torch.testing.assert_close(actual[mask], expected, rtol=1e-4, atol=1e-5)
+    assert not actual[~mask].any()
     pulls = torch.randn_like(expected)
     parameters = list(policy.parameters())
-    ours, theirs = (torch.autograd.grad((values * pulls).sum(), parameters) for values in (found[mask], expected))
+    ours, theirs = (torch.autograd.grad((values * pulls).sum(), parameters) for values in (actual[mask], expected))
     for own, other in zip(ours, theirs):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-6)
 
 
 def test_a_token_that_its_set_does_not_have_is_refused() -> None:
     rows = rows_of(sampled(tiny_model(), top_k=3))
-    first = int(rows[0][keys.KEPT_COUNTS].sum())
-    rows[0][keys.KEPT_IDS].copy_(torch.full((first,), VOCAB - 1))
+    first = int(rows[0][keys.SUPPORT_COUNTS].sum())
+    rows[0][keys.SUPPORT_IDS].copy_(torch.full((first,), VOCAB - 1))
     rows[0][keys.FULL_TOKENS][-1] = 2
-    with pytest.raises(ValueError, match="do not stand once in the set"):
+    with pytest.raises(ValueError, match="are not once in the set"):
         CausalPolicy(tiny_model())(pad_rows(rows, pad_token_id=PAD))
 
 
@@ -146,22 +146,22 @@ def test_torchrls_wrappers_which_know_no_sets_are_refused() -> None:
 
     loss = GRPOLoss(CausalPolicy(tiny_model()))
     loss.actor_network = Wrapper()
-    with pytest.raises(ValueError, match="kept sets"):
+    with pytest.raises(ValueError, match="sampling support"):
         loss(lazy_stack(rows_of(sampled(tiny_model(), top_k=3))))
 
 
 def same(one: TensorDict, other: TensorDict) -> bool:
-    names = (keys.FULL_TOKENS, keys.KEPT_IDS, keys.KEPT_COUNTS)
+    names = (keys.FULL_TOKENS, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
     return all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in names)
 
 
-def test_sets_of_vllm_that_may_have_more_tokens_than_were_asked_for_are_refused() -> None:
-    """Of two tokens three are asked for each; the second has all three, which is all only where there are no more."""
+def test_supports_of_vllm_that_may_have_more_tokens_than_were_requested_are_refused() -> None:
+    """Of two tokens three are required each; the second has all three, which is all only where there are no more."""
     ids, nothing = [5, 5, 6, 7, 8, 8, 9, 4], -torch.inf
-    found = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -1.0, -0.5, nothing, -1.1, -1.1, -1.1, -1.1])
+    actual = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -1.0, -0.5, nothing, -1.1, -1.1, -1.1, -1.1])
     with pytest.raises(RuntimeError, match="kept 3 tokens or more"):
-        sampled_and_kept(found, num_tokens=2, vocab=10)
-    log_probs, kept = sampled_and_kept(found, num_tokens=2, vocab=3)
+        log_probs_and_support(actual, num_tokens=2, vocab=10)
+    log_probs, kept = log_probs_and_support(actual, num_tokens=2, vocab=3)
     torch.testing.assert_close(log_probs, torch.tensor([-1.0, -1.1]))
     assert (kept.ids.tolist(), kept.counts.tolist()) == ([5, 6, 8, 9, 4], [2, 3])
 
@@ -175,32 +175,32 @@ def test_packs_pads_and_pickles_keep_the_sets() -> None:
     assert all(map(same, unpad_rows(pad_rows(rows, pad_token_id=PAD)).unbind(0), rows))
     group = GroupOutput(3, tuple(sample for _, sample in samples))
     for sample, again in zip(group.samples, pickle.loads(pickle.dumps(group)).samples, strict=True):
-        assert all(map(torch.equal, sample.kept, again.kept))
-        assert [part.dtype for part in again.kept] == [torch.int32, torch.int32]
+        assert all(map(torch.equal, sample.support, again.support))
+        assert [part.dtype for part in again.support] == [torch.int32, torch.int32]
 
 
 def test_what_others_say_in_a_dialog_has_no_set_and_a_cut_leaves_none_behind() -> None:
     kept = SamplingSupport(torch.tensor([5, 6, 9, 7, 8], dtype=torch.int32), torch.tensor([2, 1, 2], dtype=torch.int32))
-    said = Sample(torch.tensor([5, 9, 7]), -torch.ones(3), torch.zeros(3).long(), truncated=False, kept=kept)
+    sample = Sample(torch.tensor([5, 9, 7]), -torch.ones(3), torch.zeros(3).long(), truncated=False, support=kept)
     dialog = Dialog(None, (1, 2))
     for number in range(2):
-        dialog.add_turn(said)
+        dialog.add_turn(sample)
         if number == 0:
             dialog.add_observation([3, 4])
     whole = dialog.sample(common=2)
-    assert whole.kept.counts.tolist() == [2, 1, 2, 0, 0, 2, 1, 2]
-    assert whole.kept.ids.tolist() == [5, 6, 9, 7, 8] * 2
+    assert whole.support.counts.tolist() == [2, 1, 2, 0, 0, 2, 1, 2]
+    assert whole.support.ids.tolist() == [5, 6, 9, 7, 8] * 2
     plain = Dialog(None, (1, 2))
-    plain.add_turn(replace(said, kept=None))
+    plain.add_turn(replace(sample, support=None))
     plain.add_observation([3])
     assert plain.sample(common=2).kept is None
     tokenizer = load_tokenizer("tiny")
     ids = torch.tensor(tokenizer("it is not")["input_ids"])
     sets = SamplingSupport(ids.int(), torch.ones(len(ids), dtype=torch.int32))
-    long = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)).long(), truncated=True, kept=sets)
+    long = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)).long(), truncated=True, support=sets)
     (cut,) = StopStrings(tokenizer, ["is"]).cut(GroupOutput(0, (long,))).samples
-    assert cut.kept.ids.tolist() == cut.token_ids.tolist()
-    assert len(cut.kept.counts) == len(cut.token_ids) < len(ids)
+    assert cut.support.ids.tolist() == cut.token_ids.tolist()
+    assert len(cut.support.counts) == len(cut.token_ids) < len(ids)
 
 
 def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> None:
@@ -219,21 +219,21 @@ def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> N
 
 @pytest.mark.parametrize("adapter", [None, partial(add_lora, r=4, alpha=8, dropout=0.3)], ids=["whole", "lora"])
 def test_a_declared_truncation_passes_the_gate(adapter, tmp_path: Path) -> None:
-    subject = make_subject(tmp_path, temperature=2.0, top_p=0.9, max_tokens=64, adapter=adapter)
-    assert [check.name for check in run_gate(subject, "warn") if not check.passed] == []
-    sizes = torch.cat([row[keys.KEPT_COUNTS][row[keys.ASSISTANT_MASK]] for row in subject.rows])
+    components = make_components(tmp_path, temperature=2.0, top_p=0.9, max_tokens=64, adapter=adapter)
+    assert [check.name for check in run_gate(components, "warn") if not check.passed] == []
+    sizes = torch.cat([row[keys.SUPPORT_COUNTS][row[keys.ASSISTANT_MASK]] for row in components.rows])
     assert int(sizes.min()) >= 1
     assert float(sizes.float().mean()) > 1.5  # and not of a policy that is sure of everything
 
 
 def test_a_wider_truncation_than_the_sets_say_does_not(tmp_path: Path) -> None:
-    """An engine that tells the whole vocabulary and draws with a top-p of 0.8."""
-    subject = make_subject(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
-    rows = subject.sample()
-    vocabulary = subject.learner.policy.model.config.vocab_size
+    """An engine that reports the whole vocabulary and draws with a top-p of 0.8."""
+    components = make_components(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
+    rows = components.sample()
+    vocabulary = components.learner.policy.model.config.vocab_size
     counts = [torch.where(row[keys.ASSISTANT_MASK], vocabulary, 0).int() for row in rows]
     every = torch.arange(vocabulary, dtype=torch.int32)
-    rows.set(keys.KEPT_COUNTS, counts)
-    rows.set(keys.KEPT_IDS, [every.repeat(int((own > 0).sum())) for own in counts])
-    subject.rows = rows
-    assert not gate.first_ratio_is_one(subject).passed
+    rows.set(keys.SUPPORT_COUNTS, counts)
+    rows.set(keys.SUPPORT_IDS, [every.repeat(int((own > 0).sum())) for own in counts])
+    components.rows = rows
+    assert not gate.first_ratio_is_one(components).passed

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU
 
 
-class KeptSets(NamedTuple):
-    """The kept tokens of ``M`` positions, ``K`` in all, set after set.
+class SupportSets(NamedTuple):
+    """The sampling supports of ``M`` positions, ``K`` tokens in all, set after set.
 
-    >>> sets = KeptSets.of(torch.tensor([3, 5, 8]), torch.tensor([1, 2]), torch.tensor([3, 8]))
+    >>> sets = SupportSets.of(torch.tensor([3, 5, 8]), torch.tensor([1, 2]), torch.tensor([3, 8]))
     >>> sets.ids[sets.drawn].tolist(), sets.rows.tolist(), sets.columns.tolist(), sets.largest
     ([3, 8], [0, 1, 1], [0, 0, 1], 2)
     """
@@ -32,7 +32,7 @@ class KeptSets(NamedTuple):
     largest: int  # tokens of the largest set
 
     @classmethod
-    def of(cls, ids: Tensor, counts: Tensor, targets: Tensor) -> KeptSets:
+    def of(cls, ids: Tensor, counts: Tensor, targets: Tensor) -> SupportSets:
         """Build it from ids ``[K]``, the size of each set ``[M]``, and the tokens that were drawn, int64 ``[M]``.
 
         Raises:
@@ -40,7 +40,7 @@ class KeptSets(NamedTuple):
         """
         ids, counts = ids.long(), counts.long()
         if int(counts.sum()) != len(ids):
-            raise ValueError(f"{len(ids)} kept tokens were given, and their sets count {int(counts.sum())}.")
+            raise ValueError(f"{len(ids)} tokens do not fill sets of {int(counts.sum())}.")
         every = torch.arange(len(counts), device=ids.device)
         rows = every.repeat_interleave(counts)
         columns = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[rows]
@@ -48,20 +48,20 @@ class KeptSets(NamedTuple):
         if not torch.equal(rows[drawn], every):
             wrong = every[torch.bincount(rows[drawn], minlength=len(counts)) != 1]
             raise ValueError(
-                f"{len(wrong)} of {len(counts)} sampled tokens do not stand once in the set that they were drawn from "
+                f"{len(wrong)} of {len(counts)} sampled tokens are not once in the set that they were drawn from "
                 f"(the first is token {int(targets[wrong[0]])}): the engine's sets are not those of its tokens."
             )
         return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)
 
-    def to(self, device: torch.device) -> KeptSets:
-        ids, rows, columns, drawn = (each.to(device) for each in self[:4])
-        return KeptSets(ids, rows, columns, drawn, self.largest)
+    def to(self, device: torch.device) -> SupportSets:
+        ids, rows, columns, drawn = (tensor.to(device) for tensor in self[:4])
+        return SupportSets(ids, rows, columns, drawn, self.largest)
 
 
-def kept_log_probs(
+def support_log_probs(
     hidden: Tensor,
     weight: Tensor,
-    sets: KeptSets,
+    sets: SupportSets,
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
@@ -70,14 +70,14 @@ def kept_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each drawn token under the softmax over its kept set, and that distribution's entropy.
+    """Return the log-prob of each drawn token under the softmax over its support, and that distribution's entropy.
 
     ``log q_m = z_m[target_m] - log sum_{v in S_m} exp z_m[v]`` and ``entropy_m = -sum_{v in S_m} q_m(v) log q_m(v)``,
     with ``z`` the logits of :func:`sota_grpo.functional.log_probs.chunked_log_probs`, which this equals where every
     set is the vocabulary, up to rounding. A set of one token has a log-prob, an entropy and gradients of exactly 0.
 
-    Takes ``K H`` products for ``K`` kept tokens in all and ``M max |S|`` numbers for the softmax. On CUDA the gradients
-    are summed in no fixed order.
+    Takes ``K H`` products for ``K`` supported tokens in all and ``M max |S|`` numbers for the softmax. On CUDA the
+    gradients are summed in no fixed order.
 
     Args:
         sets: of the ``M`` tokens.
@@ -90,16 +90,16 @@ def kept_log_probs(
     Source: importance sampling, Owen 2013, "Monte Carlo theory, methods and examples", section 9.1.
 
     >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [9.0, -5.0]])
-    >>> sets = KeptSets.of(torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([1]))
-    >>> log_probs, entropy = kept_log_probs(hidden, weight, sets, with_entropy=True)
-    >>> round(log_probs.item(), 4), round(entropy.item(), 4)  # two equal logits are kept: -log 2 and log 2
+    >>> sets = SupportSets.of(torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([1]))
+    >>> log_probs, entropy = support_log_probs(hidden, weight, sets, with_entropy=True)
+    >>> round(log_probs.item(), 4), round(entropy.item(), 4)  # a support of two equal logits: -log 2 and log 2
     (-0.6931, 0.6931)
     """
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     if logits_bytes is None:
         logits_bytes = LOGITS_BYTES_ON_CPU if hidden.device.type == "cpu" else LOGITS_BYTES
-    logits = _KeptLogits.apply(hidden, weight, bias, sets, logits_bytes)
+    logits = _SupportLogits.apply(hidden, weight, bias, sets, logits_bytes)
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     lowest = torch.finfo(logits.dtype).min  # finite, and its exp is 0: no infinity is ever multiplied
     z = logits.new_full((len(hidden), sets.largest), lowest).index_put((sets.rows, sets.columns), logits)
@@ -115,18 +115,18 @@ def kept_log_probs(
     return log_probs, entropy
 
 
-class _KeptLogits(torch.autograd.Function):
+class _SupportLogits(torch.autograd.Function):
     """``hidden[rows_k] . weight[ids_k] + bias[ids_k]``, ``[K]``, with the gathered rows made again in the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, sets: KeptSets, num_bytes: int
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, sets: SupportSets, num_bytes: int
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, sets.rows, sets.ids)
         ctx.num_bytes, ctx.bias_shape = num_bytes, None if bias is None else bias.shape
         logits = hidden.new_empty(len(sets.ids), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for piece in _pieces(len(logits), hidden, num_bytes):
-            state, embedding = _gathered(hidden, weight, sets.rows[piece], sets.ids[piece])
+            state, embedding = _gather(hidden, weight, sets.rows[piece], sets.ids[piece])
             logits[piece] = (state * embedding).sum(1)
         return logits if bias is None else logits + bias.index_select(0, sets.ids)
 
@@ -142,7 +142,7 @@ class _KeptLogits(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             to_bias = grad.new_zeros(ctx.bias_shape).index_add_(0, ids, grad)
         for piece in _pieces(len(grad), hidden, ctx.num_bytes):
-            state, embedding = _gathered(hidden, weight, rows[piece], ids[piece])
+            state, embedding = _gather(hidden, weight, rows[piece], ids[piece])
             pull = grad[piece].unsqueeze(1)
             if to_hidden is not None:
                 to_hidden.index_add_(0, rows[piece], embedding * pull)
@@ -152,7 +152,7 @@ class _KeptLogits(torch.autograd.Function):
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), to_bias, None, None
 
 
-def _gathered(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _gather(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """States and embeddings of some logits, in the wide dtype; the embedding as the dtype of ``hidden`` rounds it."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.index_select(0, rows).to(wide), weight.index_select(0, ids).to(hidden.dtype).to(wide)

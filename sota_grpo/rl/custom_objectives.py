@@ -35,7 +35,7 @@ class ObjectiveError(UserError, ValueError):
     """An objective or an advantage estimator that does not exist or cannot be used; the message says what to change."""
 
 
-def in_file(value: str) -> tuple[Path, str] | None:
+def file_reference(value: str) -> tuple[Path, str] | None:
     """Return the file and the function of ``FILE.py:FUNCTION``; None for another value."""
     file, mark, function = value.rpartition(".py:")
     return (Path(f"{file}.py").expanduser(), function) if mark else None
@@ -76,14 +76,14 @@ def _function(
     """Return the user's function and its name, after checking its parameters; None for another value."""
     if callable(value):
         function, name = value, getattr(value, "__name__", option)
-    elif (place := in_file(value)) is not None:
-        function, name = _Written(option, *place), value
+    elif (reference := file_reference(value)) is not None:
+        function, name = _Written(option, *reference), value
     else:
         return None, value
     parameters = signature(function).parameters.values()
-    missing = [one.name for one in parameters if one.name not in terms and one.default is one.empty]
-    if missing or not {*needed} & {one.name for one in parameters}:
-        reads = f"asks for {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"
+    missing = [p.name for p in parameters if p.name not in terms and p.default is p.empty]
+    if missing or not {*needed} & {p.name for p in parameters}:
+        reads = f"requires {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"
         raise ObjectiveError(
             f"{option}: the function {name} {reads}; its parameters are any of {', '.join(terms)}, or have a default."
         )
@@ -106,9 +106,9 @@ class _Written:
             return getattr(run_python(self._path), self._name)
         except (Exception, SystemExit) as error:
             line = error_line(self._path, error)
-            place = self._path if line is None else f"{self._path}, line {line}"
+            location = self._path if line is None else f"{self._path}, line {line}"
             raise ObjectiveError(
-                f"{place}: {self._option} cannot be imported ({type(error).__name__}: {error}); correct the file."
+                f"{location}: {self._option} cannot be imported ({type(error).__name__}: {error}); correct the file."
             ) from error
 
 
@@ -120,7 +120,7 @@ def _parameters(option: str, path: Path, name: str) -> Signature:
         raise ObjectiveError(f"There is no file {path}; correct {option} (now in {Path.cwd()}).") from error
     except (SyntaxError, ValueError) as error:
         raise ObjectiveError(f"{path} is not Python ({error}); correct the file.") from error
-    functions = {one.name: one.args for one in tree.body if isinstance(one, ast.FunctionDef)}
+    functions = {n.name: n.args for n in tree.body if isinstance(n, ast.FunctionDef)}
     if name not in functions:
         raise ObjectiveError(
             f"{path} defines no function {name!r}; its functions are {', '.join(functions) or 'none'}: correct "
@@ -128,11 +128,11 @@ def _parameters(option: str, path: Path, name: str) -> Signature:
         )
     args = functions[name]
     named = [*args.posonlyargs, *args.args]
-    required = [one.arg for one in named[: len(named) - len(args.defaults)]]
-    required += [one.arg for one, default in zip(args.kwonlyargs, args.kw_defaults) if default is None]
-    every = [one.arg for one in [*named, *args.kwonlyargs]]
+    required = [n.arg for n in named[: len(named) - len(args.defaults)]]
+    required += [n.arg for n, default in zip(args.kwonlyargs, args.kw_defaults) if default is None]
+    every = [n.arg for n in [*named, *args.kwonlyargs]]
     return Signature(
-        [Parameter(one, Parameter.KEYWORD_ONLY, default=Parameter.empty if one in required else None) for one in every]
+        [Parameter(n, Parameter.KEYWORD_ONLY, default=Parameter.empty if n in required else None) for n in every]
     )
 
 

@@ -82,7 +82,7 @@ def make_scripted(env: TaskEnv) -> ScriptedEngine:
     return make_saying(env, say)
 
 
-def make_subject(
+def make_components(
     tmp_path: Path,
     *,
     temperature: float = TEMPERATURE,
