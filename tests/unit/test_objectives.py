@@ -276,12 +276,16 @@ def test_a_dropped_row_may_overflow() -> None:
     assert not loss.actor_network.log_probs.grad.any()
 
 
-def test_an_unbiased_kl_is_weighed_by_the_ratio_with_its_gradient() -> None:
-    """rho (exp(-d) + d - 1) with d = logp - ref has the slope rho d: here rho = 2 and d = log 3, and rho = 1, d = 0."""
-    behaviour = [0.0, -2.0 - math.log(2), -1.0]
-    batch = hand_batch(behaviour=behaviour, advantage=0.0)
-    batch.set(keys.REF_LOG_PROBS, torch.tensor([[0.0, -2.0 - math.log(3), -1.0]]))
-    loss = GRPOLoss(Constant([0.0, -2.0, -1.0]), kl_to_ref_coeff=1.0, kl_unbiased=True, entropy_bonus=False)
+@pytest.mark.parametrize("dual_clip", [None, 3.0, 2.0])
+def test_an_unbiased_kl_is_weighed_by_the_ratio_with_its_gradient(dual_clip: float | None) -> None:
+    """rho (exp(-d) + d - 1) with d = logp - ref has the slope rho d: here rho = 2 and d = log 3, and rho = 1, d = 0.
+
+    So it has where the ratio is exactly dual_clip, whatever torch's own ``clamp`` does there.
+    """
+    batch = hand_batch(behaviour=[0.0, -math.log(2), -1.0], advantage=0.0)
+    batch.set(keys.REF_LOG_PROBS, torch.tensor([[0.0, -math.log(3), -1.0]]))
+    options = {"kl_to_ref_coeff": 1.0, "kl_unbiased": True, "entropy_bonus": False, "dual_clip": dual_clip}
+    loss = GRPOLoss(Constant([0.0, 0.0, -1.0]), **options)
     out = loss(batch)
     out.loss_kl_to_ref.backward()
     k3 = 1 / 3 + math.log(3) - 1

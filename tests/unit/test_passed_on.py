@@ -129,6 +129,7 @@ def test_vllm_is_given_nothing_that_is_set_here(on_cpu: bool) -> None:
     ("name", "reason"),
     [
         ("speculative_config", "a step would give several tokens"),
+        ("speculative_config", "fly keeps tokens that the policy rejects"),
         ("spec_tokens", "a step would give several tokens"),
         ("logits_processors", "another distribution"),
         ("override_generation_config", "another distribution"),

@@ -1,6 +1,6 @@
 """The requests to a judge, and its verdicts. Judged text can neither end its block nor pass for a verdict.
 
-``chat`` is the chat completions endpoint of OpenAI's API. ``score`` and ``classify`` are those of vLLM 0.32, for reward
+``chat`` is the chat completions endpoint of OpenAI's API. ``score`` and ``classify`` are those of vLLM, for reward
 models. Equal inputs give equal requests, in every process.
 """
 
