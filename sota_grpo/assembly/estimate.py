@@ -241,9 +241,8 @@ def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     c, w = how.product_bytes, how.weight_bytes
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
-    hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
-    head = how.tile_bytes + rows.predicted * how.support * SUPPORT_BYTES
-    return layer + cast + hidden + rows.slots * SLOT_BYTES + head
+    hidden = rows.predicted * (model.hidden * (w + (c if how.casts else 0)) + how.support * SUPPORT_BYTES)
+    return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes
 
 
 def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:

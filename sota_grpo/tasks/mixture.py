@@ -186,9 +186,7 @@ class MixtureTask:
         """Read a row by the task in its column ``mixture/task``."""
         name = row.get(TASK)
         if name not in self.tasks:
-            raise DatasetError(
-                f"{location}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend or remove the row."
-            )
+            raise DatasetError(f"{location}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend the row.")
         example = self.tasks[name].read_row(row, location)
         return replace(example, extra={TASK: name, **example.extra})
 
