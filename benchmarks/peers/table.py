@@ -1,4 +1,4 @@
-"""Results as text: what was measured, beside what was promised."""
+"""Results as text: what was measured, beside what was pending_future."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
     """Return the part of element ``index`` and its index there, where parts take turns until they are used up.
 
-    >>> [place_in_rounds([1, 3], index) for index in range(4)]
+    >>> [position_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]
     """
     rounds = 0
