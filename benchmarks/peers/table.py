@@ -1,4 +1,4 @@
-"""Results as text: what was measured, beside what was pending_future."""
+"""Results as text: what was measured, beside what was promised."""
 
 from __future__ import annotations
 
