@@ -136,7 +136,7 @@ class Recorder:
         body = pickle.dumps(args, protocol=5, buffer_callback=buffers.append)
         self.sent += len(body) + sum(buffer.raw().nbytes for buffer in buffers)
         answer: Future[Any] = Future()
-        answer.set_result(self.planner if method == "ask" else {})
+        answer.set_result(self.planner if method == "run_method" else {})
         return answer
 
     def kill(self) -> None:

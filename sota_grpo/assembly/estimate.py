@@ -93,7 +93,9 @@ class Learning:
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
     support: int = 0  # most tokens of a sampling support, where sampling is truncated
-    saved_bytes: int = 0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.kept_limit
+    saved_bytes: int = (
+        0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.max_saved_bytes
+    )
     quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
     compiled: bool = False  # layers are compiled, on a GPU
     optimizer: str = "adamw"
@@ -241,9 +243,8 @@ def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     c, w = how.product_bytes, how.weight_bytes
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
-    hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
-    head = how.tile_bytes + rows.predicted * how.support * SUPPORT_BYTES
-    return layer + cast + hidden + rows.slots * SLOT_BYTES + head
+    hidden = rows.predicted * (model.hidden * (w + (c if how.casts else 0)) + how.support * SUPPORT_BYTES)
+    return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes
 
 
 def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:

@@ -163,12 +163,10 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
         pool, reward = instances.get(name), configs[name].reward
         if pool is None:
             return task
-        adds_task_terms = reward.path is not None or not pool.has_reward
-        if adds_task_terms and reward.path is None and isinstance(task, TableTask):
+        adds = reward.path is not None or not pool.has_reward
+        if adds and reward.path is None and isinstance(task, TableTask):
             task.require_answers()
-        return with_tools(
-            task, has_reward=pool.has_reward, adds_task_terms=adds_task_terms, success_above=reward.success_above
-        )
+        return with_tools(task, has_reward=pool.has_reward, adds_task_terms=adds, success_above=reward.success_above)
 
     return task.with_tasks(rewarded) if isinstance(task, MixtureTask) else rewarded(config.env.dataset, task)
 

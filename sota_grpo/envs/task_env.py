@@ -157,9 +157,8 @@ class TaskEnv(PromptSource, EnvBase):
                 template_kwargs=kwargs,
             )
             turns = TurnTokens(tokenizer, kwargs)
-            responder: Responder = (
-                ToolResponder(self, instances, fixed) if has_tools else GradedTurns(self.grader, turns)
-            )
+            graded = GradedTurns(self.grader, turns)
+            responder: Responder = ToolResponder(self, instances, fixed) if has_tools else graded
             bound = sys.maxsize if max_prompt_tokens is None else max_prompt_tokens + 1
             self._rules = Rules(responder, turns, max_steps, bound)
             self._opened = opened.pop_all()

@@ -78,8 +78,7 @@ class Layout:
         """The same layout with :meth:`tensors` on another device."""
         support = self.support
         if support is not None:
-            ids, rows, columns, drawn = tensors[6:]
-            support = SupportSets(ids, rows, columns, drawn, support.largest)
+            support = SupportSets(tensors[6], tensors[7], tensors[8], tensors[9], support.largest)
         tokens, positions, predicting, targets, slots = tensors[:5]
         moved = Layout(tokens, positions, predicting, targets, slots, self.packed_at, self.blocks, support=support)
         moved.tables = replace(self.tables, flat=tensors[5])

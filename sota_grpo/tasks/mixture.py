@@ -49,7 +49,7 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
     """Return the part of element ``index`` and its index there, where parts take turns until they are used up.
 
-    >>> [place_in_rounds([1, 3], index) for index in range(4)]
+    >>> [position_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]
     """
     rounds = 0
@@ -186,9 +186,7 @@ class MixtureTask:
         """Read a row by the task in its column ``mixture/task``."""
         name = row.get(TASK)
         if name not in self.tasks:
-            raise DatasetError(
-                f"{location}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend or remove the row."
-            )
+            raise DatasetError(f"{location}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend the row.")
         example = self.tasks[name].read_row(row, location)
         return replace(example, extra={TASK: name, **example.extra})
 

@@ -242,11 +242,11 @@ def parse_response(response: str) -> ParsedResponse:
     A tag that is repeated, in the wrong order or without its counterpart makes no part; tags inside a part make the
     form inexact. Only ``<think>`` may be missing, because chat templates of reasoning models end the prompt with it.
 
-    >>> read_parts("<think>9 + 9</think> <answer>18</answer>")
+    >>> parse_response("<think>9 + 9</think> <answer>18</answer>")
     ParsedResponse(thinking='9 + 9', answer='18', exact=True)
-    >>> read_parts("9 + 9</think>So: <answer>18</answer>")
+    >>> parse_response("9 + 9</think>So: <answer>18</answer>")
     ParsedResponse(thinking='9 + 9', answer='18', exact=False)
-    >>> read_parts("<answer>18</answer><think>9 + 9</think>")
+    >>> parse_response("<answer>18</answer><think>9 + 9</think>")
     ParsedResponse(thinking='9 + 9', answer=None, exact=False)
     """
     tags = list(TAG.finditer(response))

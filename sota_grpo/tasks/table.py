@@ -64,9 +64,7 @@ def chat_of(prompt: Any, location: str) -> Chat:
         for name in ("role", "content"):
             if not isinstance(turn.get(name), str):
                 problem = f"holds {type(turn[name]).__name__}" if name in turn else "is missing"
-                raise DatasetError(
-                    f"{location}, turn {number}: {name!r} {problem}; both role and content must be text."
-                )
+                raise DatasetError(f"{location}, turn {number}: {name!r} {problem}; role and content must be text.")
     if prompt[-1]["role"] == "assistant" or not any(turn["role"] == "user" for turn in prompt):
         raise DatasetError(f"{location} asks nothing: a chat must hold a user turn and must not end in an assistant's.")
     return [{name: value for name, value in turn.items() if value is not None} for turn in prompt]

@@ -281,7 +281,7 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
     Args:
         task: any task, its reward replaced by functions or not.
         has_reward: the environment has ``get_reward``, which is the term ``environment``, of weight 1.
-        asks_task: the task's terms count, too; else the environment's reward alone, above ``success_above`` a success.
+        adds_task_terms: the task's terms count; else the environment's reward, above ``success_above`` a success.
     """
     weights = {**(task.term_weights if adds_task_terms else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
     change = partial(_of_dialog, weights, adds_task_terms, success_above)

@@ -439,9 +439,8 @@ class ShardWriter:
     def begin(self, folder: Path, state: Any) -> Any:
         """Begin to copy and to write; return the state without its tensors."""
         rest, tensors = emptied(state)
-        mine = {
-            name: shard for name, tensor in tensors.items() if (shard := local_shard(tensor, self._ranks)) is not None
-        }
+        shards = ((name, local_shard(tensor, self._ranks)) for name, tensor in tensors.items())
+        mine = {name: shard for name, shard in shards if shard is not None}
         launched = torch.cuda.Event() if self._ranks.device.type == "cuda" else None
         if launched is not None:
             launched.record()  # kernels launched before still change these tensors

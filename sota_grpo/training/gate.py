@@ -428,11 +428,10 @@ def the_reference_reads_the_policys_tokens(run: TrainingComponents) -> Check:
     """Every token of the policy has the same id in the reference, whose context holds the longest sample."""
     other = run.reference
     assert other is not None
-    vocabulary = run.rollouts.env.tokenizer.get_vocab()
-    odd = sorted(token for token, index in vocabulary.items() if other.vocabulary.get(token) != index)
+    ids = run.rollouts.env.tokenizer.get_vocab()
+    odd = sorted(token for token, index in ids.items() if other.vocabulary.get(token) != index)
     short = other.context is not None and other.context < other.longest
-    same = f"{len(vocabulary) - len(odd)} of the {len(vocabulary)} tokens"
-    sentence = f"{same} of {other.policy} have the same id in {other.name}"
+    sentence = f"{len(ids) - len(odd)} of the {len(ids)} tokens of {other.policy} have the same id in {other.name}"
     if odd:
         sentence += f" (not {odd[0]!r}), so it would judge other texts: use a ref_model.name with the same tokenizer"
     if short:

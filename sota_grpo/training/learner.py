@@ -128,10 +128,8 @@ class Learner:
         """Do this rank's share of a training step."""
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
-        if share.scoring:
-            scores = self.within_memory(
-                lambda: self._local(rows, self.fitting_scores(rows, share.scoring), self.log_probs)
-            )
+        if tokens := share.scoring:
+            scores = self.within_memory(lambda: self._local(rows, self.fitting_scores(rows, tokens), self.log_probs))
             if self.settings.recompute:
                 for row, values in zip(rows, self._whole(scores, share.positions, share.lengths), strict=True):
                     row[keys.PROXIMAL_LOG_PROBS] = values

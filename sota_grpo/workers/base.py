@@ -45,7 +45,7 @@ def pending_future() -> Future[Any]:
 def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
     """Set what ``compute()`` returns or raises as the result of ``future``.
 
-    >>> future = promised()
+    >>> future = pending_future()
     >>> resolve(future, lambda: 1 / 0)
     >>> type(future.exception()).__name__
     'ZeroDivisionError'

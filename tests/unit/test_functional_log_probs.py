@@ -331,9 +331,9 @@ def test_kept_tiles_give_the_gradient_of_recomputed_ones(
     log_p = (exact[0] @ exact[1].t() / 0.7).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
     expected = torch.autograd.grad(log_p, exact, pull)
     made = []
-    monkeypatch.setattr(functional_log_probs, "kept_limit", lambda device: 2**20)
+    monkeypatch.setattr(functional_log_probs, "max_saved_bytes", lambda device: 2**20)
     pulled = functional_log_probs._pull_saved
-    monkeypatch.setattr(functional_log_probs, "_pull_kept", lambda *args: made.append(len(args)) or pulled(*args))
+    monkeypatch.setattr(functional_log_probs, "_pull_saved", lambda *args: made.append(len(args)) or pulled(*args))
     actual, _ = chunked_log_probs(*leaves, targets, temperature=0.7, logits_bytes=20_000, with_entropy=True)
     gradients = torch.autograd.grad(actual, leaves, pull.to(actual.dtype))
     assert made

@@ -117,7 +117,7 @@ def test_a_group_is_its_samples_whatever_each_of_them_has() -> None:
     """A response without a token, one that its worker decoded, sampling supports, a record."""
     ids = [torch.tensor([4, 5]), torch.zeros(0, dtype=torch.int64), torch.tensor([6])]
     kept = SamplingSupport(torch.tensor([4, 5, 9], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
-    extra = ({"kept": kept}, {"text": "said by a worker"}, {"record": {"a": 1}})
+    extra = ({"support": kept}, {"text": "said by a worker"}, {"record": {"a": 1}})
     samples = [
         Sample(one, -torch.ones(len(one)), torch.full((len(one),), 3), False, **own) for one, own in zip(ids, extra)
     ]

@@ -193,7 +193,7 @@ def test_what_others_say_in_a_dialog_has_no_set_and_a_cut_leaves_none_behind() -
     plain = Dialog(None, (1, 2))
     plain.add_turn(replace(sample, support=None))
     plain.add_observation([3])
-    assert plain.sample(common=2).kept is None
+    assert plain.sample(common=2).support is None
     tokenizer = load_tokenizer("tiny")
     ids = torch.tensor(tokenizer("it is not")["input_ids"])
     sets = SamplingSupport(ids.int(), torch.ones(len(ids), dtype=torch.int32))

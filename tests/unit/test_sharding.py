@@ -145,7 +145,7 @@ class Rank:
         self.calls: list[tuple[Any, ...]] = []
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        method, *args = args if method == "ask" else (method, *args)
+        method, *args = args if method == "run_method" else (method, *args)
         self.calls.append((method, *args))
         future: Future[Any] = Future()
 

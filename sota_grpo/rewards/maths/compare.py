@@ -235,11 +235,8 @@ def _coordinates(node: Node) -> Sequence[Node]:
     if len({*names}) < len(names) or node.data not in ("()", ","):
         return ()
     letters = [name.data for name in names if name.kind == "var" and len(name.data) == 1]
-    return (
-        [value for _, value in sorted(zip(letters, node.children))]
-        if len(letters) == len(node.children)
-        else node.children
-    )
+    values = node.children
+    return [value for _, value in sorted(zip(letters, values))] if len(letters) == len(values) else values
 
 
 def _rows(node: Node) -> list[tuple[Node, ...]]:
