@@ -181,7 +181,7 @@ def _progress(evaluator: Evaluator) -> Iterator[Callable[[bool, Sequence[Respons
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from sota_grpo.recording.progress import is_terminal
+    from sota_grpo.text import is_terminal
 
     total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
     plain, printed_at, done = not is_terminal(sys.stderr), time.monotonic(), 0
