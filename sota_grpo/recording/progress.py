@@ -87,12 +87,15 @@ def in_notebook(stream: TextIO) -> bool:
 
 
 class Progress:
-    """The progress line of a run, redrawn on a terminal (with a bar) and in a notebook, else printed periodically.
+    """The progress line of a run or an evaluation, redrawn on a terminal (with a bar) and in a notebook.
+
+    Elsewhere it is printed every ``every_s`` seconds.
 
     Args:
         total_steps: steps of the whole run.
         stream: None is standard output.
         every_s: least seconds between two printed lines.
+        unit: what is counted.
         by_reward: a success is a reward above a limit, and is shown only where a reward function returned one.
     """
 
@@ -102,10 +105,11 @@ class Progress:
         *,
         stream: TextIO | None = None,
         every_s: float = 5.0,
+        unit: str = "step",
         by_reward: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._by_reward = by_reward
+        self._unit, self._by_reward = unit, by_reward
         self.total = total_steps
         self._stream = cast(TextIO, Output(stream))
         self._every_s = every_s
@@ -118,7 +122,8 @@ class Progress:
             from rich.live import Live
 
             console = Console(file=self._stream, highlight=False)  # prints the log above the line, while there is one
-            self._live = Live(console=console, auto_refresh=False, redirect_stderr=is_terminal(sys.stderr))
+            out, err = map(is_terminal, (sys.stdout, sys.stderr))
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=out, redirect_stderr=err)
         self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
@@ -127,7 +132,7 @@ class Progress:
         self._marks.append((done, now))
         verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
         hidden = {"success"} if self._by_reward and not any(verdicts) else set()
-        parts = [f"step {done}/{self.total}"]
+        parts = [f"{self._unit} {done}/{self.total}"]
         for name, style in (
             ("reward", "reward {:.2f}"),
             ("success", "success {:.0%}"),
@@ -145,11 +150,9 @@ class Progress:
         line = "  ".join(parts)
         if self._live is not None:
             from rich.progress_bar import ProgressBar
-            from rich.table import Table
+            from rich.table import Column, Table
 
-            row = Table.grid(padding=(0, 1))
-            row.add_column(max_width=_BAR_WIDTH)
-            row.add_column(no_wrap=True, overflow="ellipsis")
+            row = Table.grid(Column(max_width=_BAR_WIDTH), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
             row.add_row(ProgressBar(self.total, done), line)
             self._live.start()
             self._live.update(row, refresh=True)
@@ -260,9 +263,7 @@ def percent(share: float | None, error: float | None = None) -> str:
 def figures(*columns: str) -> Table:
     """Return an empty ASCII table with a column of names on the left and columns of figures."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=box.ASCII)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
-    return table
+    first, *others = columns
+    return Table(Column(first, no_wrap=True), *(Column(name, justify="right") for name in others), box=box.ASCII)

@@ -249,7 +249,7 @@ def _own_console() -> Iterator[None]:
     before, level = list(logger.handlers), logger.level
     if not logger.hasHandlers():
         # stderr is red in a notebook
-        logger.addHandler(console_handler(sys.stdout if in_notebook(sys.stdout) else sys.stderr))
+        logger.addHandler(console_handler(sys.stdout if in_notebook(sys.stdout) else None))
         logger.setLevel(logging.INFO)
     try:
         yield
