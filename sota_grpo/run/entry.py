@@ -285,6 +285,7 @@ class Jobs:
         self, composed: DictConfig, run_dir: Path, sweep_dir: Path, overrides: Sequence[str] = ()
     ) -> float | None:
         self._open_sweep(sweep_dir)
+        say(f"Run {run_dir.name} of the sweep: {', '.join(overrides)}", sys.stderr)
         try:
             self._with_report = _train(composed, run_dir, overrides).logging.report
             self._codes.append(0)
