@@ -75,31 +75,28 @@ def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
     return "\x1b[2K" + (text if colour is None or os.environ.get("NO_COLOR") else f"\x1b[{colour}m{text}\x1b[m")
 
 
-class _Console(logging.StreamHandler[TextIO]):
-    """Shows warnings in yellow, errors in red; on a terminal the next line replaces that of a ``redrawn`` record."""
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Shows our own sentences, except those for the log file only; warnings are yellow, errors red.
 
-    def __init__(self, stream: TextIO | None) -> None:
+    On a terminal the next line replaces that of a ``redrawn`` record. Without a stream it is the present stderr: a live
+    line puts its own in the place of that, to print above itself.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
         self._is_stderr = stream is None
+        self.setLevel(logging.INFO)
+        self.addFilter(lambda record: not getattr(record, "file_only", False))
+        self.setFormatter(ReadableFormatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._is_stderr:
-            self.stream = sys.stderr  # a live line puts its own in the place of it, and prints above itself
+        self.stream = sys.stderr if self._is_stderr else self.stream
         self.terminator = "\r" if getattr(record, "redrawn", False) and is_terminal(self.stream) else "\n"
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
         colour = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else None
         return shown(super().format(record), self.stream, colour)
-
-
-def console_handler(stream: TextIO | None = None) -> logging.Handler:
-    """Return a handler that shows our own sentences, except those for the log file only, by default on stderr."""
-    console = _Console(stream)
-    console.setLevel(logging.INFO)
-    console.addFilter(lambda record: not getattr(record, "file_only", False))
-    console.setFormatter(ReadableFormatter("%(message)s"))
-    return console
 
 
 def json_line(value: Any, *, html: bool = False, **options: Any) -> str:

@@ -33,7 +33,7 @@ from sota_grpo.files import write_text
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
 from sota_grpo.run import launch
 from sota_grpo.sweeps import SUMMARY, as_text, continued, note_command, objective, write_summary
-from sota_grpo.text import Output, console_handler, readable, say
+from sota_grpo.text import ConsoleHandler, Output, readable, say
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _run() -> int:
 def quiet_console() -> None:
     """Print our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
-    logging.basicConfig(level=logging.WARNING, handlers=[console_handler()])
+    logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler()])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself
 

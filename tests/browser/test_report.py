@@ -478,6 +478,8 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, t
     assert told[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")
     assert page.inner_text("#differences") == page.inner_text("#key") == ""
     assert page.is_hidden("#means")
+    assert page.inner_text("#config-table") == "No option matches.", "all are the default"
+    page.select_option("#config-kind", "all")
     assert page.locator("#config-table tbody tr").count() > 80
     assert "No checks are recorded of this run." in page.inner_text("#gate-table")
     assert lines(page, "reward")[0]["y"] == rewards(steps=1)

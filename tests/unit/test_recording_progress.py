@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.recording.progress import Heartbeat, Progress, closing_lines
-from sota_grpo.text import GREEN, console_handler, readable, say
+from sota_grpo.text import GREEN, ConsoleHandler, readable, say
 
 
 class Terminal(io.StringIO):
@@ -97,7 +97,7 @@ def screen(written: str) -> list[str]:
 
 def test_a_terminal_shows_a_bar_and_one_line_redrawn_below_the_log_and_is_given_back(monkeypatch: Any) -> None:
     terminal = made_terminal(monkeypatch)
-    console = console_handler()  # made before the live line, as by the commands
+    console = ConsoleHandler()  # made before the live line, as by the commands
     with Progress(4) as progress:
         for done in (1, 2):
             line = progress.update(done, {"reward": done / 4})
@@ -135,7 +135,7 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: Any) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     terminal.truncate(0)
     say("ok", colour=GREEN)
-    console_handler().handle(logging.makeLogRecord({"msg": "no", "levelno": logging.ERROR}))
+    ConsoleHandler().handle(logging.makeLogRecord({"msg": "no", "levelno": logging.ERROR}))
     with Progress(2) as progress:
         progress.update(1, SHOWN)
     assert not re.search(r"\x1b\[[0-9;]*[1-9]m", terminal.getvalue()), "no colour"
@@ -144,7 +144,7 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: Any) -> None:
 def test_a_stage_on_a_terminal_is_one_line(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     terminal = made_terminal(monkeypatch)
     now = 0.0
-    heartbeat, console = Heartbeat(every_s=(1.0,), clock=lambda: now), console_handler()
+    heartbeat, console = Heartbeat(every_s=(1.0,), clock=lambda: now), ConsoleHandler()
     heartbeat.emit(logging.makeLogRecord({"stage": "Loading the policy"}))
     with caplog.at_level(logging.INFO, logger="sota_grpo"):
         for second in (1.0, 20.0):
@@ -156,7 +156,7 @@ def test_a_stage_on_a_terminal_is_one_line(monkeypatch: Any, caplog: pytest.LogC
     say("ready")
     assert screen(terminal.getvalue()) == ["ready", ""]
     plain = io.StringIO()
-    console_handler(plain).handle(caplog.records[0])
+    ConsoleHandler(plain).handle(caplog.records[0])
     assert plain.getvalue() == "Loading the policy: 1 s so far\n"
 
 
