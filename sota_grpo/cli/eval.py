@@ -96,13 +96,12 @@ def run(options: argparse.Namespace) -> int:
         if before is not None:
             _require_same_problems(options.against, before, heading)
         total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
-        progress = Progress(total, stream=sys.stderr, every_s=_PLAIN_LINE_S, unit="graded")
-        opened.enter_context(progress)
+        line = opened.enter_context(Progress(total, stream=sys.stderr, every_s=_PLAIN_LINE_S, unit="graded"))
         done, right = count(1), {True: list[bool](), False: list[bool]()}  # of greedy responses, and of samples
 
         def graded(greedy: bool, problem: int, responses: Sequence[Response]) -> None:
             right[greedy] += [response.score.success for response in responses]
-            progress.update(next(done), {"success": fmean(right[greedy])})
+            line.update(next(done), {"success": fmean(right[greedy])})
             if write_row is not None:
                 for row in _rows(evaluator, greedy, problem, responses):
                     write_row(row)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 EVERY_S = (6.0, 12.0, 30.0, 60.0)  # longest silences of a stage; the last is repeated
 _LOOK_S = 1.0
-_BAR_WIDTH = 30
 _WINDOW = 20  # steps of the moving average: it smooths evaluations and follows the lengths
 _PATIENCE = 3  # steps in a row; one alone happens to good runs, and a run may be shorter
 
@@ -152,7 +151,7 @@ class Progress:
             from rich.progress_bar import ProgressBar
             from rich.table import Column, Table
 
-            row = Table.grid(Column(max_width=_BAR_WIDTH), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
+            row = Table.grid(Column(max_width=30), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
             row.add_row(ProgressBar(self.total, done), line)
             self._live.start()
             self._live.update(row, refresh=True)

@@ -276,11 +276,9 @@ class Run:
             write_gate(self.run_dir, self.config.check.mode, checks)
         if checks:
             made = [check.passed for check in checks if check.passed is not None]
-            slowest = max(checks, key=lambda check: check.seconds)
             say(
-                f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s "
-                f"(longest: {slowest.name}, {slowest.seconds:.1f} s), on responses of up to "
-                f"{self.parts.max_tokens} tokens"
+                f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s, "
+                f"on responses of up to {self.parts.max_tokens} tokens"
             )
 
     def close(self) -> None:
