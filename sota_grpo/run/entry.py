@@ -33,7 +33,7 @@ from sota_grpo.files import write_text
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
 from sota_grpo.run import launch
 from sota_grpo.sweeps import SUMMARY, as_text, continued, note_command, objective, write_summary
-from sota_grpo.text import ConsoleHandler, Output, readable, say
+from sota_grpo.text import RED, ConsoleHandler, Output, readable, say
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ class Jobs:
 
     def _say(self, sentence: str) -> None:
         self._said = sentence
-        say(f"{self._program}: {readable(sentence)}", sys.stderr)
+        say(f"{self._program}: {readable(sentence)}", sys.stderr, RED)
 
     def _end_sweep(self, completed: bool) -> None:
         """Print the summary of the sweep, and write it and the report to its directory."""

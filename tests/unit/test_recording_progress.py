@@ -31,6 +31,7 @@ def test_the_line_reads_as_promised_with_the_time_left_by_the_mean_step():
     line = progress.update(13, SHOWN)  # 47 steps of 3.1458 s = 148 s
     assert line == "step 13/60  reward 0.61  success 57 %  kl 0.002  4,210 tok/s  ETA 2:28"
     assert progress.update(60, {}) == "step 60/60"
+    assert Progress(9, stream=io.StringIO(), unit="graded").update(1, {}) == "graded 1/9"
 
 
 def test_a_success_that_is_a_reward_above_a_limit_is_not_shown() -> None:
