@@ -109,7 +109,7 @@ def do(step: Step) -> None:
     unfinished = step.target.with_name(f"unfinished_{step.target.name}")
     out = ["--out", str(unfinished)] if step.takes_out else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    shown = subprocess.DEVNULL if out else None  # the closing table says it
+    shown = subprocess.DEVNULL if out else None  # the closing lines say it
     try:
         subprocess.run([*step.command, *out], check=True, env=environment, stdout=shown)
     except subprocess.CalledProcessError:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from sota_grpo.stopping import interrupt_once
-from sota_grpo.text import first_line, readable, say
+from sota_grpo.text import RED, first_line, readable, say
 
 CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -61,7 +61,7 @@ def run_command(program: str, command: Callable[[], int], if_interrupted: str) -
     try:
         code = command()
     except UserError as error:
-        say(f"{program}: {readable(str(error))}", sys.stderr)  # it may quote untrusted text
+        say(f"{program}: {readable(str(error))}", sys.stderr, RED)  # it may quote untrusted text
         code = error.exit_code
     except KeyboardInterrupt as stop:
         say(f"{program}: interrupted; {str(stop) or if_interrupted}.", sys.stderr)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from sota_grpo.errors import UserError
@@ -247,9 +247,7 @@ def as_text(sweep: Sweep, width: int | None = None) -> str:
     with console.capture() as capture:
         console.print(Text(sweep.headline), soft_wrap=True)
         for header, *rows in _tables(sweep):
-            table = Table(box=box.ASCII)
-            for name in header:
-                table.add_column(Text(name), overflow="fold")
+            table = Table(*(Column(Text(name), overflow="fold") for name in header), box=box.ASCII)
             for row in rows:
                 table.add_row(*map(Text, row))  # not as markup: [0,1] is a value
             console.print(table)

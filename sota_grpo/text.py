@@ -8,9 +8,11 @@ import os
 import re
 import sys
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 logger = logging.getLogger(__name__)
+
+RED, GREEN, YELLOW = 31, 32, 33  # ANSI
 
 _KEPT = frozenset("\u00a0\u3000\u200c\u200d")  # spaces, and the joiners that some scripts need
 # Left raw by JSON, but harmful in terminals, line readers or UTF-8: further control characters, line separators,
@@ -61,13 +63,40 @@ class ReadableFormatter(logging.Formatter):
         return readable(super().format(record))
 
 
-def console_handler(stream: TextIO | None = None) -> logging.Handler:
-    """Return a handler that shows our own sentences, except those for the log file only, by default on stderr."""
-    console = logging.StreamHandler(stream)
-    console.setLevel(logging.INFO)
-    console.addFilter(lambda record: not getattr(record, "file_only", False))
-    console.setFormatter(ReadableFormatter("%(message)s"))
-    return console
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a line on ``stream`` can be redrawn; colours may be forced on a file."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
+    """Return ``text`` for ``stream``: on a terminal on a clean line, in an ANSI colour unless ``NO_COLOR`` is set."""
+    if not is_terminal(stream):
+        return text
+    return "\x1b[2K" + (text if colour is None or os.environ.get("NO_COLOR") else f"\x1b[{colour}m{text}\x1b[m")
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Shows our own sentences, except those for the log file only; warnings are yellow, errors red.
+
+    On a terminal the next line replaces that of a ``redrawn`` record. Without a stream it is the present stderr: a live
+    line puts its own in the place of that, to print above itself.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self._is_stderr = stream is None
+        self.setLevel(logging.INFO)
+        self.addFilter(lambda record: not getattr(record, "file_only", False))
+        self.setFormatter(ReadableFormatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr if self._is_stderr else self.stream
+        self.terminator = "\r" if getattr(record, "redrawn", False) and is_terminal(self.stream) else "\n"
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        colour = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else None
+        return shown(super().format(record), self.stream, colour)
 
 
 def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
@@ -125,6 +154,7 @@ class Output:
         return getattr(self._stream, name)
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
+def say(text: str, stream: TextIO | None = None, colour: int | None = None) -> None:
     """Print a line on ``stream``, by default standard output, if that can be written."""
-    print(text, file=Output(stream))
+    output = Output(stream)
+    output.write(shown(text, cast(TextIO, output), colour) + "\n")  # at once: threads write, too

@@ -61,7 +61,7 @@ def gate_of(folder: Path) -> list[str]:
     """What the checks before training said."""
     path = folder / "training.log"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [line.split("check passed: ")[1] for line in lines if "check passed: " in line]
+    return [line.split("check ok: ")[1] for line in lines if "check ok: " in line]
 
 
 def accuracies(folder: Path) -> list[float]:

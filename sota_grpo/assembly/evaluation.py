@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -225,9 +224,6 @@ def check(
             raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}).") from error
         components = opened.enter_context(closing(build(config, folder)))
         starting("Checking before training")
-        gate = logging.getLogger("sota_grpo.training.gate")
-        opened.callback(gate.setLevel, gate.level)
-        gate.setLevel(logging.CRITICAL)  # its lines repeat on_check
         components.weight_sync.send(version=components.learner.version)
         checks = run_gate(components, "warn", on_check=on_check)
         if run_dir is not None:

@@ -22,9 +22,11 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, redirect_stdout
+from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.cli import above_zero, add_parser, add_trust, print_trust, whole
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     from sota_grpo.assembly.devices import resolve_device
     from sota_grpo.assembly.evaluation import find_target, open_evaluator
     from sota_grpo.engines import resolve_engine_name, temperature_fault
-    from sota_grpo.recording.progress import Heartbeat, starting
+    from sota_grpo.recording.progress import Heartbeat, Progress, starting
     from sota_grpo.run.entry import quiet_console
     from sota_grpo.training.evaluate import gains
 
@@ -93,10 +95,13 @@ def run(options: argparse.Namespace) -> int:
         heading = _heading(target, evaluator)
         if before is not None:
             _require_same_problems(options.against, before, heading)
-        show_progress = opened.enter_context(_progress(evaluator))
+        total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
+        line = opened.enter_context(Progress(total, stream=sys.stderr, every_s=_PLAIN_LINE_S, unit="graded"))
+        done, right = count(1), {True: list[bool](), False: list[bool]()}  # of greedy responses, and of samples
 
         def graded(greedy: bool, problem: int, responses: Sequence[Response]) -> None:
-            show_progress(greedy, responses)
+            right[greedy] += [response.score.success for response in responses]
+            line.update(next(done), {"success": fmean(right[greedy])})
             if write_row is not None:
                 for row in _rows(evaluator, greedy, problem, responses):
                     write_row(row)
@@ -173,34 +178,6 @@ def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[
             "truncated": response.truncated,
         }
         yield graded_row(evaluator.rollouts.env.task, row, response.score)
-
-
-@contextmanager
-def _progress(evaluator: Evaluator) -> Iterator[Callable[[bool, Sequence[Response]], None]]:
-    """Yield a function that shows progress on stderr: a bar on a terminal, else a line every few seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from sota_grpo.recording.progress import is_terminal
-
-    total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
-    plain, printed_at, done = not is_terminal(sys.stderr), time.monotonic(), 0
-    right: dict[bool, list[bool]] = {True: [], False: []}  # greedy responses, and samples
-
-    def graded(greedy: bool, responses: Sequence[Response]) -> None:
-        nonlocal printed_at, done
-        done += 1
-        right[greedy] += [response.score.success for response in responses]
-        text = f"{'greedy' if greedy else 'samples'} {sum(right[greedy]) / len(right[greedy]):.1%} right"
-        bar.update(task, completed=done, description=text)
-        if plain and time.monotonic() - printed_at >= _PLAIN_LINE_S:
-            printed_at = time.monotonic()
-            print(f"{done}/{total}  {text}", file=sys.stderr, flush=True)
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=plain) as bar:
-        task = bar.add_task("", total=total)
-        yield graded
 
 
 def show(result: dict[str, Any], stream: Any) -> None:

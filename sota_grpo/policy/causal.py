@@ -237,7 +237,7 @@ def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
     if reason is not None:
         logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
     else:
-        logger.info("%s computes packed rows, each prompt once.", type(model).__name__)
+        logger.info("%s computes packed rows, each prompt once.", type(model).__name__, extra={"file_only": True})
     return reason is None
 
 

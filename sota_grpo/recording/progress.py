@@ -1,13 +1,11 @@
-"""The output of a run on a console: stages of its start, a progress line, warnings, a closing table.
+"""The output of a run on a console: stages of its start, a progress line, warnings, closing lines.
 
 Stages are records of the ``sota_grpo`` loggers; ``training.log`` has the time at which each of them began.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import os
 import sys
 import threading
 import time
@@ -16,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO, cast
 
 from sota_grpo.rl.records import VERDICTS
-from sota_grpo.text import Output, duration
+from sota_grpo.text import Output, duration, is_terminal
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 EVERY_S = (6.0, 12.0, 30.0, 60.0)  # longest silences of a stage; the last is repeated
 _LOOK_S = 1.0
-_TEXT_WIDTH = 100
 _WINDOW = 20  # steps of the moving average: it smooths evaluations and follows the lengths
 _PATIENCE = 3  # steps in a row; one alone happens to good runs, and a run may be shorter
 
@@ -66,7 +63,7 @@ class Heartbeat(logging.Handler):
         now, stage = self._clock(), self._stage
         if stage is not None and now - self._spoke >= self._every_s[min(self._beats, len(self._every_s) - 1)]:
             self._beats += 1
-            logger.info("%s: %.0f s so far", stage, now - self._began)
+            logger.info("%s: %.0f s so far", stage, now - self._began, extra={"redrawn": True})
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_S):
@@ -88,19 +85,16 @@ def in_notebook(stream: TextIO) -> bool:
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Return whether a line on ``stream`` can be redrawn; colours may be forced on a file."""
-    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-
-
 class Progress:
-    """The progress line of a run: redrawn on a terminal and in a notebook, elsewhere printed every ``every_s`` seconds.
+    """The progress line of a run or an evaluation, redrawn on a terminal (with a bar) and in a notebook.
+
+    Elsewhere it is printed every ``every_s`` seconds.
 
     Args:
         total_steps: steps of the whole run.
-        first_step: steps done before this process (resume).
         stream: None is standard output.
         every_s: least seconds between two printed lines.
+        unit: what is counted.
         by_reward: a success is a reward above a limit, and is shown only where a reward function returned one.
     """
 
@@ -108,25 +102,27 @@ class Progress:
         self,
         total_steps: int,
         *,
-        first_step: int = 0,
         stream: TextIO | None = None,
         every_s: float = 5.0,
+        unit: str = "step",
         by_reward: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._by_reward = by_reward
+        self._unit, self._by_reward = unit, by_reward
         self.total = total_steps
         self._stream = cast(TextIO, Output(stream))
         self._every_s = every_s
         self._clock = clock
-        self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_WINDOW + 1)
+        self._marks: deque[tuple[int, float]] = deque(maxlen=_WINDOW + 1)
         self._printed_at = -float("inf")
         self._live: Live | None = None
         if is_terminal(self._stream):
             from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+            console = Console(file=self._stream, highlight=False)  # prints the log above the line, while there is one
+            out, err = map(is_terminal, (sys.stdout, sys.stderr))
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=out, redirect_stderr=err)
         self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
@@ -135,7 +131,7 @@ class Progress:
         self._marks.append((done, now))
         verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
         hidden = {"success"} if self._by_reward and not any(verdicts) else set()
-        items = [f"step {done}/{self.total}"]
+        parts = [f"{self._unit} {done}/{self.total}"]
         for name, style in (
             ("reward", "reward {:.2f}"),
             ("success", "success {:.0%}"),
@@ -144,18 +140,21 @@ class Progress:
         ):
             value = None if name in hidden else metrics.get(name)
             if value is not None:
-                items.append(style.format(value).replace("%", " %"))
+                parts.append(style.format(value).replace("%", " %"))
         if failed := metrics.get("reward_errors"):
-            items.append(f"{failed:.0f} not graded")
+            parts.append(f"{failed:.0f} not graded")
         (first, began), (last, now) = self._marks[0], self._marks[-1]
-        if last > first:
-            items.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
-        line = "  ".join(items)
+        if last > first and last < self.total:  # the first step is no measure: an evaluation comes before it
+            parts.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
+        line = "  ".join(parts)
         if self._live is not None:
-            from rich.text import Text
+            from rich.progress_bar import ProgressBar
+            from rich.table import Column, Table
 
+            row = Table.grid(Column(max_width=30), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
+            row.add_row(ProgressBar(self.total, done), line)
             self._live.start()
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(row, refresh=True)
         elif self._in_notebook:  # without widgets, which need a package beside it and are empty in a saved notebook
             import IPython.display
 
@@ -169,16 +168,13 @@ class Progress:
             self._stream.write(line + "\n")
         return line
 
-    def close(self) -> None:
-        """Restore the terminal; the last line stays. Idempotent."""
-        if self._live is not None:
-            self._live.stop()
-
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Restore the terminal; the last line stays."""
+        if self._live is not None:
+            self._live.stop()
 
 
 class ZeroAdvantageWatch:
@@ -205,64 +201,51 @@ class ZeroAdvantageWatch:
         elif self.num_steps >= self._patience and not self._warned_equal:
             self._warned_equal = True
             logger.warning(
-                "In %d %s in a row every group's rewards were equal (mean %.2f), so nothing was learned from them: "
+                "Every group of the last %s had equal rewards (mean %.2f), so nothing was learned from them: "
                 "read the responses (sota-grpo report RUN), then change the reward, the problems or the temperature.",
-                *(self.num_steps, "step" if self.num_steps == 1 else "steps", metrics.get("reward") or 0.0),
+                *("step" if self.num_steps == 1 else f"{self.num_steps} steps", metrics.get("reward") or 0.0),
             )
 
 
-def closing_table(
+def closing_lines(
     before: Mapping[str, float | None],
     after: Mapping[str, float | None],
     phase_seconds: Mapping[str, float],
     *,
     avg_at_k: int,
     wall_s: float,
-) -> str:
-    """Print and return a table of held-out gains and of the time by phase.
+) -> list[str]:
+    """Return a line of held-out figures before and after training, if there are any, and one of the time by phase.
 
     Args:
         before, after: the ``eval/*`` metrics before and after training; empty when nothing was evaluated.
         phase_seconds: seconds by phase (``generate``, ``learn``, ...); phases that overlap may exceed 100 %.
         avg_at_k: the k of ``eval/avg_at_k``.
-        wall_s: duration of the run; time of no phase is shown as ``other``.
+        wall_s: duration of the run; ``other`` is the time of no phase and of phases below 1 %.
     """
-    from rich.console import Console, Group
-
-    gains = figures("held out", "before", "after", "gain")
-    tasks = [name.removeprefix("eval/task/") for name in {**before, **after} if name.startswith("eval/task/")]
+    tasks = dict.fromkeys(name.removeprefix("eval/task/") for name in {**before, **after} if "eval/task/" in name)
+    is_accuracy = all(row.get("eval/reward") == row.get("eval/accuracy") for row in (before, after))
+    gains = []
     for label, mean, stderr in (
         ("greedy", "eval/accuracy", "eval/stderr"),
-        *((f"  {name}", f"eval/task/{name}", f"eval/task_stderr/{name}") for name in tasks),
+        *((name, f"eval/task/{name}", f"eval/task_stderr/{name}") for name in tasks),
         (f"avg@{avg_at_k}", "eval/avg_at_k", "eval/avg_at_k_stderr"),
+        *(() if is_accuracy else (("reward", "eval/reward", "eval/reward_stderr"),)),
     ):
-        old, new = before.get(mean), after.get(mean)
-        if old is not None or new is not None:
-            gain = "-" if old is None or new is None else f"{100 * (new - old):+.1f} points"
-            gains.add_row(label, *(percent(row.get(mean), row.get(stderr)) for row in (before, after)), gain)
-    terms = dict.fromkeys(name for name in {**before, **after} if name.startswith("eval/reward/"))
-    is_accuracy = all(row.get("eval/reward") == row.get("eval/accuracy") for row in (before, after))
-    for name in () if is_accuracy else ("eval/reward", *(terms if len(terms) > 1 else ())):
-        cells = []
-        for row in (before, after):
-            value, error = row.get(name), row.get("eval/reward_stderr") if name == "eval/reward" else None
-            cells.append("-" if value is None else f"{value:.3g}" + ("" if error is None else f" +/- {error:.2g}"))
-        old, new = before.get(name), after.get(name)
-        label = "reward" if name == "eval/reward" else f"  {name.removeprefix('eval/reward/')}"
-        gains.add_row(label, *cells, "-" if old is None or new is None else f"{new - old:+.3g}")
-    times = figures("phase", "seconds", "share")
-    for phase, seconds in [*phase_seconds.items(), ("other", wall_s - sum(phase_seconds.values()))]:
-        if phase != "other" or seconds > 0:
-            times.add_row(phase, f"{seconds:,.1f}", f"{100 * seconds / wall_s:.0f} %")
-    times.add_section()
-    times.add_row("total", f"{wall_s:,.1f}", "")
-    tables = Group(*([gains] if gains.row_count else []), times)
-    plain = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_terminal=False, force_jupyter=False, color_system=None)
-    with plain.capture() as capture:
-        plain.print(tables)
-    text = capture.get()
-    cast(TextIO, Output()).write(text)
-    return text
+        ends = [(value, row.get(stderr)) for row in (before, after) if (value := row.get(mean)) is not None]
+        gain = ends[-1][0] - ends[0][0] if ends else 0.0
+        if mean == "eval/reward":
+            shown = [f"{value:.3g}" + ("" if error is None else f" +/- {error:.2g}") for value, error in ends]
+            gained = f"{gain:+.3g}"
+        else:
+            shown, gained = [percent(*end) for end in ends], f"{100 * gain:+.1f} points"
+        if ends:
+            gains.append(f"{label} {' -> '.join(shown)}" + (f" ({gained})" if len(ends) > 1 else ""))
+    phases = {name: share for name, seconds in phase_seconds.items() if (share := seconds / wall_s) >= 0.01}
+    phases = dict(sorted(phases.items(), key=lambda phase: -phase[1]))
+    phases |= {"other": other} if (other := 1 - sum(phases.values())) >= 0.005 else {}
+    times = f"Time: {duration(wall_s)}, of which " + ", ".join(f"{n} {share:.0%}" for n, share in phases.items())
+    return [*([f"Held out: {', '.join(gains)}"] if gains else []), times.replace("%", " %")]
 
 
 def percent(share: float | None, error: float | None = None) -> str:
@@ -279,9 +262,7 @@ def percent(share: float | None, error: float | None = None) -> str:
 def figures(*columns: str) -> Table:
     """Return an empty ASCII table with a column of names on the left and columns of figures."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=box.ASCII)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
-    return table
+    first, *others = columns
+    return Table(Column(first, no_wrap=True), *(Column(name, justify="right") for name in others), box=box.ASCII)

@@ -95,7 +95,7 @@ class RunLog:
                 os.truncate(path, end)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Add ``seconds`` to ``phase`` (``time/..._s``) of the closing table."""
+        """Add ``seconds`` to ``phase`` (``time/..._s``) of the closing lines."""
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:

@@ -117,11 +117,10 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
     """
     stride = stride_for(runs)
     plots = [curves(run, stride) for run in runs]
-    metrics = dict.fromkeys(name for plot in plots for name in plot["columns"])
     page = {
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "stride": stride,
-        "charts": charts(metrics),
+        "charts": charts([plot["columns"] for plot in plots]),
         "options": options(runs),
     }
     head = safe_json(page)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 _NO_CURVE = frozenset(
     ("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr", "eval/reward_stderr")
 )
+#: Beginnings of metrics, and which one's chart shows them, too, where they are equal in all runs.
+REPEATS = {"success": "reward", "reward/": "reward", "eval/reward": "eval/accuracy", "turn_": "response_tokens/mean"}
 EVAL_TASK, EVAL_TASK_ERROR = "eval/task/", "eval/task_stderr/"
 #: The standard error of a metric, in words and as a function of its row.
 BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
@@ -289,14 +291,21 @@ def position_of(name: str) -> tuple[int, int]:
     return len(FAMILIES), 0
 
 
-def charts(metrics: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the charts of a page in order; ``members`` are label (of a single line empty) and metric of each line.
+def _repeats(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
+    other = next((other for start, other in REPEATS.items() if name.startswith(start)), name)
+    return name != other and all(run.get(name) == run.get(other) for run in columns)
 
-    Metrics that differ only in the name of a task are one chart, whose ``name`` has ``*`` in its place.
+
+def charts(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the charts of the columns of these runs in order, without ``REPEATS``.
+
+    ``members`` are label (of a single line empty) and metric of each line. Metrics that differ only in the name of a
+    task are one chart, whose ``name`` has ``*`` in its place.
 
     >>> names = ["kl", "task/a/reward", "task/b/reward", "task/b/x/reward", "task/b/y/reward", "eval/task/a", "lr"]
-    >>> for chart in charts(names):
+    >>> for chart in charts([{**{name: name for name in names}, "reward": 1, "success": 1}]):
     ...     print(chart["title"] or chart["name"], chart["members"])
+    reward [('', 'reward')]
     Reward by task [('a', 'task/a/reward'), ('b', 'task/b/reward')]
     Held-out accuracies [('', 'eval/task/a')]
     Reward by task of b [('x', 'task/b/x/reward'), ('y', 'task/b/y/reward')]
@@ -304,7 +313,7 @@ def charts(metrics: Iterable[str]) -> list[dict[str, Any]]:
     lr [('', 'lr')]
     """
     lines: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for name in sorted(metrics, key=position_of):
+    for name in sorted((one for one in dict.fromkeys(chain(*columns)) if not _repeats(one, columns)), key=position_of):
         key, within, label = _split(name)
         lines.setdefault((key, within), []).append((label, name))
 

@@ -28,7 +28,7 @@ from sota_grpo.recording.run_files import (
     read_rows,
 )
 from sota_grpo.run import launch
-from sota_grpo.text import console_handler
+from sota_grpo.text import ConsoleHandler
 from sota_grpo.untrusted import require_plain
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _own_console() -> Iterator[None]:
     before, level = list(logger.handlers), logger.level
     if not logger.hasHandlers():
         # stderr is red in a notebook
-        logger.addHandler(console_handler(sys.stdout if in_notebook(sys.stdout) else sys.stderr))
+        logger.addHandler(ConsoleHandler(sys.stdout if in_notebook(sys.stdout) else None))
         logger.setLevel(logging.INFO)
     try:
         yield

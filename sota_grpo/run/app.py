@@ -28,7 +28,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
-from sota_grpo.recording.progress import Progress, closing_table, started, starting
+from sota_grpo.recording.progress import Progress, closing_lines, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations, reason
 from sota_grpo.recording.run_log import RunLog, StepLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
@@ -37,7 +37,7 @@ from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rl.table import RowTable
 from sota_grpo.stopping import Interrupted, StopRequest
-from sota_grpo.text import say
+from sota_grpo.text import GREEN, RED, say
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
 from sota_grpo.training.gate import Check, run_gate, write_gate
 from sota_grpo.training.learner import Learner
@@ -85,8 +85,10 @@ class Run:
         of_run = self.components
         starting("Sending the weights to the engine")
         of_run.weight_sync.send(version=of_run.learner.version)
+        began = time.perf_counter()
         self._check()  # an interrupt ends it at once: there is nothing to save yet
-        progress = Progress(self.total, first_step=first, by_reward=of_run.evaluator.success_above is not None)
+        until_now = {"time/start_s": began - self.began, "time/checks_s": time.perf_counter() - began}
+        progress = Progress(self.total, by_reward=of_run.evaluator.success_above is not None)
         # the last one ends first: no grace of a signal ends the process while a checkpoint is written
         with (
             RunLog(
@@ -95,10 +97,10 @@ class Run:
                 num_examine=self.config.logging.num_examine,
                 term_weights=of_run.task.term_weights,
             ) as self.run_log,
-            progress,
             self.saves,
             self.stop,
         ):
+            self.run_log.phase_seconds |= until_now
             gc.collect()
             gc.freeze()  # objects that live as long as the run
             collect_garbage_rarely()
@@ -108,16 +110,17 @@ class Run:
             publish_seconds = lambda: of_run.weight_sync.seconds  # noqa: E731
             self.log = StepLog(self.run_log, progress, self.stored, of_run.tokenizer, of_run.task, publish_seconds)
             try:
-                done = run(
-                    self._batches(),
-                    self.stored,
-                    of_run.collector,
-                    self.log,
-                    first_step=first,
-                    num_steps=self.total,
-                    before=self._before,
-                    after=self._after,
-                )
+                with progress:
+                    done = run(
+                        self._batches(),
+                        self.stored,
+                        of_run.collector,
+                        self.log,
+                        first_step=first,
+                        num_steps=self.total,
+                        before=self._before,
+                        after=self._after,
+                    )
             except Interrupted:  # between two steps: nothing of the next one has been trained on
                 self._after(self.steps)
                 return self.steps
@@ -221,7 +224,7 @@ class Run:
             self._save(steps)
             self._report(last=self.stop.requested)
         if self.stop.requested:
-            logger.warning("Stopped after %d steps; train.resume=auto continues.", steps)
+            logger.info("Stopped after step %d of %d.", steps, self.total, extra={"file_only": True})  # see CONTINUES
         return not self.stop.requested
 
     def _report(self, *, last: bool) -> None:
@@ -244,32 +247,38 @@ class Run:
         self._report(last=True)
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
         spent = {name: seconds for name, seconds in self.run_log.phase_seconds.items() if name != "time/step_s"}
-        text = closing_table(
+        lines = closing_lines(
             evaluations.get(0, {}),
             evaluations.get(steps, {}),
             {name[len("time/") : -len("_s")]: seconds for name, seconds in spent.items()},
             avg_at_k=self.config.eval.avg_at_k,
             wall_s=time.perf_counter() - self.began,
         )
-        logger.info("\n%s", text, extra={"file_only": True})  # the console has it already
-        say(f"Run directory: {self.run_dir}")
+        for line in (*lines, f"Run directory: {self.run_dir}"):
+            logger.info("%s", line, extra={"file_only": True})
+            say(line)
 
     def _check(self) -> None:
         began = time.perf_counter()
         if self.config.check.mode != "off":
             starting("Checking before training")
         checks: list[Check] = []
+
+        def note(check: Check) -> None:
+            checks.append(check)
+            say(f"{check.outcome:8}  {check.name}", colour={True: GREEN, False: RED, None: None}[check.passed])
+            if check.passed is False and self.config.check.mode == "warn":
+                logger.warning("check.mode=warn: %s: %s", check.name, check.sentence)
+
         try:
-            run_gate(self.components, self.config.check.mode, on_check=checks.append)
+            run_gate(self.components, self.config.check.mode, on_check=note)
         finally:
             write_gate(self.run_dir, self.config.check.mode, checks)
         if checks:
             made = [check.passed for check in checks if check.passed is not None]
-            slowest = max(checks, key=lambda check: check.seconds)
             say(
-                f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s "
-                f"(longest: {slowest.name}, {slowest.seconds:.1f} s), on responses of up to "
-                f"{self.components.max_tokens} tokens"
+                f"Checks before training: {sum(made)} of {len(made)} passed in {time.perf_counter() - began:.1f} s, "
+                f"on responses of up to {self.components.max_tokens} tokens"
             )
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from sota_grpo.files import write_text
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
 from sota_grpo.run import launch
 from sota_grpo.sweeps import SUMMARY, as_text, continued, note_command, objective, write_summary
-from sota_grpo.text import Output, console_handler, readable, say
+from sota_grpo.text import RED, ConsoleHandler, Output, readable, say
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _run() -> int:
 def quiet_console() -> None:
     """Print our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
-    logging.basicConfig(level=logging.WARNING, handlers=[console_handler()])
+    logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler()])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself
 
@@ -285,6 +285,7 @@ class Jobs:
         self, composed: DictConfig, run_dir: Path, sweep_dir: Path, overrides: Sequence[str] = ()
     ) -> float | None:
         self._open_sweep(sweep_dir)
+        say(f"Run {run_dir.name} of the sweep: {', '.join(overrides)}", sys.stderr)
         try:
             self._with_report = _train(composed, run_dir, overrides).logging.report
             self._codes.append(0)
@@ -324,7 +325,7 @@ class Jobs:
 
     def _say(self, sentence: str) -> None:
         self._said = sentence
-        say(f"{self._program}: {readable(sentence)}", sys.stderr)
+        say(f"{self._program}: {readable(sentence)}", sys.stderr, RED)
 
     def _end_sweep(self, completed: bool) -> None:
         """Print the summary of the sweep, and write it and the report to its directory."""

@@ -177,7 +177,8 @@ class Evaluator:
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
         """Describe the last evaluation: by the mean reward where no verdict says which responses are right."""
-        percent, reward, after = 100 * metrics["eval/accuracy"], metrics["eval/reward"], f"after {steps} steps"
+        percent, reward = 100 * metrics["eval/accuracy"], metrics["eval/reward"]
+        after = "after 1 step" if steps == 1 else f"after {steps} steps"
         if reward == metrics["eval/accuracy"]:
             return f"Held-out accuracy {after}: {percent:.1f} %"
         if self.by_reward:

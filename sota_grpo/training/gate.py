@@ -84,7 +84,7 @@ class Check:
 
     @property
     def outcome(self) -> str:
-        return {True: "passed", False: "FAILED", None: "not made"}[self.passed]
+        return {True: "ok", False: "FAILED", None: "not made"}[self.passed]
 
 
 class CheckError(UserError):
@@ -707,7 +707,7 @@ def run_gate(
     *,
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> list[Check]:
-    """Make these checks, or all that apply, with ``on_check`` at each; ``warn`` logs failures, ``strict`` raises.
+    """Make these checks, or all that apply, with ``on_check`` at each; ``strict`` raises at the first failure.
 
     Raises:
         CheckError: a check failed and ``mode`` is ``strict``.
@@ -731,12 +731,11 @@ def run_gate(
             raise UserError(f"The responses sampled before training cannot be trained on: {error}") from error
         done.append(result)
         on_check(result)
-        logger.info("check %s: %s, %s (%.2f s)", result.outcome, result.name, result.sentence, result.seconds)
+        said = result.outcome, result.name, result.sentence, result.seconds
+        logger.info("check %s: %s, %s (%.2f s)", *said, extra={"file_only": True})
         if result.passed is False and mode == "strict":
             set_rng_state(random)
             raise CheckError(result)
-        if result.passed is False:
-            logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
     run.weight_sync.wake()
     set_rng_state(random)
     return done

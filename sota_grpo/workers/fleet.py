@@ -499,7 +499,7 @@ class Fleet:
         """Give a worker tasks, and the broadcasts that no other worker can answer any more."""
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
         slot.settled.set()
-        logger.info("%s is ready.", slot.who)
+        logger.info("Worker %s is ready.", slot.who)
         if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
         self._while_ready(slot, self._watch)

@@ -33,7 +33,7 @@ def test_a_good_config_passes_every_check_and_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     assert called(*SMALL, "check.mode=off") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.startswith("passed  ") for line in lines[:-1]] == [True] * len(CHECKS)
+    assert [line.startswith("ok  ") for line in lines[:-1]] == [True] * len(CHECKS)
     assert lines[-1].startswith(f"{len(CHECKS)} of {len(CHECKS)} checks passed")
     assert not list(tmp_path.iterdir())
 

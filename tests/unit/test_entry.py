@@ -214,7 +214,9 @@ def test_a_run_that_is_refused_leaves_another_runs_directory_alone(command, tmp_
     assert read_json(tmp_path / "sweep" / "0" / FAILURE_FILE) is None
 
 
-def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweeper_gets_what_a_run_measured_and_each_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Accuracy first; a run that failed gives nothing, which a sweeper counts as a failure."""
     from sota_grpo.run.entry import Jobs
 
@@ -231,5 +233,6 @@ def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.
         config = OmegaConf.structured(Config(seed=seed, device="cpu"))
         run_dir = tmp_path / str(seed)
         run_dir.mkdir()
-        actual.append(jobs._one_of_a_sweep(config, run_dir, tmp_path))
+        actual.append(jobs._one_of_a_sweep(config, run_dir, tmp_path, ("mode=sync", f"seed={seed}")))
+        assert capsys.readouterr().err.startswith(f"Run {seed} of the sweep: mode=sync, seed={seed}\n")
     assert actual == [0.75, None]

@@ -224,7 +224,7 @@ def test_metrics_of_several_tasks_are_one_chart_and_every_metric_is_in_one(num_t
     of_tasks += [f"eval/task/{task}" for task in [*tasks, *(f"gym/{task}" for task in tasks)]]
     names_read = [*names([dict.fromkeys(METRICS)]), *of_tasks, "reward/format", "grader/acc", "task/<b>/reward", "zeal"]
     random.shuffle(names_read)
-    actual = charts(names_read)
+    actual = charts([{name: name for name in names_read}])
     assert sorted(metric for chart in actual for _, metric in chart["members"]) == sorted(names_read)
     assert len({chart["name"] for chart in actual}) == len(actual)
     several = {chart["name"]: chart["members"] for chart in actual if len(chart["members"]) > 1}
@@ -244,7 +244,7 @@ def test_metrics_of_several_tasks_are_one_chart_and_every_metric_is_in_one(num_t
 
 
 def test_metrics_of_tools_have_titles_and_sentences_in_a_mixture_too() -> None:
-    actual = charts([f"grader/{task}tool_errors" for task in ("", "a/", "b/")])
+    actual = charts([dict.fromkeys(f"grader/{task}tool_errors" for task in ("", "a/", "b/"))])
     assert [(chart["name"], chart["title"], chart["sentence"]) for chart in actual] == [
         ("grader/tool_errors", "Tool errors per dialog", METRICS["grader/tool_errors"].sentence),
         ("grader/*/tool_errors", "Tool errors per dialog by task", METRICS["grader/tool_errors"].sentence),

@@ -46,7 +46,7 @@ const plural = (count, noun) => `${fmt(count)} ${noun}${count === 1 ? "" : "s"}`
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 60) return `${fmt(seconds, 3)} s`;
+  if (seconds < 60) return seconds > 0 && seconds < 0.01 ? "< 0.01 s" : `${fmt(seconds, 3)} s`;
   const whole = Math.round(seconds), minutes = Math.floor(whole / 60);
   const rest = String(whole % 60).padStart(2, "0");
   if (minutes < 60) return `${minutes} min ${rest} s`;

@@ -43,9 +43,9 @@ function runRow(run) {
   return [
     el("td", { class: "nowrap" }, RUNS.length > 1 ? box : null, badge(run)),
     rowHead(el("span", { title: run.path }, readable(run.name))),
-    stateOf(run),
-    rewardEnds(run),
     accuracyOf(run),
+    rewardEnds(run),
+    stateOf(run),
     duration(run.phases.total),
     el("td", { class: "nowrap" }, run.written),
   ];
@@ -64,7 +64,7 @@ function startRuns() {
   byId("about").textContent = `${one ? RUNS[0].path : plural(RUNS.length, "run")} · written ${DATA.made}`;
   document.title = `Training report · ${one ? RUNS[0].name : plural(RUNS.length, "run")}`;
   const all = one ? "" : el("input", { type: "checkbox", id: "all-runs", "aria-label": "show all runs", checked: true, change: toggleAll });
-  const head = [all, "Run", "State", "Reward (first → last steps)", "Held-out accuracy", "Time in steps", "Last written"];
+  const head = [all, "Run", "Held-out accuracy", "Reward (first → last steps)", "State", "Time in steps", "Last written"];
   byId("runs-table").append(table(head, RUNS.map(runRow)));
   const notes = [];
   if (DATA.stride > 1) notes.push(`Every ${DATA.stride}th step is in the curves, all evaluations are.`);

@@ -47,7 +47,7 @@ function startAge() {
   const totals = counts.map((count) => [...count.values()].reduce((sum, one) => sum + one, 0));
   const rows = ages.map((age) => [
     rowHead(plural(age, "version")),
-    ...RUNS.map((run, at) => (counts[at].has(age) ? bar(counts[at].get(age) / totals[at], `${fmt(counts[at].get(age))} · ${percent(counts[at].get(age) / totals[at])}`) : el("td", {}, "–"))),
+    ...RUNS.map((run, at) => (counts[at].has(age) ? bar(counts[at].get(age) / totals[at], `${plural(counts[at].get(age), "response")} · ${percent(counts[at].get(age) / totals[at])}`) : el("td", {}, "–"))),
   ]);
   return byId("age-table").append(
     wide("Policy age", table(["Age", ...runHeads()], rows, { class: "bars" })),
@@ -93,8 +93,8 @@ function showConfig() {
 }
 
 function startConfig() {
-  if (RUNS.length > 1) byId("config-kind").value = "differs";
-  else byId("config-kind").querySelector("[value=differs]").remove();
+  byId("config-kind").value = RUNS.length > 1 ? "differs" : "changed";
+  if (RUNS.length === 1) byId("config-kind").querySelector("[value=differs]").remove();
   byId("config-kind").addEventListener("change", showConfig);
   byId("find-option").addEventListener("input", showConfig);
   byId("config-tools").addEventListener("submit", (event) => event.preventDefault());
