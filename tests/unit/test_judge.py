@@ -289,7 +289,7 @@ def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
     asked(grader, first)
     fake.kill()
     with pytest.raises(
-        JudgeGone, match=r"has not answered for 0:0[01] \(POST .* found no server.*train.resume=auto continues"
+        JudgeGone, match=r"has not answered for 0:0[01] \(POST .* found no server.*continue with train.resume=auto"
     ):
         asked(grader, later)
     assert issubclass(JudgeGone, RunFailed)
@@ -415,7 +415,7 @@ def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -
     client.connect()
     assert client.endpoint.as_text
     fake.others["/classify"] = lambda body: Say({"error": "no classifier"}, 400)
-    with pytest.raises(UserError, match=r"has no /classify: JudgeError: it answers 400.*no classifier"):
+    with pytest.raises(UserError, match=r"fails at /classify: JudgeError: it answers 400.*no classifier"):
         JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None)).connect()
 
 
