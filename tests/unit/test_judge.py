@@ -228,7 +228,7 @@ def test_words_without_a_verdict_are_asked_for_twice_and_are_an_error_that_is_ke
     texts, path = ["Verdict: 10", "4"], tmp_path / "judge.jsonl"
     fake.answer = lambda body: fair(body) if "4" in shown(body, "response") else Say(chat(shown(body, "response")))
     bad, good = asked(opened(cache=path), texts)
-    assert bad.error.startswith("Unreadable: the judge's last line is no verdict")
+    assert bad.error.startswith("Unreadable: the judge's last line is not a verdict")
     assert bad.terms == {"right": 0.0, "judge": 0.0}
     assert (good.error, sorted(fake.asked.values())) == (None, [1, 2])
     assert "grader failed: Unreadable" in caplog.text
