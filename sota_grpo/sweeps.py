@@ -233,7 +233,7 @@ def _overrides(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable list of Hydra overrides ({type(error).__name__}).") from error
+        raise UserError(f"{path} cannot be read as a list of Hydra overrides ({type(error).__name__}).") from error
     for given in noted if isinstance(noted, list) else []:
         name, _, value = str(given).partition("=")
         overrides[one_line(name.lstrip("+~"))] = "removed" if name.startswith("~") else one_line(value)
@@ -355,7 +355,7 @@ def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = 
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:
-        raise UserError(f"Cannot write to the sweep's directory {sweep_dir} ({error.strerror}).") from error
+        raise UserError(f"Cannot write to {sweep_dir} ({error.strerror}); set another hydra.sweep.dir.") from error
 
 
 def _identity(arguments: Sequence[str]) -> list[str]:

@@ -178,7 +178,7 @@ def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
+        raise UserError(f"--out {out} cannot be written ({error.strerror or error}); name another folder.") from error
 
 
 _SHOWN = ("algorithm.", "optimizer.", "policy.", "train_model.lora.")  # hyperparameters, defaults included

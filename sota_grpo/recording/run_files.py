@@ -199,7 +199,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
-    """Save a result of ``sota-grpo replay`` for the report; one of the same step and ``question`` is replaced."""
+    """Save a result of ``sota-grpo replay`` for the report, replacing one of equal step and options (``question``)."""
     folder = run_dir / REPLAYS
     path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
     require_plain(folder, run_dir)

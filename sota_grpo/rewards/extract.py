@@ -240,7 +240,7 @@ class _Span(NamedTuple):
 
 def _boxes(text: str) -> list[_Span]:
     """Return the closed boxes that are not empty; of nested boxes the inner one."""
-    open_braces: list[tuple[int, int] | None] = []  # where a box and what is in it begin, None for other braces
+    open_braces: list[tuple[int, int] | None] = []  # start of a box and of its content; None for other braces
     boxes: list[_Span] = []
     for token in _BRACE.finditer(text):
         brace = token[0]

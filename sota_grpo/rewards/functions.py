@@ -68,7 +68,7 @@ class RewardFunction:
 
 
 def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
-    """Run a Python file and return its functions ``names``; if there is no ``compute_score``, its only function.
+    """Run a Python file and return its functions ``names``; for a missing ``compute_score``, its only function.
 
     Raises:
         RewardFunctionError: the file or a function is missing, an import in the file fails (the message has the line),
@@ -126,7 +126,7 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
     if "solution_str" in keywords:
         form, reason = VERL, "verl's form (data_source, solution_str, ground_truth, extra_info) lacks"
         missing = [name for name in required if name not in _VERL_PARAMETERS]
-    else:  # the columns that a function of TRL's form asks for are checked where the rows are known
+    else:  # the columns that a TRL function reads are checked later, with the dataset
         form, reason = TRL, "a grader, which reads only responses, does not have"
         missing = [name for name in required if name in ("prompt_ids", "trainer_state")]
     if missing:
@@ -399,7 +399,7 @@ def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
 
 
 def fingerprint(functions: Functions) -> str:
-    """Return a SHA-256 digest of functions: names, bytecode, constants, defaults, and the outer values that they read.
+    """Return a SHA-256 digest of functions: names, bytecode, constants, defaults, global and closure values.
 
     It is equal in every process of one Python version, and independent of comments and line numbers. Plain values,
     containers, and functions and classes of the same module count by content, all others by their name or type.

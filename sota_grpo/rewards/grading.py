@@ -127,7 +127,7 @@ def graders_error(error: BaseException) -> str:
 
 
 class FailureLog:
-    """Logs each kind of grader failure once as a warning."""
+    """Logs the first grader failure of each exception type as a warning, later ones at debug level."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()

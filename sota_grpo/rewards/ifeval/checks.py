@@ -121,7 +121,7 @@ RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def compare_number_of(items: Iterable[object], relation: str, threshold: int) -> bool:
-    """Return whether the number of ``items`` has the ``relation`` to ``threshold``; reads no more items than needed."""
+    """Return whether there are ``relation`` ``threshold`` items, e.g. at least 3; reads no more items than needed."""
     enough = threshold + _tolerance(threshold) + 1  # for this number and above no relation changes
     return RELATIONS[relation](sum(1 for _ in islice(items, enough)), threshold)
 
@@ -190,7 +190,7 @@ def has_keywords(text: str, keywords: Sequence[str]) -> bool:
 
 
 def keyword_count(text: str, keyword: str, relation: str, frequency: int) -> bool:
-    """Return whether the keyword (a regular expression) occurs so often, ignoring case; also inside longer words."""
+    """Return whether the keyword (a regular expression, ignoring case) occurs ``relation`` ``frequency`` times."""
     return compare_number_of(pattern_of(keyword).finditer(text), relation, frequency)
 
 
@@ -200,17 +200,17 @@ def lacks_words(text: str, forbidden_words: Sequence[str]) -> bool:
 
 
 def letter_count(text: str, letter: str, let_relation: str, let_frequency: int) -> bool:
-    """Return whether the character occurs so often, ignoring case."""
+    """Return whether the character occurs ``let_relation`` ``let_frequency`` times, ignoring case."""
     return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
 
 
 def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str | None = None) -> bool:
-    """Return whether the text has so many sentences, split by Punkt."""
+    """Return whether the text has ``relation`` ``num_sentences`` sentences, split by Punkt."""
     return compare_number_of(sentences(text, nltk_data), relation, num_sentences)
 
 
 def word_count(text: str, relation: str, num_words: int) -> bool:
-    """Return whether the text has so many words: runs of letters, digits and underscores."""
+    """Return whether the text has ``relation`` ``num_words`` words: runs of letters, digits and underscores."""
     from nltk.tokenize import RegexpTokenizer  # its words include vowel signs, such as Hindi's; those of re do not
 
     return RELATIONS[relation](len(RegexpTokenizer(r"\w+").tokenize(text)), num_words)
@@ -224,7 +224,7 @@ def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> b
 
 
 def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Return whether there are ``num_paragraphs`` (separated by empty lines) and the n-th, from 1, begins so."""
+    """Return whether there are ``num_paragraphs``, split by empty lines, and number n begins with ``first_word``."""
     paragraphs = text.split("\n\n")
     num_full = sum(1 for paragraph in paragraphs if paragraph.strip())
     if num_full != num_paragraphs or nth_paragraph > num_full:
@@ -237,7 +237,7 @@ def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, fir
 
 
 def placeholder_count(text: str, num_placeholders: int) -> bool:
-    """Return whether the text has at least so many ``[placeholders]``, each on one line.
+    """Return whether the text has at least ``num_placeholders`` texts in square brackets, each on one line.
 
     The number of matches is that of the official ``\\[.*?\\]`` (the first ``[``, then the next ``]``), which takes
     quadratic time for brackets that never close.
@@ -256,7 +256,7 @@ def has_postscript(text: str, postscript_marker: str) -> bool:
 
 
 def bullet_count(text: str, num_bullets: int) -> bool:
-    """Return whether exactly so many lines begin with ``*`` (one, not two) or ``-``."""
+    """Return whether exactly ``num_bullets`` lines begin with ``*`` (one, not two) or ``-``."""
     return len(_STAR_BULLET.findall(text)) + len(_DASH_BULLET.findall(text)) == num_bullets
 
 
@@ -266,13 +266,13 @@ def is_choice(text: str, options: Sequence[str] = CHOICES) -> bool:
 
 
 def highlight_count(text: str, num_highlights: int) -> bool:
-    """Return whether there are at least so many non-empty ``*highlights*`` or ``**highlights**``."""
+    """Return whether there are at least ``num_highlights`` non-empty ``*highlights*`` or ``**highlights**``."""
     highlights = _HIGHLIGHT.findall(text) + _DOUBLE_HIGHLIGHT.findall(text)
     return sum(1 for inside in highlights if inside.strip()) >= num_highlights
 
 
 def section_count(text: str, section_spliter: str, num_sections: int) -> bool:
-    """Return whether there are at least so many headings: the splitter (a regular expression) and a number."""
+    """Return whether there are at least ``num_sections`` headings: ``section_spliter`` (a regex) and a number."""
     parts = pattern_of(section_spliter, r"\s?", r"\s?\d+\s?", ignore_case=False).split(text)
     return len(parts) > num_sections
 
@@ -320,7 +320,7 @@ def ends_with(text: str, end_phrase: str) -> bool:
 
 
 def capital_word_count(text: str, capital_relation: str, capital_frequency: int, nltk_data: str | None = None) -> bool:
-    """Return whether so many tokens, split by NLTK, are all in capital letters."""
+    """Return whether ``capital_relation`` ``capital_frequency`` tokens of NLTK are all in capital letters."""
     capitals = (token for sentence in sentences(text, nltk_data) for token in range(num_capital_tokens(sentence)))
     return compare_number_of(capitals, capital_relation, capital_frequency)
 

@@ -49,7 +49,7 @@ class Unreadable(ValueError):
 
 
 class WrongForm(ValueError):
-    """The JSON of an answer has another structure than that endpoint's."""
+    """The JSON of an answer does not have the structure of its endpoint's answers."""
 
 
 @dataclass(frozen=True)

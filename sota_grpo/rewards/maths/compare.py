@@ -195,7 +195,7 @@ def _sides(node: Node) -> tuple[Node | None, Node | None]:
     """
     parts: tuple[Node, ...] = node.parts if node.kind == "rel" else (node,)
     signs: tuple[str, ...] = node.data if node.kind == "rel" else ()
-    if "~" in signs:  # an approximation counts only where nothing exact precedes it
+    if "~" in signs:  # an approximation counts only if nothing exact precedes it
         keep = signs.index("~") + (2 if signs[0] == "~" and _is_name(parts[0]) else 1)
         parts, signs = parts[:keep], ("=",) * (keep - 1)
     if len(parts) == 1 or not {*signs} <= {"=", "\\in"}:

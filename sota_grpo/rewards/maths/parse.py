@@ -193,7 +193,7 @@ class _Parser:
         if base.kind == "num" and (text in _BASES or (text.isdecimal() and len(text) <= 2)):
             return Node("base", (base,), _BASES.get(text) or int(text))
         if base.kind not in ("var", "const"):
-            raise Incomparable("a subscript is where none can be")
+            raise Incomparable("a subscript is in an unexpected position")
         return Node("var", (), f"{base.data}_{text}")
 
     def _atom(self) -> Node:

@@ -69,7 +69,7 @@ class Values:
         return bool(abs(left - right) <= max(abs(left), abs(right)) * self._tolerance + self._smallest)
 
     def _checked(self, value: Any) -> Any:
-        """Return ``value``, charged to the budget; raise NoValue if it is infinite or complex, Incomparable if large."""
+        """Return ``value``, and pay for it; raise NoValue if it is infinite or not real, Incomparable if large."""
         if isinstance(value, Fraction):
             bits = max(value.numerator.bit_length(), value.denominator.bit_length())
         else:
