@@ -1,8 +1,7 @@
-"""Sweeps: the runs of a directory side by side, and the resume of an interrupted sweep.
+"""Compare the runs of a sweep in tables, and find an interrupted sweep to resume.
 
-The directory of a sweep has its command, by which ``--multirun train.resume=auto`` finds the newest incomplete sweep of
-the same command. Finished runs stay, every other one is resumed or started. ``hydra.sweep.dir=DIR`` names a directory
-instead.
+A sweep's directory contains its command, so that ``--multirun train.resume=auto`` finds the newest incomplete sweep of
+the same command, or the one in ``hydra.sweep.dir=DIR``. Finished runs are kept, all others are resumed or started.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from sota_grpo.text import duration, one_line
 from sota_grpo.untrusted import read_yaml
 
 Value = TypeVar("Value")
-LAST_STEPS = 10  # a single step's reward is too noisy to compare runs
+LAST_STEPS = 10  # over which metrics are averaged: the reward of one step is too noisy
 SEED = "seed"
 ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
 
@@ -51,10 +50,10 @@ FOLDER = "multirun"  # Hydra's own, with DATE/TIME in it
 SWEEP_FILE = "sweep.json"
 SUMMARY = "summary"  # .md and .json, in the sweep's directory
 
-_DEPTH = 3  # folders between a sweep and its runs: hydra.sweep.subdir may name several
+_DEPTH = 3  # levels of folders below a sweep that may have runs (hydra.sweep.subdir)
 _UNKNOWN = "-"
-_WIDTH = 400  # of text that no terminal limits: no cell is wrapped
-# May differ between a sweep and its continuation: they do not change a run's results.
+_WIDTH = 400  # characters of a table outside a terminal, so that no cell is wrapped
+# Options that may differ when a sweep is resumed, because they do not change results.
 _FREE = re.compile(
     r"\+{0,2}(train\.resume|logging\.|hydra\.(sweep\.dir|callbacks\.|output_subdir=)|hydra[./]launcher\b)"
 )
@@ -64,46 +63,46 @@ _FREE = re.compile(
 class RunRow:
     """One run of a sweep."""
 
-    name: str  # its folder below the sweep's
+    name: str  # path of the run's folder relative to the sweep's
     path: Path
-    overrides: Mapping[str, str]  # of its command line, by option
+    overrides: Mapping[str, str]  # of the command line, by option
     state: str  # finished, running, stopped or failed
     note: str  # why it failed or is not finished, or empty
     steps: int  # training steps done so far
-    num_steps: int | None  # training steps in all, if it has begun
-    seconds: float  # of its steps and evaluations, without its start
-    #: By name: the mean over the last 10 steps with a value; of evaluations and counters the last value.
+    num_steps: int | None  # training steps in all; None before the start
+    seconds: float  # total time of steps and evaluations, without start-up
+    #: By name: mean over the last 10 steps that have it; for evaluations and counters the last value.
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs that differ in their seed only."""
+    """The runs of a sweep that differ only in their seed."""
 
     overrides: Mapping[str, str]  # the options that differ between settings, without the seed
     runs: int
-    finished: int  # runs in the means
+    finished: int  # number of finished runs, which the means are over
     means: Mapping[str, tuple[float, float | None]]  # by metric, with the standard error over seeds; None for one seed
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of a directory."""
+    """All runs of a sweep's directory."""
 
     path: Path
-    runs: list[RunRow]  # by number
+    runs: list[RunRow]  # by job number
     varied: list[str]  # options that differ between runs, in the order of the command line
-    metric: str  # of the order
-    ascending: bool = False  # the smallest first
+    metric: str  # by which runs are sorted
+    ascending: bool = False  # True: the smallest value first
 
     @property
     def ranked(self) -> list[RunRow]:
-        """The runs by the metric, those without it last."""
+        """The runs sorted by ``metric``, runs without a value last."""
         return sorted(self.runs, key=lambda run: self._rank(run.metrics.get(self.metric)))
 
     @property
     def settings(self) -> list[Setting]:
-        """The settings by the mean of the metric; empty if no setting has several seeds."""
+        """The settings sorted by the mean of ``metric``; empty if no setting has several seeds."""
         names = [name for name in self.varied if name != SEED]
         groups: dict[tuple[str | None, ...], list[RunRow]] = {}
         for run in self.runs:
@@ -133,14 +132,14 @@ class Sweep:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about single runs."""
+        """One sentence per run that failed or is not finished."""
         return [f"run {run.name} {run.state}: {run.note}" for run in self.runs if run.note]
 
     def _rank(self, value: float | None) -> tuple[bool, float]:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
 
     def measured(self) -> list[str]:
-        """Return every metric that a run measured, in the order of docs/logging.md."""
+        """Return the names of all metrics that some run has, in the order of docs/logging.md."""
         names = {name for run in self.runs for name in run.metrics}
         return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
 
@@ -149,13 +148,13 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
     """Read the runs in ``path``, the directory of a sweep or any folder of run directories.
 
     Args:
-        metric: of the order; None: accuracy where it was measured, else reward.
+        metric: sorts the runs; None: held-out accuracy if any run has it, else reward.
 
     Raises:
-        UserError: there is no run in it, or it is itself a run.
+        UserError: ``path`` contains no run, or is itself a run.
     """
     if not path.is_dir():
-        raise UserError(f"There is no folder {path}; give the directory of a sweep (multirun/DATE/TIME).")
+        raise UserError(f"{path} is not a folder; give the directory of a sweep (multirun/DATE/TIME).")
     if is_run(path):
         raise UserError(f"{path} is one run, not a folder of runs; give {path.parent}.")
     folders = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if is_run(folder)]
@@ -169,13 +168,13 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
 
 
 def objective(run_dir: Path) -> float | None:
-    """Return the objective of a sweeper: the last held-out accuracy, else the mean reward of the last 10 steps."""
+    """Return the value that a sweeper optimizes: last held-out accuracy, else mean reward of the last 10 steps."""
     metrics, _, _ = read_metrics(run_dir / METRICS_FILE)
     return metrics.get(ACCURACY, metrics.get(REWARD))
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """Return the metrics, training steps and seconds of a run, as in :class:`RunRow`."""
+    """Read ``metrics.jsonl``; return ``metrics``, ``steps`` and ``seconds`` of :class:`RunRow`."""
     recent: dict[str, deque[float]] = {}
     steps, seconds = 0, 0.0
     for row in read_rows(path):
@@ -193,7 +192,7 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
 
 
 def _read_run(path: Path, root: Path) -> RunRow:
-    """Read a run; its note names the files that cannot be read."""
+    """Read one run of the sweep in ``root``; unreadable files are named in its note."""
     notes: list[str] = []
 
     def tried(read: Callable[[], Value], instead: Value) -> Value:
@@ -223,7 +222,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
 
 
 def _overrides(path: Path) -> dict[str, str]:
-    """Read Hydra's overrides of a run, by option: without ``+``, and ``removed`` for ``~option``."""
+    """Return the values in Hydra's file of overrides by option, without ``+``; ``~option`` gives ``removed``."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -234,7 +233,7 @@ def _overrides(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}).") from error
+        raise UserError(f"{path} cannot be read as a list of Hydra overrides ({type(error).__name__}).") from error
     for override in noted if isinstance(noted, list) else []:
         name, _, value = str(override).partition("=")
         overrides[one_line(name.lstrip("+~"))] = "removed" if name.startswith("~") else one_line(value)
@@ -242,7 +241,7 @@ def _overrides(path: Path) -> dict[str, str]:
 
 
 def as_text(sweep: Sweep, width: int | None = None) -> str:
-    """Return tables and notes in plain characters, wrapped to ``width``."""
+    """Return the tables and notes as plain text, wrapped to ``width`` characters (None: not wrapped)."""
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(Text(sweep.headline), soft_wrap=True)
@@ -257,18 +256,18 @@ def as_text(sweep: Sweep, width: int | None = None) -> str:
 
 
 def as_markdown(sweep: Sweep) -> str:
-    """Return tables and notes as Markdown."""
+    """Return the tables and notes as Markdown."""
     tables = []
     for header, *rows in _tables(sweep):
         lines = [header, ["---"] * len(header), *rows]
         tables.append("".join("| " + " | ".join(map(_escaped, line)) + " |\n" for line in lines))
     notes = "".join(f"- {_escaped(note)}\n" for note in sweep.notes)
-    rule = f"Accuracy and counters are the last measured, everything else the mean of the last {LAST_STEPS} steps.\n"
+    rule = f"Accuracies and counters are the last values, all others are means over the last {LAST_STEPS} steps.\n"
     return "\n".join([f"# Sweep\n\n{_escaped(sweep.headline)}\n", *tables, *([notes] if notes else []), rule])
 
 
 def as_csv(sweep: Sweep) -> str:
-    """Return one line per run with every metric that any of them measured."""
+    """Return CSV with a header and one line per run, with the metrics of all runs."""
     names = sweep.measured()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -281,7 +280,7 @@ def as_csv(sweep: Sweep) -> str:
 
 
 def as_json(sweep: Sweep) -> dict[str, Any]:
-    """Return everything as plain values for strict JSON."""
+    """Return all runs and settings as values for strict JSON."""
     runs = []
     for run in sweep.ranked:
         columns = vars(run) | {"path": str(run.path)}
@@ -303,7 +302,7 @@ def write_summary(path: Path) -> Sweep:
 
 
 def _tables(sweep: Sweep) -> list[list[list[str]]]:
-    """Return the table of the runs and, with several seeds, that of the settings; the first line is the header."""
+    """Return the table of runs and, with several seeds, the table of settings; each begins with its header."""
     extra = [] if sweep.metric in (ACCURACY, REWARD) else [sweep.metric]
 
     def shown(value: float | None, error: float | None = None) -> str:
@@ -336,7 +335,7 @@ def _escaped(text: str) -> str:
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
-    """Return ``arguments`` of ``grpo.py``, for ``train.resume=auto`` with the directory of the sweep to continue."""
+    """Return the ``grpo.py`` arguments; with ``train.resume=auto``, prepend the directory of the sweep to resume."""
     args = list(arguments)
     is_sweep = any(arg in ("-m", "hydra.mode=MULTIRUN") or arg.startswith("--mu") for arg in args)  # to Hydra
     if not is_sweep or "train.resume=auto" not in args or any(arg.startswith("hydra.sweep.dir=") for arg in args):
@@ -350,13 +349,13 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
-    """Write the command of a sweep to its directory, and whether all its runs are finished."""
+    """Write the command of a sweep, and whether all its runs are finished, to the sweep's directory."""
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:
-        raise UserError(f"The sweep's directory {sweep_dir} cannot be written ({error.strerror}).") from error
+        raise UserError(f"Cannot write to {sweep_dir} ({error.strerror}); set another hydra.sweep.dir.") from error
 
 
 def _identity(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that identify a sweep, in their order, by which Hydra numbers the runs."""
+    """Return the arguments that identify a sweep, in order, because Hydra numbers the runs by it."""
     return [argument for argument in arguments if not _FREE.match(argument)]

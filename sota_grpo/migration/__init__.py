@@ -1,1 +1,1 @@
-"""Exports of a run: verl's command line, and the model card."""
+"""Exports of a run: the model with a model card, or the files to train the same with verl."""

@@ -1,4 +1,4 @@
-"""The folders of ``sota-grpo export``, written atomically: a model with its card, or the run for verl."""
+"""Write the folders of ``sota-grpo export`` atomically: the model with a model card, or files for verl."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
 
-_VERL_REWARD = '''"""The reward of {name}: sota_grpo's own grader, as verl calls it."""
+_VERL_REWARD = '''"""The reward of {name}: sota_grpo's grader with verl's signature."""
 
 from pathlib import Path
 
@@ -64,14 +64,14 @@ def write_hf(
     dtype: DType | None = None,
     trust: bool = False,
 ) -> int:
-    """Write the trained model, merged or as a PEFT adapter, with its card; return its number of training steps.
+    """Write the trained model, merged or as a PEFT adapter, with a model card; return its number of training steps.
 
-    The final model of a finished run is copied; with ``step``, ``adapter`` or ``dtype`` a checkpoint is read.
-    ``trust`` is the consent to the run's config (:func:`sota_grpo.assembly.compose.needs_consent`).
+    By default the final model of a finished run is copied; with ``step``, ``adapter`` or ``dtype`` it is loaded from a
+    checkpoint. ``trust`` allows what the run's config names, such as code (see ``assembly.compose.needs_consent``).
     """
     config = load_config(run_dir, trust=trust, unused=(*UNUSED_WITHOUT_LOSS, *UNUSED_WITHOUT_SAMPLES))
     if adapter and not config.train_model.lora.enabled:
-        raise UserError(f"{run_dir} trained all weights, so there is no adapter; leave --adapter out.")
+        raise UserError(f"{run_dir} trained all weights, so it has no adapter; export it without --adapter.")
     copies = step is None and dtype is None and not adapter
     exported = exported_steps(run_dir, config) if copies else None
     steps, checkpoint = (exported, None) if exported is not None else find_checkpoint(run_dir, step)
@@ -89,7 +89,7 @@ def write_hf(
                 model.save_pretrained(folder)  # type: ignore[operator]
                 tokenizer.save_pretrained(folder)
             else:
-                folder.rmdir()  # save_hf makes it
+                folder.rmdir()  # save_hf creates it
                 save_hf(model, tokenizer, folder, dtype=dtype)
         card = model_card(config, steps, read_evaluations(run_dir), is_adapter=adapter)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -97,14 +97,14 @@ def write_hf(
 
 
 def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
-    """Write verl's command line, its data and its reward function; ``trust`` as in :func:`write_hf`."""
+    """Write a script with verl's command line, the data and a reward function; ``trust``: see :func:`write_hf`."""
     from omegaconf import OmegaConf
 
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     _copy(config, run_dir, trust, "rows", "env.dataset_path", "env.eval_path")
     if config.env.mixture is not None:
         mixture = f"{run_dir} trained on a mixture ({tasks_named(config)})"
-        raise UserError(f"{mixture}, whose order and token limits verl does not have; only --to hf exports it.")
+        raise UserError(f"{mixture}; verl has no task order or token limits per task, so export it with --to hf.")
     task = task_of(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     env = make_env(config, task, tokenizer, LocalGrader(task.score, task.term_weights))
@@ -114,7 +114,7 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
     facts = Facts(model, script_name(run_dir), env.check_prompts(), len(task.train))
     options, report = verl_options(config, facts)
     heading = [
-        f"{facts.name}, a run of sota_grpo {_versions()['sota_grpo']}, as a command of verl {VERL_VERSION}, whose",
+        f"{facts.name}, a run of sota_grpo {_versions()['sota_grpo']}, as a command for verl {VERL_VERSION}. verl's",
         f"options are in verl/trainer/config at the tag v{VERL_VERSION} of github.com/verl-project/verl.",
         "reward.py is sota_grpo's grader: install it where verl runs (pip install --no-deps . in a checkout of it).",
     ]
@@ -137,14 +137,14 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
 
 
 def _copied(source: Path, folder: Path) -> str:
-    """Copy a user's file to ``folder``; return its name there, which no other file of the export has."""
+    """Copy a user's file to ``folder`` under a name that no other file of the export has; return that name."""
     name = source.name if source.name != "reward.py" and not (folder / source.name).exists() else f"own_{source.name}"
     shutil.copy(source, folder / name)
     return name
 
 
 def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) -> None:
-    """Require consent to copy files outside the run, which an untrusted config may name."""
+    """Require consent to copy files from outside the run directory, which an untrusted config may name."""
     home = run_dir.resolve()
     acts = [
         f"copy the {what} of {one_line(path)} into the export ({name})"
@@ -154,11 +154,11 @@ def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) 
     if not trust:
         require_consent(run_dir, acts)
     for act in acts:
-        logger.info("--trust-run: the run's config may %s.", act)
+        logger.info("--trust-run allows the run's config to %s.", act)
 
 
 def script_name(run_dir: Path) -> str:
-    """Return the name of a run, escaped for scripts.
+    """Return the name of a run directory with characters that are special to shells replaced by ``_``.
 
     >>> script_name(Path("runs/10-00-00; touch $HOME"))
     '10-00-00_ touch _HOME'
@@ -168,17 +168,17 @@ def script_name(run_dir: Path) -> str:
 
 @contextmanager
 def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
-    """Yield a folder that replaces ``out`` at the end; only our own earlier export is overwritten."""
-    is_ours = out.resolve().parent == run_dir.resolve() / "export"  # not where a link of that name leads
+    """Yield a new folder that becomes ``out`` at the end; only an earlier export in RUN/export is replaced."""
+    is_ours = out.resolve().parent == run_dir.resolve() / "export"  # not the target of a link of that name
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is not empty; give another folder, or empty it.")
+        raise UserError(f"--out {out} is not an empty folder; name a new one, or empty it.")
     try:
         with atomic_folder(out) as partial:
             yield partial
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
+        raise UserError(f"--out {out} cannot be written ({error.strerror or error}); name another folder.") from error
 
 
 _SHOWN = ("algorithm.", "optimizer.", "policy.", "train_model.lora.")  # hyperparameters, defaults included
@@ -244,10 +244,10 @@ model = AutoPeftModelForCausalLM.from_pretrained("FOLDER", dtype="auto", device_
 def model_card(
     config: Config, steps: int, evaluations: Sequence[Mapping[str, Any]], *, is_adapter: bool = False
 ) -> str:
-    """Return ``README.md`` for the hub: YAML between dashes, then text.
+    """Return the model card, ``README.md`` of the Hugging Face hub: YAML front matter, then text.
 
-    It shows paths without their folders, no keys and addresses, and of the ``evaluations`` (rows of ``metrics.jsonl``)
-    those up to the model's ``steps``.
+    It has file names without folders, no keys or addresses, and those ``evaluations`` (rows of ``metrics.jsonl``) that
+    were made within the first ``steps`` training steps.
     """
     from omegaconf import OmegaConf
 
@@ -275,7 +275,7 @@ def model_card(
 
 
 def _measuring(config: Config) -> str:
-    """Return the command that evaluates the model on the same problems."""
+    """Return a text with the command that evaluates the model on the same problems."""
     configs = task_configs(config).values()
     named = (path for one in configs for path in (one.env.dataset_path, one.env.eval_path, one.reward.path))
     files = [value for value in named if value is not None]
@@ -294,7 +294,7 @@ def _measuring(config: Config) -> str:
 
 
 def published(config: Config) -> Config:
-    """Return a copy for publication: no addresses or project names, and files without their folders.
+    """Return a copy of the config without addresses, project names and the folders of file paths.
 
     >>> config = Config()
     >>> config.env.dataset_path, config.engine.url = "/home/me/data/train.jsonl", "http://host:8000"

@@ -1,8 +1,8 @@
-"""A run as verl 0.9.0 takes it: options as a command line, data as Parquet, and our grader.
+"""Translate a run for verl 0.9.0: options to a command line, data to Parquet, and the grader to a reward function.
 
 Names, choices and defaults of verl's options are those of the tag v0.9.0 of verl-project/verl, ``verl/trainer/config``;
-its losses and advantages are in ``verl/trainer/ppo/core_algos.py``. verl counts batches in prompts, we in responses.
-The options of 0.9.1 that are used here have the same names and meaning.
+its losses and advantages are in ``verl/trainer/ppo/core_algos.py``. verl counts batches in prompts, sota_grpo counts
+them in responses. verl 0.9.1 has the options used here with the same names and meaning.
 
 An exported ``reward.py`` calls the grader with the ``config.yaml`` of its folder; the columns ``query``, ``answer`` and
 ``extra`` of the exported data hold the example.
@@ -43,7 +43,7 @@ _CORRECTION = "algorithm.rollout_correction"
 _AGGREGATIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
 _DTYPES = {"auto": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ENGINE_DTYPES, _SAVED = dict.fromkeys(("auto", "native"), "bfloat16"), ["model", "optimizer", "extra"]
-#: verl's option: ours that has the same value, or ours and the function of its value; None leaves verl's default.
+#: verl's option: our option of the same value, or our option and a function of its value; None: verl's default.
 _TABLE: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "++data.apply_chat_template_kwargs": ("env.chat_template_kwargs", lambda given: given or None),
     "data.max_response_length": "inference_model.max_tokens",
@@ -82,22 +82,22 @@ _TABLE: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "trainer.logger": ("logging.wandb", lambda mode: ["console"] + ["wandb"] * (mode != "disabled")),
     "trainer.project_name": "logging.project",
 }
-#: Ours, for which values verl differs, and how.
+#: Our option, the values for which verl differs, and how verl differs.
 _DIFFERENCES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
-    ("algorithm.dynamic_sampling", bool, "verl's trainer draws on without a limit; ours 10 collections."),
-    ("algorithm.top_entropy_quantile", lambda share: share < 1, "verl has no such mask: every token takes part."),
+    ("algorithm.dynamic_sampling", bool, "verl's trainer samples on without a limit; ours at most 10 times."),
+    ("algorithm.top_entropy_quantile", lambda share: share < 1, "verl has no such mask: it trains on every token."),
     ("algorithm.entropy_target", lambda target: target is not None, "verl's coefficient stays constant."),
     ("algorithm.drop_truncated", bool, "verl trains on truncated responses."),
     (
         "optimizer.schedule",
         lambda name: name == "linear",
-        "verl's FSDP learner has constant and cosine; constant here.",
+        "verl's FSDP learner has constant and cosine; exported as constant.",
     ),
     ("optimizer.weight_decay", bool, "verl decays norms and biases, too."),
-    ("optimizer.warmup_steps", bool, "verl begins at 0 and counts iterations, not optimizer steps."),
-    ("env.max_steps", lambda turns: turns > 1, "verl's dialogs need an agent loop of your own; one turn each here."),
+    ("optimizer.warmup_steps", bool, "verl's warm-up starts at 0 and counts iterations, not optimizer steps."),
+    ("env.max_steps", lambda turns: turns > 1, "verl's dialogs need your own agent loop; exported with one turn."),
     ("env.reasoning", bool, "verl does not ask the policy to think again."),
-    ("eval.avg_at_k", bool, "verl's validation is greedy here (rollout.val_kwargs chooses)."),
+    ("eval.avg_at_k", bool, "verl's validation is exported as greedy (see rollout.val_kwargs)."),
     ("device", lambda device: device == "cpu", "verl needs accelerators."),
 )
 _KL_TYPES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
@@ -113,8 +113,8 @@ _ESTIMATORS = {
     ("best_of_others", "group_std"): "grpo_passk",
 }
 _REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-_BY_ROWS = ("gspo", "sapo", "geo_mean")  # losses that weigh by sequence whatever loss_agg_mode says
-#: Options whose counterpart is the exported data or reward.
+_BY_ROWS = ("gspo", "sapo", "geo_mean")  # losses that aggregate by sequence and ignore loss_agg_mode
+#: Options that the exported data and reward files contain.
 FILES = (
     *("env.dataset", "env.max_samples", "env.num_heldout", *READERS),
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "eval.num_samples"),
@@ -123,20 +123,20 @@ FILES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a translation reads besides the config."""
+    """Inputs of a translation besides the config."""
 
     model: str  # path or hub name of the policy
-    name: str  # of the run
-    longest_prompt: int  # tokens
-    num_train: int  # training problems
+    name: str  # name of the run
+    longest_prompt: int  # tokens of the longest prompt
+    num_train: int  # number of training problems
 
 
 class ScriptPath(str):
-    """A path in the folder of the script (``$HERE``), as opposed to a text from the config."""
+    """A path below the folder of the exported script (``$HERE``)."""
 
 
 class Report:
-    """The options of a config during a translation: mapped (read), commented (differ in verl) or unsupported.
+    """The state of each option during a translation: mapped (read), commented (differs in verl) or unsupported.
 
     >>> report = Report(Config())
     >>> report["env.repeats"], "env.repeats" in report.unsupported(), "optimizer.lr" in report.unsupported()
@@ -149,12 +149,12 @@ class Report:
         self.comments: dict[str, str] = {}
 
     def __getitem__(self, option: str) -> Any:
-        """Return the value of an option, which counts as mapped from then on."""
+        """Return the value of an option and mark the option as mapped."""
         self.mapped.add(option)
         return self.values[option]
 
     def comment(self, option: str, text: str) -> None:
-        """Add a sentence about an option."""
+        """Add a sentence about how an option differs in verl."""
         self.comments[option] = " ".join(filter(None, [self.comments.get(option), text]))
 
     def unsupported(self) -> list[str]:
@@ -162,11 +162,11 @@ class Report:
         return [option for option in self.values if option not in self.mapped and option not in self.comments]
 
     def lines(self) -> list[str]:
-        """Return the report as text: comments, then unsupported options, then those of the files."""
+        """Return the lines of the report: comments, unsupported options, and options contained in the files."""
         defaults = {name: value for name, _, value in walk()}
         changed = [name for name in self.unsupported() if self.values[name] != defaults[name]]
         unchanged = [name for name in self.unsupported() if name not in changed]
-        lines = ["Different in verl, or unsupported (no counterpart, or off):"]
+        lines = ["Different in verl, or unsupported (verl has no such option, or it is off):"]
         for name in [*sorted(self.comments), *changed]:
             text = f"- {name}={self.values[name]}: {self.comments.get(name, 'unsupported.')}"
             lines += textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)
@@ -176,7 +176,7 @@ class Report:
 
 
 def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Report]:
-    """Return verl's options by name, and the report on ours.
+    """Return verl's options by name, and the report on how sota_grpo's options were translated.
 
     >>> options, report = verl_options(Config(), Facts("tiny", "demo", longest_prompt=100, num_train=8192))
     >>> options["actor_rollout_ref.rollout.n"], options["data.train_batch_size"]
@@ -196,10 +196,10 @@ def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Report]:
 
 
 def verl_script(options: Mapping[str, Any], report: Report, heading: Sequence[str]) -> str:
-    """Return a shell script that calls ``python3 -m verl.trainer.main_ppo`` with the options and its own arguments."""
+    """Return a shell script that passes the options, then its own arguments, to ``verl.trainer.main_ppo``."""
 
     def word(name: str, value: Any) -> str:
-        """``name=value`` as one word of the shell, the value as Hydra reads it."""
+        """Return ``name=value`` as one shell word, with the value in Hydra's syntax."""
         return f"{name}=\"'{value}'\"" if isinstance(value, ScriptPath) else shlex.quote(f"{name}={quoted(value)}")
 
     comment = [*heading, "", *report.lines()]
@@ -210,11 +210,11 @@ def verl_script(options: Mapping[str, Any], report: Report, heading: Sequence[st
 
 
 def _advantage(config: Config, ours: Report) -> dict[str, Any]:
-    """Translate the estimator, dynamic sampling and the length penalty."""
+    """Translate the advantage estimator, dynamic sampling and the length penalty."""
     baseline, scale = ours["algorithm.baseline"], ours["algorithm.scale"]
     estimator = _ESTIMATORS.get((baseline, scale), "grpo")
     if (baseline, scale) not in _ESTIMATORS:
-        ours.comment("algorithm.baseline", f"verl has none with algorithm.scale={scale}; this is grpo's, a group mean.")
+        ours.comment("algorithm.baseline", f"verl has none with algorithm.scale={scale}; exported as a group mean.")
     elif estimator.startswith("reinforce"):
         ours.comment("algorithm.scale", "verl whitens over tokens, so long responses weigh more; ours over responses.")
     options: dict[str, Any] = {"algorithm.adv_estimator": estimator}
@@ -228,16 +228,16 @@ def _advantage(config: Config, ours: Report) -> dict[str, Any]:
 
 
 def _policy_loss(config: Config, ours: Report) -> dict[str, Any]:
-    """Translate the surrogate to verl's loss of the same gradient.
+    """Translate the surrogate to verl's loss with the same gradient.
 
-    verl's CISPO clips the ratio from below too: at 0 here, where it never is.
+    verl's CISPO also clips the ratio from below; the exported bound is 0, which no ratio reaches.
     """
     algorithm, ratio, name = config.algorithm, ours["algorithm.ratio"], ours["algorithm.objective"]
     low, high = ours["algorithm.clip_low"], ours["algorithm.clip_high"]
     losses = surrogate(name).verl
     if not losses:
         losses, default = SURROGATES["clipped"].verl, AlgorithmConfig()
-        ours.comment("algorithm.objective", "there is no such loss; this is the clipped one.")
+        ours.comment("algorithm.objective", "verl has no such loss; exported as the clipped one.")
         if name in SURROGATES and (low, high) != (default.clip_low, default.clip_high):
             for option in ("algorithm.clip_low", "algorithm.clip_high"):
                 ours.comment(option, f"of {name}; the clipped loss has its own default.")
@@ -268,7 +268,7 @@ def _policy_loss(config: Config, ours: Report) -> dict[str, Any]:
 
 
 def _correction(config: Config, ours: Report) -> dict[str, Any]:
-    """Translate the log-probs in the ratio's denominator and the weights for the engine's mismatch."""
+    """Translate the choice of behaviour log-probs and the importance weights for the engine's mismatch."""
     algorithm, bypass = config.algorithm, f"{_CORRECTION}.bypass_mode"
     if ours["algorithm.correction"] == "none":
         is_plain = surrogate(algorithm.objective).verl.get(algorithm.ratio) == "vanilla"
@@ -276,8 +276,8 @@ def _correction(config: Config, ours: Report) -> dict[str, Any]:
         if used_once and not (is_plain or has_no_ratio(config)):
             ours.comment(
                 "algorithm.correction",
-                "the ratio is taken to log-probs that verl's learner computes again; ours are the engine's own, which "
-                "verl offers for its plain clipped loss only (bypass_mode).",
+                "verl's learner recomputes the ratio's old log-probs; sota_grpo uses the engine's, which verl offers "
+                "for its plain clipped loss only (bypass_mode).",
             )
         return {bypass: used_once and is_plain}
     cap, floor, mode = ours["algorithm.correction_cap"], algorithm.correction_floor, ours["algorithm.correction_mode"]
@@ -286,7 +286,7 @@ def _correction(config: Config, ours: Report) -> dict[str, Any]:
         level = _REJECTIONS[algorithm.correction]
         return {bypass: False, f"{_CORRECTION}.rollout_rs": level, f"{_CORRECTION}.rollout_rs_threshold": bounds}
     if algorithm.correction == "geometric":
-        ours.comment("algorithm.correction", "verl has no weight of this level, only a rejection, so there is none.")
+        ours.comment("algorithm.correction", "verl has only a rejection at this level, no weight; exported as none.")
         return {bypass: False}
     if floor and mode == "truncate":
         ours.comment("algorithm.correction_floor", "verl truncates above only.")
@@ -298,14 +298,14 @@ def _correction(config: Config, ours: Report) -> dict[str, Any]:
 
 
 def _reference(ours: Report) -> dict[str, Any]:
-    """Translate the KL term in the loss or in the reward; at coefficient 0 neither builds a reference."""
+    """Translate the KL term in the loss or in the reward; with coefficient 0 verl loads no reference either."""
     coef, in_loss, estimator = ours["policy.kl_coef"], ours["train.kl_coef_in_loss"], ours["algorithm.kl_estimator"]
     options = {f"{ACTOR}.use_kl_loss": coef > 0 and in_loss, "algorithm.use_kl_in_reward": coef > 0 and not in_loss}
     if coef > 0 and in_loss:
         options |= {f"{ACTOR}.kl_loss_coef": coef, f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator]}
     elif coef > 0:
         options |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": coef}
-        text = "in a group of equal rewards, verl divides the differences of KL by their spread; ours leaves them."
+        text = "in a zero-advantage group, verl divides the KL differences by their standard deviation; ours does not."
         ours.comment("train.kl_coef_in_loss", text)
     return options
 
@@ -329,25 +329,25 @@ def _model(ours: Report, facts: Facts) -> dict[str, Any]:
     engine = ours["engine.name"]
     known = None if engine == "auto" else ENGINES[engine].verl
     if known is None and engine != "auto":
-        ours.comment("engine.name", "verl samples with vllm or sglang; this is vllm.")
+        ours.comment("engine.name", "verl samples with vllm or sglang; exported as vllm.")
     elif is_server(engine):
         ours.comment("engine.name", "verl starts the engine itself.")
     return options | {f"{_ROLLOUT}.name": known or "vllm"}
 
 
 def _amounts(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
-    """Translate batches, micro-batches and the warm-up, which verl counts in prompts, tokens and iterations."""
+    """Translate batch sizes, micro-batches and warm-up, which verl counts in prompts, tokens and iterations."""
     ours.mapped |= {"train.dialog_turns_per_batch", "train.micro_batch_tokens"}
     ours.mapped |= {"train.weight_update_frequency"} if config.mode == "async" else set()
     repeats, size, per_step = config.env.repeats, ours["train.optim_batch_size"], responses_per_step(config)
     if size % repeats:
-        ours.comment("train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step.")
+        ours.comment("train.optim_batch_size", f"verl counts prompts: {max(1, size // repeats)} of them per step.")
     if max_support(config):
-        text = "verl takes log-probs over the whole vocabulary, so its ratio is biased."
+        text = "verl computes log-probs over the whole vocabulary, so its ratio is biased."
         ours.comment("inference_model.top_p", text)
     longest, budget = facts.longest_prompt + longest_response(config), micro_batch_tokens(config)
     if budget < longest:
-        text = f"raised to the longest sequence, {longest}; it counts every prompt."
+        text = f"raised to the longest sequence, {longest} tokens; verl counts each row's prompt."
         ours.comment("train.micro_batch_tokens", text)
     warmup, steps_per_publish = ours["optimizer.warmup_steps"], config.train.epochs * per_step // size
     return {
@@ -362,7 +362,7 @@ def _amounts(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
 
 
 def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
-    """Translate files, lengths, devices and the mode."""
+    """Translate file paths, run length, devices and the mode."""
     ours.mapped |= {"train_model.devices", "train_model.num_devices"}
     per_step = responses_per_step(config)
     steps = ours["train.total_dialog_turns"] // per_step
@@ -387,7 +387,7 @@ def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
         return options
     ours.mapped |= {"inference_model.devices", "inference_model.num_devices"}
     engines = learner_ranks(config) if shares_devices(config) else device_count(config.inference_model) or 1
-    ours.comment("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
+    ours.comment("train.max_policy_age", "verl drops or waits for older responses; sota_grpo never samples them.")
     return options | {
         "trainer.v1.trainer_mode": "separate_async",
         "trainer.v1.separate_async.parameter_sync_step": per_step // config.train.optim_batch_size,
@@ -411,12 +411,12 @@ def example_columns(example: Example) -> dict[str, str]:
 
 
 def example_of(columns: Mapping[str, str]) -> Example:
-    """Return the example of :func:`example_columns`."""
+    """Return the example whose columns :func:`example_columns` returned."""
     return Example(columns["query"], columns["answer"], json.loads(columns["extra"]))
 
 
 def verl_rows(task: Task, examples: Sequence[Example], split: str) -> Iterator[dict[str, Any]]:
-    """Yield verl's five columns of each example; our grader reads the example from ``extra_info``."""
+    """Yield a row with verl's five columns per example; ``extra_info`` has the example for sota_grpo's grader."""
     for index, example in enumerate(examples):
         yield {
             "data_source": task.name,
@@ -428,23 +428,23 @@ def verl_rows(task: Task, examples: Sequence[Example], split: str) -> Iterator[d
 
 
 def write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """Write the rows to one file; raise UserError where there are none."""
+    """Write the rows to a Parquet file; raise UserError if there are none."""
     import pyarrow
     import pyarrow.parquet
 
     listed = list(rows)
     if not listed:
-        raise UserError(f"There is nothing to write to {path.name}: the task has no such problems.")
+        raise UserError(f"No rows for {path.name}: the task has no problems in this split.")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), path)
 
 
 def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
-    """Return ``compute_score`` for verl: the reward as ``score``, and whether the response is right as ``acc``.
+    """Return verl's ``compute_score``; its result has the reward as ``score`` and the success (0 or 1) as ``acc``.
 
-    A response at which the grader fails earns 0, as in training.
+    A response at which the grader fails has a reward of 0, as in training.
 
     Args:
-        config_file: of the run; relative paths in it start at its folder.
+        config_file: config of the run; its relative paths start at its folder.
     """
     folder = Path(config_file).parent
     config = load_config(folder, trust=True)

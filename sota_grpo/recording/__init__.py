@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, rollouts, the log, the progress line, W&B."""
+"""The records of a run: metrics, responses, logs, stored steps, the progress line, and copies to W&B and others."""

@@ -1,4 +1,4 @@
-"""The code, the packages and the machine of each start of a run, and the load of the machine."""
+"""Describe command, code version, packages and machine of a run's start, and measure the machine's load."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ import psutil
 
 _PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
 _SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
-_GIT_S = 5.0  # a working tree on a slow disk is left out
-_GPUS = Path("/proc/driver/nvidia/gpus")  # torch would initialise CUDA to read the names
+_GIT_S = 5.0  # time limit of git, for slow disks
+_GPUS = Path("/proc/driver/nvidia/gpus")  # GPU names; torch would initialise CUDA to read them
 
 
 @lru_cache(maxsize=1)
 def this_start() -> dict[str, Any]:
     """Return the command, commits, versions and machine of this process, as plain values without secrets.
 
-    ``commit`` is that of this package's source tree, ``working_tree`` that of the current folder, with ``-dirty`` where
-    tracked files differ.
+    ``commit`` is the commit of this package's source tree, ``working_tree`` that of the current folder; ``-dirty`` is
+    appended if tracked files differ.
 
     >>> sorted(this_start().keys() - {"commit", "working_tree", "gpus"})
     ['command', 'cpus', 'host', 'started', 'versions']
@@ -37,7 +37,7 @@ def this_start() -> dict[str, Any]:
     import torch
 
     package = Path(__file__).parents[1]
-    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None  # not just installed below a tree
+    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None  # not only below another tree
     described = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     commits = {"commit": _git(package, *described) if tracked else None, "working_tree": _git(Path.cwd(), *described)}
     versions = {"python": platform.python_version()}
@@ -59,7 +59,7 @@ def this_start() -> dict[str, Any]:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Replace by stars the values of options whose names end like those of secrets.
+    """Replace the values of options whose names end in token, key, secret or password by ``***``.
 
     >>> without_secrets(["train.py", "engine.api_key=abc", "--hub-token", "def", "inference_model.max_tokens=9"])
     ['train.py', 'engine.api_key=***', '--hub-token', '***', 'inference_model.max_tokens=9']
@@ -76,13 +76,13 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def starts_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the starts in ``run.json``, oldest first; another program may have written it."""
+    """Return the list ``starts`` of ``run.json``, oldest first, without entries that are no dicts."""
     starts = (record or {}).get("starts")
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
 
 def in_words(start: Mapping[str, Any]) -> str:
-    """Return :func:`this_start` as one line; another program may have written it.
+    """Return a result of :func:`this_start`, possibly of another program version, as one line of text.
 
     >>> in_words({"command": "grpo.py", "commit": "abc", "versions": {"torch": "2.13.0"}, "host": "a", "cpus": 2})
     'grpo.py · commit abc · torch 2.13.0 · a · 2 cores'
@@ -100,7 +100,7 @@ def in_words(start: Mapping[str, Any]) -> str:
 
 
 def system_metrics() -> dict[str, float]:
-    """Return the ``system/`` metrics that this machine has (busy cores: since the last call)."""
+    """Return the ``system/`` metrics available on this machine; CPU use is measured since the last call."""
     import torch
 
     values = {
@@ -110,14 +110,14 @@ def system_metrics() -> dict[str, float]:
     }
     if torch.cuda.is_initialized():
         values["system/gpu_memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    with suppress(Exception):  # NVML's package is missing, or its driver refuses: many types
+    with suppress(Exception):  # a missing NVML package or a driver failure raises many types
         busy = [torch.cuda.utilization(index) / 100 for index in range(torch.cuda.device_count())]
         values |= {"system/gpu": sum(busy) / len(busy)}
     return values
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of git in ``folder``; None without git or a tree, or where it takes too long."""
+    """Return the output of git in ``folder``; None without git or a repository, or after a time-out."""
     command = ["git", "-C", str(folder), "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, stdin=subprocess.DEVNULL)

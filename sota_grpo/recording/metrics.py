@@ -1,7 +1,7 @@
-"""The metrics of a run: each is a name, a reduction, a sentence and a unit; nothing else may be written.
+"""The list of all metrics of a run: name, reduction, sentence and unit. A name that is not listed cannot be logged.
 
-Names of values that depend on the clock or the machine begin with ``time/`` or ``system/`` or end in ``_per_s``, so
-that two runs can be compared exactly on all others.
+Metrics that depend on the clock or the machine begin with ``time/`` or ``system/`` or end in ``_per_s``: two equal runs
+agree exactly in all others.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Reduction = Literal["mean", "max", "sum", "last"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One quantity of a run."""
+    """A metric of a run, as docs/logging.md lists it."""
 
     name: str  # key in metrics.jsonl
     reduction: Reduction  # how the values of one step's optimizer steps combine into the step's value
     sentence: str
-    unit: str = ""  # empty for a pure number; a share is a number in [0, 1]
+    unit: str = ""  # empty for a pure number; a fraction is in [0, 1]
 
 
-#: Metrics of each task: of a mixture, of reasoning-gym, or of reasoning-gym within an entry of a mixture.
+#: Metrics per task of a mixture, of reasoning-gym, or of reasoning-gym within an entry of a mixture.
 OF_TASK = ("reward", "success", "truncated", "response_tokens", "responses")
 _TASK = r"[A-Za-z_][\w-]*"
-#: Patterns of the placeholders in names; in a mixture the name of the task precedes that of a term or number.
+#: Patterns of the placeholders in names; in a mixture the task's name precedes the name of a term or number.
 _PLACEHOLDERS = {
     "<term>": rf"({_TASK}/)?[A-Za-z_][\w.-]*",
     "<name>": rf"({_TASK}/)?[\w.-]+",
@@ -39,125 +39,125 @@ _PLACEHOLDERS = {
 
 _DECLARED = (
     Metric("step", "last", "Training step, counted from 0."),
-    Metric("version", "last", "Publishes so far: the version of the policy that the engines serve."),
+    Metric("version", "last", "Weight syncs since the run began: the policy version that the engines serve."),
     Metric("optimizer_steps", "last", "Optimizer steps since the run began."),
     Metric("skipped_steps", "sum", "Optimizer steps that the fp16 gradient scaler skipped; not in optimizer_steps."),
-    Metric("packed", "last", "1 where the learner computes packed rows, each prompt once; 0 where it pads them."),
+    Metric("packed", "last", "1 if the learner packs rows and computes a shared prompt once; 0 if it pads rows."),
     Metric("loss_scale", "last", "Factor of the fp16 gradient scaler in the last optimizer step."),
     Metric("dialog_turns", "last", "Responses trained on since the run began.", "responses"),
     Metric("reward", "mean", "Mean reward of the batch's responses."),
     Metric("reward/std", "mean", "Standard deviation (ddof=0) of the batch's rewards."),
     Metric("reward/<term>", "mean", "Mean of one reward term before its weight."),
-    Metric("success", "mean", "Share of responses with the right answer.", "share"),
+    Metric("success", "mean", "Fraction of responses with the right answer.", "fraction"),
     Metric(
         "grader/<name>",
         "mean",
         "Mean of a number that the grader returned besides the terms, over the responses that have it.",
     ),
-    Metric("grader/tool_calls", "mean", "Calls of tools in a dialog.", "calls"),
-    Metric("grader/tool_errors", "mean", "Calls of tools in a dialog that failed, or could not be made.", "calls"),
-    Metric("grader/ended_by_turns", "mean", "Share of dialogs whose last turn still called (env.max_steps).", "share"),
+    Metric("grader/tool_calls", "mean", "Mean number of tool calls in a dialog.", "calls"),
+    Metric("grader/tool_errors", "mean", "Mean number of failed or invalid tool calls in a dialog.", "calls"),
+    Metric("grader/ended_by_turns", "mean", "Fraction of dialogs ended by env.max_steps at a tool call.", "fraction"),
     Metric("task/<task>/reward", "mean", "Mean reward of the responses to one task of a mixture, or of reasoning-gym."),
-    Metric("task/<task>/success", "mean", "Share of its responses with the right answer.", "share"),
-    Metric("task/<task>/truncated", "mean", "Share of its responses that the engine stopped for length.", "share"),
-    Metric("task/<task>/response_tokens", "mean", "Mean length of its responses, their EOS included.", "tokens"),
-    Metric("task/<task>/responses", "sum", "Its responses in the batch.", "responses"),
+    Metric("task/<task>/success", "mean", "Fraction of the task's responses with the right answer.", "fraction"),
+    Metric("task/<task>/truncated", "mean", "Fraction of the task's responses cut at a length limit.", "fraction"),
+    Metric("task/<task>/response_tokens", "mean", "Mean length of the task's responses, EOS included.", "tokens"),
+    Metric("task/<task>/responses", "sum", "Number of the task's responses in the batch.", "responses"),
     Metric("reward_errors", "sum", "Responses whose grader failed or timed out.", "responses"),
     Metric("reward_timeouts", "sum", "Responses whose grader timed out.", "responses"),
     Metric("judge/requests", "sum", "Requests that the judge answered since the last step.", "requests"),
-    Metric("judge/cached", "sum", "Questions that the judge had answered before, or that were open.", "questions"),
-    Metric("judge/retries", "sum", "Requests to the judge that were made again.", "requests"),
+    Metric("judge/cached", "sum", "Questions whose verdict was cached or already requested.", "questions"),
+    Metric("judge/retries", "sum", "Repeated requests to the judge.", "requests"),
     Metric("judge/latency_s", "mean", "Mean time of a request that the judge answered.", "s"),
-    Metric("judge/prompt_tokens", "sum", "Tokens that the judge read, as it counts them.", "tokens"),
-    Metric("judge/completion_tokens", "sum", "Tokens that the judge said, as it counts them.", "tokens"),
+    Metric("judge/prompt_tokens", "sum", "Prompt tokens, as the judge's server counts them.", "tokens"),
+    Metric("judge/completion_tokens", "sum", "Generated tokens, as the judge's server counts them.", "tokens"),
     Metric("advantage", "mean", "Mean absolute advantage of the batch's responses."),
-    Metric("kl", "mean", "KL of the policy from the reference, per token, by the configured estimator.", "nats"),
+    Metric("kl", "mean", "KL(policy, reference) per token, by the estimator algorithm.kl_estimator.", "nats"),
     Metric(
         "distill/reverse_kl",
         "mean",
-        "KL(policy that sampled, teacher), k1, per token: the mean is right, single steps may fall below 0.",
+        "KL(sampling policy, teacher) per token, k1 estimator: unbiased, but one step's value may be negative.",
         "nats",
     ),
     Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
-    Metric("entropy_coef", "mean", "Coefficient of the entropy bonus, where algorithm.entropy_target adapts it."),
-    Metric("entropy_threshold", "mean", "Least entropy that algorithm.top_entropy_quantile keeps, per token.", "nats"),
-    Metric("ess", "mean", "Effective sample size of the importance weights over the number of tokens.", "share"),
-    Metric("clip_fraction", "mean", "Share of tokens whose gradient the clip removes.", "share"),
-    Metric("correction_fraction", "mean", "Share of tokens whose correction weight exceeded its bounds.", "share"),
-    Metric("off_policy_fraction", "mean", "Share of tokens that algorithm.off_policy_threshold leaves out.", "share"),
+    Metric("entropy_coef", "mean", "Coefficient of the entropy bonus, if algorithm.entropy_target adapts it."),
+    Metric("entropy_threshold", "mean", "Smallest token entropy that algorithm.top_entropy_quantile keeps.", "nats"),
+    Metric("ess", "mean", "Effective sample size of importance weights over the number of tokens.", "fraction"),
+    Metric("clip_fraction", "mean", "Fraction of tokens whose gradient is removed by clipping.", "fraction"),
+    Metric("correction_fraction", "mean", "Fraction of tokens with a correction weight out of bounds.", "fraction"),
+    Metric("off_policy_fraction", "mean", "Fraction of tokens excluded by algorithm.off_policy_threshold.", "fraction"),
     Metric("kl_approx", "mean", "Mean of logp_behaviour - logp of the sampled tokens.", "nats"),
     Metric(
         "gradient_share/max_token",
         "max",
-        "Largest share of one token in the squared derivatives of the loss by the tokens' log-probs.",
-        "share",
+        "Largest fraction of one token in the sum over tokens of (d loss / d log-prob) squared.",
+        "fraction",
     ),
     Metric("grad_norm", "mean", "Global gradient norm before clipping."),
     Metric("lr", "last", "Learning rate that the last optimizer step used."),
     Metric("loss/objective", "mean", "Policy term of the loss."),
     Metric("loss/kl", "mean", "KL term of the loss, its coefficient included."),
     Metric("loss/entropy", "mean", "Entropy term of the loss, its coefficient included."),
-    Metric("policy_age/mean", "mean", "Mean age of the trained responses' oldest tokens.", "versions"),
+    Metric("policy_age/mean", "mean", "Mean over responses of the age of their oldest token.", "versions"),
     Metric("policy_age/max", "max", "Largest age of a trained token.", "versions"),
-    Metric("response_tokens/mean", "mean", "Mean length of a response, its EOS included.", "tokens"),
-    Metric("response_tokens/max", "max", "Longest response, its EOS included.", "tokens"),
-    Metric("turns/mean", "mean", "Mean number of turns that the policy has in a dialog.", "turns"),
+    Metric("response_tokens/mean", "mean", "Mean length of a response, EOS included.", "tokens"),
+    Metric("response_tokens/max", "max", "Longest response, EOS included.", "tokens"),
+    Metric("turns/mean", "mean", "Mean number of turns of the policy in a dialog.", "turns"),
     Metric("turn_tokens/mean", "mean", "Mean length of one turn of the policy.", "tokens"),
     Metric("prompt_tokens/mean", "mean", "Mean length of a prompt.", "tokens"),
-    Metric("kept_tokens", "mean", "Tokens that a sampled one was drawn from, with top_p, top_k or min_p.", "tokens"),
-    Metric("truncated", "mean", "Share of responses that the engine stopped for length.", "share"),
+    Metric("kept_tokens", "mean", "Mean sampling support: tokens left by top_p, top_k or min_p.", "tokens"),
+    Metric("truncated", "mean", "Fraction of responses that were cut at a length limit.", "fraction"),
     Metric("groups/zero_advantage", "sum", "Groups whose rewards are all equal.", "groups"),
     Metric("groups/refilled", "sum", "Zero-advantage groups that dynamic sampling replaced.", "groups"),
     Metric("groups/trained", "sum", "Groups in the batch.", "groups"),
     Metric(
-        "groups/in_flight", "last", "Groups being sampled, graded or at the reference when a batch was taken.", "groups"
+        "groups/in_flight", "last", "Groups in sampling, grading or reference scoring when a batch was taken.", "groups"
     ),
     Metric("groups/ready", "last", "Finished groups left in the buffer when a batch was taken.", "groups"),
     Metric("workers/restarts", "last", "Worker processes that were replaced since the run began.", "processes"),
-    Metric("workers/requeued", "last", "Tasks given to another worker because theirs was lost.", "tasks"),
+    Metric("workers/requeued", "last", "Tasks moved to another worker because their worker was lost.", "tasks"),
     Metric(
         "mismatch_kl",
         "mean",
-        "KL(engine, trainer), no dropout, k3, per token; tokens of an older policy (policy_age) bring its drift along.",
+        "KL(engine, trainer) per token, k3 estimator, no dropout; with policy_age > 0 it includes the policy's change.",
         "nats",
     ),
-    Metric("eval/accuracy", "last", "Held-out accuracy of the greedy answer.", "share"),
+    Metric("eval/accuracy", "last", "Accuracy of the greedy responses to held-out problems.", "fraction"),
     Metric(
         "eval/first_turn_accuracy",
         "last",
-        "Accuracy of the first turns, before a wrong answer gets another turn (env.reasoning).",
-        "share",
+        "Greedy accuracy if answers that were right only in the second turn (env.reasoning) count as wrong.",
+        "fraction",
     ),
-    Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "share"),
-    Metric("eval/avg_at_k", "last", "Held-out accuracy, mean of k samples at temperature 1.", "share"),
-    Metric("eval/avg_at_k_stderr", "last", "Standard error of eval/avg_at_k over problems.", "share"),
+    Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "fraction"),
+    Metric("eval/avg_at_k", "last", "Held-out accuracy, mean of k responses at temperature 1.", "fraction"),
+    Metric("eval/avg_at_k_stderr", "last", "Standard error of eval/avg_at_k over problems.", "fraction"),
     Metric("eval/reward", "last", "Mean reward of the greedy responses to held-out problems."),
     Metric("eval/reward_stderr", "last", "Standard error of eval/reward over problems."),
-    Metric("eval/reward/<term>", "last", "Mean of one reward term of those responses, before its weight."),
+    Metric("eval/reward/<term>", "last", "Mean of one reward term of the greedy responses, before its weight."),
     Metric(
         "eval/task/<name>",
         "last",
-        "An accuracy of the task's benchmark, greedy (ifeval: prompts); of a mixture, a task's.",
-        "share",
+        "Another greedy accuracy: of the task's benchmark (ifeval: 4), or of one task of a mixture.",
+        "fraction",
     ),
-    Metric("eval/task_stderr/<name>", "last", "Standard error of that accuracy over problems.", "share"),
+    Metric("eval/task_stderr/<name>", "last", "Standard error of eval/task/<name> over problems.", "fraction"),
     Metric("eval/grader_errors", "sum", "Evaluated responses whose grader failed or timed out.", "responses"),
-    Metric("eval/num_samples", "last", "Held-out problems measured.", "problems"),
+    Metric("eval/num_samples", "last", "Number of held-out problems that were evaluated.", "problems"),
     Metric("time/step_s", "sum", "Wall-clock time of the whole step.", "s"),
     Metric("time/generate_s", "sum", "Time in which responses were being sampled.", "s"),
-    Metric("time/score_s", "sum", "Time in which rewards were waited for.", "s"),
+    Metric("time/score_s", "sum", "Time in which some rewards were pending.", "s"),
     Metric("time/ref_s", "sum", "Time in which reference log-probs were being computed.", "s"),
-    Metric("time/wait_s", "sum", "Time that the learner waited for a batch, during which other phases run.", "s"),
+    Metric("time/wait_s", "sum", "Time in which the learner waited for a batch; other phases run concurrently.", "s"),
     Metric("time/learn_s", "sum", "Time of forward, backward and optimizer steps.", "s"),
     Metric("time/publish_s", "sum", "Time until every engine served the new weights.", "s"),
     Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),
-    Metric("time/store_s", "sum", "Time to look at a step that is kept whole, and to write it.", "s"),
+    Metric("time/store_s", "sum", "Time to measure and write the steps that are stored whole in steps/.", "s"),
     Metric("time/eval_s", "sum", "Time of a held-out evaluation.", "s"),
     Metric("system/memory_gib", "last", "Resident memory of the run's own process.", "GiB"),
-    Metric("system/host_memory", "last", "Memory of this machine that is in use.", "share"),
-    Metric("system/cpu", "last", "Cores of this machine that were busy since the last step.", "share"),
+    Metric("system/host_memory", "last", "Fraction of this machine's memory in use.", "fraction"),
+    Metric("system/cpu", "last", "Fraction of this machine's cores that were busy since the last step.", "fraction"),
     Metric("system/gpu_memory_gib", "last", "Most GPU memory that the run's own process has reserved so far.", "GiB"),
-    Metric("system/gpu", "last", "Utilisation of the visible GPUs, their mean (NVML; where nvidia-ml-py is).", "share"),
+    Metric("system/gpu", "last", "Mean utilisation of the visible GPUs (NVML; needs nvidia-ml-py).", "fraction"),
     Metric("tokens_per_s", "mean", "Response tokens of the batch over the time of the step.", "tokens/s"),
 )
 
@@ -177,10 +177,10 @@ _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
 
 
 def declared(name: str) -> Metric:
-    """Return the metric of that name, or of its family, ``reward/<term>`` for example.
+    """Return the metric called ``name``, or the family that it belongs to, such as ``reward/<term>``.
 
     Raises:
-        ValueError: there is none; the message has a similar name.
+        ValueError: the metric is not listed here; the message suggests a similar name.
 
     >>> declared("kl").reduction, declared("reward/format").name
     ('mean', 'reward/<term>')
@@ -193,14 +193,14 @@ def declared(name: str) -> Metric:
             return METRICS.get(without_task if family == "grader/<name>" else family, METRICS[family])
     near = difflib.get_close_matches(name, METRICS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"The metric {name!r} is not declared in recording/metrics.py.{hint}")
+    raise ValueError(f"The metric {name!r} is not declared in sota_grpo/recording/metrics.py.{hint}")
 
 
 def term_metric(term: str) -> str:
-    """Return the metric's name for a reward term.
+    """Return the name of the metric for the reward term ``term``.
 
     Raises:
-        ValueError: another metric has that name, or it has characters that no name may have.
+        ValueError: another metric has that name, or ``term`` has characters that are not allowed.
 
     >>> term_metric("format")
     'reward/format'
@@ -212,7 +212,7 @@ def term_metric(term: str) -> str:
 
 
 def info_metric(name: str, task: str | None = None) -> str:
-    """Return the metric's name for a number of a grader, in a ``task`` of a mixture or in none.
+    """Return the name of the metric for the number ``name`` of a grader; ``task``: the task of a mixture, if any.
 
     >>> info_metric("acc"), info_metric("pass rate", "maths")
     ('grader/acc', 'grader/maths/pass_rate')
@@ -221,7 +221,7 @@ def info_metric(name: str, task: str | None = None) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a grader's value can be averaged; a truth value counts as 0 or 1.
+    """Return whether a grader's value is a finite number; a bool counts as 0 or 1.
 
     >>> is_number(True), is_number(0.5), is_number("0.5"), is_number(float("nan"))
     (True, True, False, False)
@@ -230,7 +230,7 @@ def is_number(value: object) -> bool:
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Combine the metrics of a step's optimizer steps by their reductions; None where no update measured one.
+    """Combine the metrics of a step's optimizer steps by their reductions; None if no optimizer step has a value.
 
     >>> reduce_updates([{"kl": 1.0, "policy_age/max": 2}, {"kl": 3.0, "policy_age/max": 1, "lr": 0.1}])
     {'kl': 2.0, 'policy_age/max': 2, 'lr': 0.1}

@@ -1,4 +1,4 @@
-"""Names and readers of the files of a run directory, which may be damaged, or being written. Needs no torch."""
+"""Names and readers of the files in a run directory, which may be damaged or in writing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from sota_grpo.files import write_json
 from sota_grpo.text import readable, sentence
 from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml, require_plain
 
-RUN_FILE = "run.json"  # written when training begins: signature, number of steps, whether they are done
+RUN_FILE = "run.json"  # written when training begins: config signature, number of steps, whether finished
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
-EVALUATED = "eval/accuracy"  # in rows that are evaluations
+EVALUATED = "eval/accuracy"  # metric that only rows of evaluations have
 OVERRIDES_FILE = ".hydra/overrides.yaml"  # written by Hydra, before any other file
 CHECKPOINTS = "checkpoints"
-EXPORTED = "hf"  # the trained model
+EXPORTED = "hf"  # the exported model
 INPUTS = "inputs"  # Python inputs
 STEPS_FOLDER, DEBUG_FOLDER, REPLAYS = "steps", "debug_logs", "replays"
-#: Folders whose files a run reads or writes itself; other folders belong to a library or a user.
+#: Folders whose files a run itself reads or writes; other folders are a library's or a user's.
 OWN_FOLDERS = (CHECKPOINTS, EXPORTED, INPUTS, STEPS_FOLDER, DEBUG_FOLDER, REPLAYS, ".hydra")
 GATE_FILE = "gate.json"
 FAILURE_FILE = "failure.json"  # why a run ended too early; deleted when it trains again
 LOCK_FILE = ".lock"
-_LINE_BYTES = 256 << 20  # of one line, more than any run writes
-_REPLAY_BYTES = 64 << 10  # of a replay: two tables of 23 algorithms are 20 kB
-_MOST_REPLAYS = 16  # that are read, the newest
+_LINE_BYTES = 256 << 20  # longest line that is read; runs write shorter ones
+_REPLAY_BYTES = 64 << 10  # largest file of a replay; two tables of 23 algorithms are 20 kB
+_MOST_REPLAYS = 16  # only the newest are read
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a run is or was in this folder; a folder without permission may be one."""
+    """Return whether a folder is a run directory; True also if it cannot be read for lack of permission."""
     try:
         return has_begun(path) or (path / OVERRIDES_FILE).is_file()
     except PermissionError:
@@ -48,7 +48,7 @@ def is_run(path: Path) -> bool:
 
 
 def has_begun(path: Path) -> bool:
-    """Return whether a run in this folder has begun to train, or the folder refuses permission."""
+    """Return whether a run in this folder has begun to train; True also if the folder cannot be read."""
     try:
         os.listdir(path)
         return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE))
@@ -57,7 +57,7 @@ def has_begun(path: Path) -> bool:
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
-    """Return a sorting key that puts job 10 of a sweep after job 2.
+    """Return a sort key for natural order: job 10 of a sweep comes after job 2.
 
     >>> sorted([Path("sweep/10"), Path("sweep/2")], key=natural)[0].name
     '2'
@@ -67,7 +67,7 @@ def natural(path: Path) -> list[tuple[int, str]]:
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
-    """Return the content of ``run.json``: None where there is none, empty where it is not readable."""
+    """Return the content of ``run.json``: None if the file is missing, empty if it is unreadable."""
     return read_json(run_dir / RUN_FILE)
 
 
@@ -78,18 +78,18 @@ def is_held(run_dir: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no run was ever here, or it is another user's
+    except OSError:  # no lock file, or no permission
         return False
     return False
 
 
 def note_failure(run_dir: Path, error: Exception) -> None:
-    """Write the reason why a run ended, for reports and the summary of a sweep."""
+    """Write the reason why a run failed to ``failure.json``, for reports and summaries of sweeps."""
     write_json(run_dir / FAILURE_FILE, {"reason": reason(error)})
 
 
 def reason(error: Exception) -> str:
-    """Return the sentence of a ``UserError`` in one line, of another error its type and first line.
+    """Return an error as one line: the message of a ``UserError``, else the type and the first line of the message.
 
     >>> reason(UserError("Mend it.")), reason(ValueError("odd\\nand more"))
     ('Mend it.', 'ValueError: odd')
@@ -98,7 +98,7 @@ def reason(error: Exception) -> str:
 
 
 def state_of(run_dir: Path) -> tuple[str, str]:
-    """Return ``finished``, ``running``, ``failed`` or ``stopped``, and a note on it, which may be empty."""
+    """Return (state, note); state: ``finished``, ``running``, ``failed`` or ``stopped``; the note may be empty."""
     record, failure = read_record(run_dir), read_json(run_dir / FAILURE_FILE)
     if (record or {}).get("finished"):
         return "finished", ""
@@ -111,7 +111,7 @@ def state_of(run_dir: Path) -> tuple[str, str]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of ``metrics.jsonl`` or ``rollouts.jsonl``."""
+    """Return the complete lines of ``metrics.jsonl`` or ``rollouts.jsonl``, parsed."""
     return [json_line(line, path, number) for number, _, line in whole_lines(path)]
 
 
@@ -121,14 +121,14 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the number from 1, the offset in bytes and the text of each complete line; none without a file."""
+    """Yield (number from 1, offset in bytes, text) of each complete line; nothing if the file is missing."""
     offset = 0
     try:
         with open_file(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), 1):
                 if len(line) == _LINE_BYTES:
                     raise OSError(errno.EFBIG, f"line {number} has more than {_LINE_BYTES >> 20} MiB")
-                if not line.endswith(b"\n"):  # the rest may be there a moment later, and is no line
+                if not line.endswith(b"\n"):  # an incomplete last line, still being written
                     return
                 yield number, offset, line
                 offset += len(line)
@@ -139,19 +139,19 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parse a line, which must have a step; numbers that JSON does not have become None."""
+    """Parse a line, a JSON object with ``step``; NaN and Infinity become None. Raises UserError."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
         row["step"] = int(row["step"])
         if not 0 <= row["step"] < 1 << 53:
             raise ValueError(row["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise UserError(f"Line {number} of {path} is not JSON with a step; remove it, and the rest is read.") from error
+        raise UserError(f"Line {number} of {path} is not a JSON object with a step; remove this line.") from error
     return row
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the nested options in ``config.yaml``; empty without a file."""
+    """Return the nested options in ``config.yaml``; empty if the file is missing."""
     path = run_dir / CONFIG_FILE
     try:
         return _parsed_config(path, path.stat().st_mtime_ns)
@@ -169,35 +169,37 @@ def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
         content = OmegaConf.to_container(read_yaml(path))
     except OSError:
         raise
-    except Exception as error:  # PyYAML and OmegaConf have a family of errors each
-        raise UserError(f"{path} is not the YAML of a config; remove it, and the rest is read.") from error
+    except Exception as error:  # PyYAML and OmegaConf raise many types
+        raise UserError(f"{path} is not a valid config; remove the file: a run is readable without it.") from error
     config = {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
     sections = {name.partition(".")[0] for name, _, _ in walk() if "." in name}
     odd = [name for name in sections & config.keys() if not isinstance(config[name], dict)]
     if odd:
-        raise UserError(f"{path}: {min(odd)} is no section of options; remove the file, and the rest is read.")
+        raise UserError(
+            f"{path}: {min(odd)} is not a section of options; remove the file: a run is readable without it."
+        )
     return config
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """Return the error of a file or folder that exists and cannot be read."""
+    """Return the UserError for a file or folder that cannot be read."""
     return UserError(f"{path} cannot be read ({error.strerror or type(error).__name__}).")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file; empty where it cannot be read or is no object, None without a file."""
+    """Return the JSON object in a file: None if the file is missing, empty if it is unreadable or no object."""
     try:
         with open_file(path, most_bytes=SMALL_BYTES) as file:
             record = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, RecursionError):  # of another user, or of another program
+    except (OSError, ValueError, RecursionError):  # no permission, or written by another program
         return {}
     return record if isinstance(record, dict) else {}
 
 
 def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
-    """Write a replay (``title``, ``tables`` of text, ``notes``); it replaces that of the same step and question."""
+    """Save a result of ``sota-grpo replay`` for the report, replacing one of equal step and options (``question``)."""
     folder = run_dir / REPLAYS
     path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
     require_plain(folder, run_dir)
@@ -212,7 +214,7 @@ def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mappi
 
 
 def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the newest replays of a run by name, and a sentence for each file that is no replay."""
+    """Return the newest results of ``sota-grpo replay`` by file name, and an error per file that is invalid."""
     replays, sentences = [], []
     try:
         # no link is followed here: its file is opened below, or refused
@@ -227,13 +229,13 @@ def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 raise ValueError(path)
             replays.append(record)
         except (OSError, ValueError, RecursionError) as error:
-            problem = getattr(error, "strerror", None) or "it is not what sota-grpo replay writes"
+            problem = getattr(error, "strerror", None) or "it was not written by sota-grpo replay"
             sentences.append(readable(f"{path} cannot be shown ({problem}); remove it, or replay again.", keep=""))
     return replays, sentences
 
 
 def _is_replay(record: Any) -> bool:
-    """Return whether a record is text and tables of text, all rows of a table as long as its head."""
+    """Return whether a record has a title, notes and tables of text, with rows as long as the table's header."""
 
     def texts(value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -1,8 +1,8 @@
-"""The record of a run: ``metrics.jsonl``, ``rollouts.jsonl``, ``debug_logs/``, ``training.log``, copies in sinks.
+"""Write the log files of a run: ``metrics.jsonl``, ``rollouts.jsonl``, ``debug_logs/``, ``training.log``, sinks.
 
-Each line is written whole and flushed, so a killed run loses at most the line being written; a resumed run first
-rewinds to the step it restarts from. A step must be written before its checkpoint: then whatever a checkpoint knows is
-in the files, and what comes after it is dropped and written again.
+Each line is written whole and flushed, so a killed run loses at most the line being written. A resumed run first
+removes the lines from the step on at which it restarts. A step must be logged before its checkpoint is saved: then the
+files have every step of a checkpoint, and later steps are dropped and logged again.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ ROLLOUT_FIELDS = (
     "truncated",
     "policy_version",
 )
-#: Of responses that have them: the task in a run of several, the turns of a dialog.
+#: Fields that only some responses have: the task in a run of several tasks, the turns of a dialog.
 SOME_FIELDS = ("task", "dialog")
-_ORDER = (*ROLLOUT_FIELDS[:-1], *SOME_FIELDS, ROLLOUT_FIELDS[-1])  # the report finds step, group and version by place
+_ORDER = (*ROLLOUT_FIELDS[:-1], *SOME_FIELDS, ROLLOUT_FIELDS[-1])  # in the order that the report expects
 Row = Mapping[str, Any]
 
 _RULE = "=" * 100
-_ROUNDING = 5e-5  # of rewards, which are kept in float32, and of the four digits written in debug_logs/
+_ROUNDING = 5e-5  # error of rewards, which are float32 and written with four digits in debug_logs/
 
 
 class RunLog:
-    """Writes what a run records, step by step; the ``sinks`` get a copy, and are closed with the log.
+    """Writes the metrics and responses of each step to the run directory, and copies them to ``sinks``.
 
-    The directory is created where it is missing, and a line torn by a kill removed. Each start with ``num_examine``
-    writes a debug log of its own, ``debug_logs/grpo_debug_<UTC time of the first write>.txt``.
+    The constructor creates a missing directory and removes an incomplete last line of a killed run. With
+    ``num_examine``, each start writes a new ``debug_logs/grpo_debug_<UTC time of the first write>.txt``.
 
     Args:
         run_dir: the run directory.
-        sinks: further destinations of metrics and samples.
-        num_examine: completions of each step that the debug log shows.
-        term_weights: of the rewards in it; a term without one (a penalty) weighs 1.
+        sinks: further destinations of metrics and samples; :meth:`close` closes them.
+        num_examine: number of completions per step in the debug log.
+        term_weights: weights of the reward terms, for the debug log; a missing one (of a penalty) is 1.
 
     Attributes:
-        phase_seconds: by phase (``time/..._s``), summed over this start.
+        phase_seconds: total seconds since this start by phase (``time/..._s``).
     """
 
     def __init__(
@@ -95,22 +95,22 @@ class RunLog:
                 os.truncate(path, end)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Add ``seconds`` to ``phase`` (``time/..._s``) of the closing lines."""
+        """Add ``seconds`` to the total of ``phase`` (``time/..._s``), for the closing lines of the run."""
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; an evaluation is a line of its own.
+        """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; an evaluation is a separate line.
 
-        None is a quantity that could not be measured; one that does not exist is a missing key.
+        The value None means that the quantity could not be measured.
         """
         row: dict[str, float | int | None] = {}
         for name, value in metrics.items():
             declared(name)
             if not isinstance(value, numbers.Real | None):
                 kind = type(value).__name__
-                raise TypeError(f"The metric {name} at step {step} is a {kind}, not a number: call .item().")
+                raise TypeError(f"The metric {name} at step {step} is a {kind}, not a number: pass value.item().")
             if value is not None and not math.isfinite(value):
-                raise ValueError(f"The metric {name} at step {step} is {value}: write None if it was not measured.")
+                raise ValueError(f"The metric {name} at step {step} is {value}: pass None if it was not measured.")
             row[name] = None if value is None else _plain(value)
         self._append(METRICS_FILE, [{"step": step, **row}])
         for sink in self._sinks:
@@ -121,17 +121,17 @@ class RunLog:
 
         Args:
             step: training step.
-            rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS``, and perhaps some of
-                ``SOME_FIELDS``, which a sink's table has no columns for.
+            rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS``
+                (which sinks do not get).
         """
         for row in rows:
-            odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
-            if odd:
-                raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
+            lacks, adds = set(ROLLOUT_FIELDS).difference(row), set(row).difference(ROLLOUT_FIELDS, SOME_FIELDS)
+            if lacks | adds:
+                raise ValueError(f"A rollout row of step {step} lacks {sorted(lacks)}, has unknown {sorted(adds)}.")
             for name in ("reward", "advantage"):
                 if not math.isfinite(row[name]):
                     where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
-                    raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
+                    raise ValueError(f"The {name} of {where} is {row[name]}: log a response only after it is scored.")
         picked = best_and_worst(rows)
         lines, samples = (
             [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]
@@ -153,14 +153,14 @@ class RunLog:
                 file.write(text)
         except OSError as error:
             raise RunFailed(
-                f"{error.filename or self._debug_log} cannot be written ({error.strerror}); free space there, or set "
-                "logging.num_examine=0; train.resume=auto then continues from the last checkpoint."
+                f"{error.filename or self._debug_log} cannot be written ({error.strerror}); free disk space or set "
+                "logging.num_examine=0, then continue from the last checkpoint with train.resume=auto."
             ) from error
 
     def rewind(self, first_step: int) -> int:
-        """Drop the lines and stored steps from ``first_step`` on; return the number of lines.
+        """Delete the lines and stored steps from ``first_step`` on; return the number of deleted lines.
 
-        Called before a resumed run writes its first step. Each file changes atomically.
+        A resumed run calls this before it writes its first step. Each file is replaced atomically.
         """
         dropped = 0
         for path in (self._run_dir / METRICS_FILE, self._run_dir / ROLLOUTS_FILE):
@@ -180,7 +180,7 @@ class RunLog:
         return dropped
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the sinks; ``exit_code`` 0 means that the run succeeded. Idempotent."""
+        """Close the sinks; ``exit_code`` is 0 if the run succeeded. Idempotent."""
         for sink in self._sinks:
             sink.close(exit_code)
 
@@ -198,15 +198,15 @@ class RunLog:
                 file.write("".join(lines).encode())
         except OSError as error:
             raise RunFailed(
-                f"{path} cannot be written ({error.strerror}); free space there, then train.resume=auto "
-                "continues from the last checkpoint."
+                f"{path} cannot be written ({error.strerror}); free disk space, then continue from the last checkpoint "
+                "with train.resume=auto."
             ) from error
 
 
 def best_and_worst(rows: Sequence[Row]) -> list[Row]:
-    """Return the row of the largest and the row of the smallest reward of each group, in this order.
+    """Return of each group the row with the largest reward, then the row with the smallest reward.
 
-    Of equal rewards the smallest ``sample_id`` counts; a group of equal rewards gives one row.
+    Among equal rewards the smallest ``sample_id`` is chosen; a group whose rewards are all equal gives one row.
 
     >>> rows = [{"group_id": 7, "sample_id": i, "reward": r} for i, r in enumerate([0.0, 1.0, 1.0])]
     >>> [row["sample_id"] for row in best_and_worst(rows)]
@@ -224,20 +224,20 @@ def best_and_worst(rows: Sequence[Row]) -> list[Row]:
 
 
 def _plain(value: Any) -> float | int:
-    """Return the JSON number of a foreign scalar type (numpy's)."""
+    """Convert a scalar of another library (NumPy) to an int or float."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    raise TypeError(f"A {type(value).__name__} cannot be written as JSON: pass plain values.")
+    raise TypeError(f"A {type(value).__name__} cannot be written as JSON: pass str, numbers, lists or dicts.")
 
 
 class _TrainingLog(logging.FileHandler):
-    """The handler of a run, which a second run in one process replaces."""
+    """The handler of ``training.log``; a second run in the same process replaces it."""
 
 
 def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
-    """Write the records of the ``sota_grpo`` loggers, INFO and above, to ``training.log``; other handlers stay."""
+    """Log records of the ``sota_grpo`` loggers, INFO and above, to ``training.log``, too; return the new handler."""
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(ReadableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -252,7 +252,7 @@ def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
 
 
 def _writable(path: Path) -> Path:
-    """Return ``path``, once its directory exists and it can be opened for appending."""
+    """Create the directory of ``path``, check that ``path`` can be opened for appending, and return it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
@@ -265,15 +265,15 @@ def _writable(path: Path) -> Path:
 
 
 class StepLog:
-    """The ``log`` of the loop: writes the record of each step, and shows the progress line.
+    """The training loop's ``log``: logs each step and shows the progress line.
 
     Args:
-        run_log: of the run.
-        progress: of the run.
-        stored: may keep the step whole.
+        run_log: writes metrics and responses.
+        progress: shows the progress line.
+        stored: stores some steps whole.
         tokenizer: decodes prompts and responses.
-        task: of the responses, for the chats of dialogs.
-        publish_seconds: returns the time of the last weight sync.
+        task: gives the prompts of dialogs as chats.
+        publish_seconds: returns the duration of the last weight sync.
     """
 
     def __init__(
@@ -291,11 +291,11 @@ class StepLog:
         self.begin()
 
     def begin(self) -> None:
-        """Start the clock of a step."""
+        """Start timing a step."""
         self._began = time.perf_counter()
 
     def write(self, step: int, batch: RowTable, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
-        """Write the metrics and responses of a step, and perhaps the whole step to ``steps/``."""
+        """Write the metrics and responses of a step; if it is due, store the whole step in ``steps/``."""
         seconds = time.perf_counter() - self._began
         metrics: dict[str, Any] = {"kl": None, "time/ref_s": 0.0}  # without a reference
         metrics |= batch_metrics(batch, version=step) | dict(source) | dict(update)
@@ -317,9 +317,9 @@ class StepLog:
 
 
 def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
-    """Return up to ``count`` rows, each with the reason: the best, the worst, then others at random.
+    """Return up to ``count`` pairs (reason, row): the best row, the worst row, then random ones.
 
-    Chance also decides among equals. It depends on ``step`` alone: a repeated step shows the same.
+    Ties are broken at random, too. The random seed is ``step``, so a repeated step gives the same rows.
 
     >>> rows = [{"sample_id": i, "reward": reward} for i, reward in enumerate([0.5, 1.0, 0.0, 0.5])]
     >>> [(why, row["sample_id"]) for why, row in pick(rows, 2, step=0)]
@@ -332,14 +332,14 @@ def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
             row = choose(rest, key=lambda row: row["reward"])
             rest = [other for other in rest if other is not row]
             picked.append((f"{why} of {len(rows)}", row))
-    return picked + [(f"drawn at random of {len(rows)}", row) for row in rest[: count - len(picked)]]
+    return picked + [(f"random one of {len(rows)}", row) for row in rest[: count - len(picked)]]
 
 
 def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) -> str:
-    """Return one completion with its rewards, as text for people.
+    """Return a completion and its rewards as readable text; ``why``: the reason why it is shown.
 
-    Model text cannot drive a terminal or pass for a line of the log: control characters are escaped, and each of its
-    lines begins with a bar.
+    Control characters in model text are escaped, and each of its lines begins with a bar, so that it cannot control a
+    terminal or imitate a line of the log.
     """
 
     def quoted(text: str) -> str:

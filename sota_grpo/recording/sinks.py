@@ -1,6 +1,6 @@
-"""Copies of metrics and samples: Weights & Biases (``logging.wandb``), TensorBoard and others (``logging.sinks``).
+"""Copy metrics and samples to Weights & Biases (``logging.wandb``), TensorBoard and others (``logging.sinks``).
 
-The failure of a sink costs one warning and never the run; ``metrics.jsonl`` and ``rollouts.jsonl`` stay the record.
+A failing sink stops with one warning and never ends the run; ``metrics.jsonl`` and ``rollouts.jsonl`` stay complete.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 RUN_ID_FILE = "wandb_run_id.txt"
 FOLDER = "tensorboard"
-JUDGED_BY = ("eval/accuracy", "reward")  # metrics of TensorBoard's HParams tab
-_FINISH_TIMEOUT_S = 120.0  # an upload that never ends must not keep a finished run alive
-_TEXTS = 8  # responses of a step in TensorBoard; rollouts.jsonl has all that were kept
+JUDGED_BY = ("eval/accuracy", "reward")  # metrics in TensorBoard's HParams tab
+_FINISH_TIMEOUT_S = 120.0  # longest wait for an upload after the run has finished
+_TEXTS = 8  # responses per step in TensorBoard; rollouts.jsonl has more
 _FLUSH_S = 10  # TensorBoard reloads every 30 s
 
 
 class CopySink:
-    """Base of the sinks: an exception ends the copy with one warning.
+    """Base class of sinks: after an exception the sink is inactive, with one warning.
 
-    A subclass defines ``from_config``, ``_write``, ``_write_samples``, ``_finish`` and, where it can drop steps,
-    ``_rewind``; the last four may raise anything.
+    A subclass defines ``from_config``, ``_write``, ``_write_samples``, ``_finish`` and, if it can delete steps,
+    ``_rewind``. All but ``from_config`` may raise any exception.
 
     >>> class Full(CopySink):
     ...     def _write(self, step, values): raise OSError("disk full")
@@ -49,34 +49,34 @@ class CopySink:
     False
     """
 
-    label = "The copy"  # for messages
-    package: str | None = None  # required package, and the name of its extra
-    samples_every = 10  # steps between two tables of samples, each a file
+    label = "The copy"  # name in messages
+    package: str | None = None  # required package, also the name of the extra that installs it
+    samples_every = 10  # training steps from one table of samples to the next
 
     def __init__(self) -> None:
         self.active = True
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> Self:
-        """Return the sink of a run; its package is installed."""
+        """Create the sink of a run; called only if its package is installed."""
         raise NotImplementedError
 
     def rewind(self, first_step: int) -> None:
-        """Drop ``first_step`` and later steps, which the run writes again."""
+        """Delete the copies of ``first_step`` and later steps, which the resumed run writes again."""
         self._attempt(lambda: self._rewind(first_step))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Send the values of one step that are not None."""
+        """Copy the metrics of one step, without those that are None."""
         values = {name: value for name, value in metrics.items() if value is not None}
         self._attempt(lambda: self._write(step, values))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send the rows of ``rollouts.jsonl`` of every ``samples_every``-th step."""
+        """Copy a step's rows of ``rollouts.jsonl``, in every ``samples_every``-th step."""
         if rows and step % self.samples_every == 0:
             self._attempt(lambda: self._write_samples(step, rows))
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish the copy; ``exit_code`` is 0 where the run succeeded."""
+        """Finish the copy; ``exit_code`` is 0 if the run succeeded."""
         self._attempt(lambda: self._finish(exit_code))
         self.active = False
 
@@ -87,7 +87,7 @@ class CopySink:
             action()
         except Exception as error:  # services and disks raise anything
             self.active = False
-            logger.warning("%s stopped (%s); metrics.jsonl stays the whole record.", self.label, sentence(error))
+            logger.warning("%s stopped (%s); metrics.jsonl still gets all metrics.", self.label, sentence(error))
 
     def _rewind(self, first_step: int) -> None: ...
 
@@ -99,7 +99,7 @@ class CopySink:
 
 
 def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether W&B can log in without a prompt: by a key or token file in the environment, or by netrc."""
+    """Return whether W&B can log in without a prompt: with a key or token file in the environment, or netrc."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     paths = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
@@ -115,16 +115,16 @@ def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class WandbSink(CopySink):
-    """Copies metrics, a table of samples and the config to one W&B run, which a resumed run directory continues.
+    """Copies metrics, a table of samples and the config to one W&B run; a resumed run continues the same W&B run.
 
-    ``online`` without a key, or without an answer from the server, becomes ``offline``, to be uploaded with ``wandb
-    sync``. The x-axis is the field ``step``, because W&B's own counter refuses the steps that a resumed run repeats.
+    Without an API key or an answer of the server, ``online`` becomes ``offline``; upload later with ``wandb sync``. The
+    x-axis is the metric ``step``, because W&B's own step counter rejects the steps that a resumed run repeats.
 
     Args:
-        mode: ``online`` or ``offline``; the attribute is the mode in effect.
-        run_dir: the run directory; it keeps the run's id and W&B's files.
-        name: of the run; None takes the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
-        config: plain nested values without keys and tokens.
+        mode: ``online`` or ``offline``; the attribute ``mode`` is the mode in effect.
+        run_dir: the run directory; the id of the W&B run and W&B's files are stored in it.
+        name: name of the W&B run; None: the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
+        config: nested config without keys and tokens.
     """
 
     label, package = "W&B", "wandb"
@@ -173,13 +173,13 @@ class WandbSink(CopySink):
         import wandb
 
         self._wandb = wandb
-        has_secret = sys.argv != without_secrets(sys.argv)  # in the command line of a user's script
+        has_secret = sys.argv != without_secrets(sys.argv)  # the command line of a user's script may have one
         quiet: dict[str, Any] = {"silent": True, "console": "off", "x_disable_meta": has_secret}
         settings = wandb.Settings(finish_timeout=_FINISH_TIMEOUT_S, **quiet)
         run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
         try:
             self._run = wandb.init(settings=settings, **run, **options)
-        except Exception as error:  # a dead network or a refused key raises many types, none of them worth a run
+        except Exception as error:  # a network failure or a rejected key raises many types
             if self.mode == "offline":
                 raise
             self._go_offline(f"the server could not be used ({sentence(error)})")
@@ -192,7 +192,7 @@ class WandbSink(CopySink):
     def _go_offline(self, why: str) -> None:
         self.mode = "offline"
         pattern = shlex.quote(str(self._dir / "wandb")) + "/offline-run-*"
-        logger.warning("W&B records offline, because %s; upload later with: wandb sync %s", why, pattern)
+        logger.warning("W&B logs offline, because %s; upload later with: wandb sync %s", why, pattern)
 
     def _run_id(self) -> str:
         path = self._dir / RUN_ID_FILE
@@ -207,10 +207,10 @@ class WandbSink(CopySink):
 class TensorBoardSink(CopySink):
     """Copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
 
-    A resumed run begins a new event file with its first step, from which on TensorBoard hides the older files.
+    A resumed run begins a new event file; from that file's first step on, TensorBoard hides the older files.
 
     Args:
-        config: plain nested values without keys and tokens; its leaves become hyperparameters.
+        config: nested config without keys and tokens; its options become hyperparameters.
     """
 
     label, package = "TensorBoard", "tensorboard"
@@ -228,7 +228,7 @@ class TensorBoardSink(CopySink):
 
     def _rewind(self, first_step: int) -> None:
         self._close()
-        self._first_step = first_step  # of the next file
+        self._first_step = first_step  # first step of the next event file
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -239,7 +239,7 @@ class TensorBoardSink(CopySink):
         self._writer.add_text("samples", text, step)
 
     def _finish(self, exit_code: int) -> None:
-        if exit_code == 0:  # a session without an end is running or died
+        if exit_code == 0:  # TensorBoard shows a session without this as running
             self._writer.file_writer.add_summary(self._hyperparameters()[2])
         self._close()
 
@@ -250,19 +250,19 @@ class TensorBoardSink(CopySink):
 
     @property
     def _writer(self) -> Any:
-        """The writer of this process' event file, created on first use."""
+        """The writer of this process's event file, created on first use."""
         if self._open is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._open = SummaryWriter(str(self._dir), purge_step=self._first_step, flush_secs=_FLUSH_S)
             experiment, start, _ = self._hyperparameters()
-            # add_hparams would create another run
+            # not add_hparams, which creates another run
             self._open.file_writer.add_summary(experiment)
             self._open.file_writer.add_summary(start)
         return self._open
 
     def _hyperparameters(self) -> tuple[Any, Any, Any]:
-        """Return the summaries of the HParams tab: experiment, start and end of this session."""
+        """Return three summaries for the HParams tab: experiment, start and end of this session."""
         from torch.utils.tensorboard.summary import hparams
 
         values = {name: value for name, value in flat(self._config).items() if value is not None}
@@ -271,7 +271,7 @@ class TensorBoardSink(CopySink):
 
 
 def as_markdown(row: Mapping[str, Any]) -> str:
-    """Return a row of ``rollouts.jsonl`` as Markdown, prompt and response as code.
+    """Return a row of ``rollouts.jsonl`` as Markdown, with prompt and response as code blocks.
 
     >>> row = {"group_id": 7, "sample_id": 1, "reward": 1.0, "advantage": 0.5, "truncated": True, "response_tokens": 2}
     >>> print(as_markdown(row | {"prompt": "1 + 1?", "response": "*2*"}))
@@ -293,7 +293,7 @@ def as_markdown(row: Mapping[str, Any]) -> str:
     return f"{head}\n\n{code(row['prompt'])}\n\nResponse:\n\n{code(row['response'])}"
 
 
-#: By the names in ``logging.sinks``; and ``wandb``, which ``logging.wandb`` selects.
+#: The sinks by their name in ``logging.sinks``; ``wandb`` is chosen by ``logging.wandb`` instead.
 SINKS: Registry[type[CopySink]] = Registry(
     "sota_grpo.sinks",
     {
@@ -304,16 +304,16 @@ SINKS: Registry[type[CopySink]] = Registry(
 
 
 def require_sinks(config: Config) -> None:
-    """Check that the configured sinks are installed; W&B may be missing where it is ``offline``.
+    """Check that the configured sinks exist and are installed; W&B may be missing if it is ``offline``.
 
     Raises:
-        ConfigError: one is not installed.
+        ConfigError: a sink is unknown or not installed.
     """
     for name in config.logging.sinks:
         if name not in SINKS or name == "wandb":
             raise ConfigError(
-                f"logging.sinks={name}: no installed package has the entry point {name} of sota_grpo.sinks; there are "
-                f"{', '.join(one for one in SINKS if one != 'wandb')}, and W&B is logging.wandb=online."
+                f"logging.sinks={name}: no installed package has this entry point in the group sota_grpo.sinks; "
+                f"use {', '.join(one for one in SINKS if one != 'wandb')}, or logging.wandb=online for W&B."
             )
     for name, _, missing in _configured(config):
         if missing is not None and (name, config.logging.wandb) != ("wandb", "offline"):
@@ -321,7 +321,7 @@ def require_sinks(config: Config) -> None:
 
 
 def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
-    """Return the configured sinks; one that is not installed is left out with a warning."""
+    """Create the configured sinks; a sink that is not installed is left out with a warning."""
     sinks: list[CopySink] = []
     for _, sink, missing in _configured(config):
         if missing is None:
@@ -332,7 +332,7 @@ def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
 
 
 def _configured(config: Config) -> Iterator[tuple[str, type[CopySink], str | None]]:
-    """Yield the name and class of each configured sink, and a sentence where its package is not installed."""
+    """Yield name and class of each configured sink, and an error message if its package is not installed."""
     mode = config.logging.wandb
     configured = [("wandb", f"logging.wandb={mode}", "set logging.wandb=disabled")] if mode != "disabled" else []
     configured += [(name, f"logging.sinks=[{name}]", "leave it out") for name in dict.fromkeys(config.logging.sinks)]

@@ -1,4 +1,4 @@
-"""The rows of a step as metrics, and as the plain values of ``rollouts.jsonl``."""
+"""Compute a step's metrics from its batch, and convert the batch to rows of ``rollouts.jsonl``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
-    """Return the metrics of a batch; ``version`` is that of the policy that trains on it. Means are over responses."""
+    """Return the metrics of a batch (means over responses); ``version``: version of the policy that is trained."""
     lengths = batch.sums(keys.ASSISTANT_MASK).float()
     sampled = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
     turns = (sampled[1:] & ~sampled[:-1]).sum() / len(batch)
@@ -66,7 +66,7 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
 
 
 def _extras(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
-    """Return ``Example.extra`` of each row; siblings share one text, which is parsed once."""
+    """Return ``Example.extra`` of each row; equal JSON texts in consecutive rows are parsed once."""
     read = lru_cache(maxsize=1)(json.loads)
     return [read(row[keys.EXTRA]) if keys.EXTRA in row else {} for row in rows]
 
@@ -85,7 +85,7 @@ def _terms(row: Row) -> dict[str, float]:
 
 
 def _info(row: Row) -> dict[str, Any]:
-    return json.loads(row[keys.REWARD_INFO], parse_constant=str)  # strict JSON, which the logs are, has no NaN
+    return json.loads(row[keys.REWARD_INFO], parse_constant=str)  # the logs are strict JSON, without NaN
 
 
 def _column(batch: RowTable, key: Any) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _column(batch: RowTable, key: Any) -> torch.Tensor:
 def rollout_rows(
     batch: RowTable, tokenizer: Any, messages: Callable[[Example], Messages] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rows as plain values for ``rollouts.jsonl``; ``messages`` (``Task.messages``) adds dialogs' chats."""
+    """Return the batch as rows of ``rollouts.jsonl``; ``messages`` (``Task.messages``) adds dialogs' prompts."""
     prompts: dict[int, str] = {}
     plain: list[dict[str, Any]] = []
     rows = batch.rows()
@@ -112,7 +112,7 @@ def rollout_rows(
                 "query": row[keys.QUERY],
                 "answer": row[keys.ANSWER],
                 "prompt": prompts[group_id],
-                # as it was graded; with user or tool turns, decoded with the marks of all turns
+                # the graded text; with user or tool turns, the decoded tokens, special tokens included
                 "response": row[keys.RESPONSE_TEXT] if at_one_go else tokenizer.decode(response),
                 "response_tokens": int(row[keys.ASSISTANT_MASK].sum()),
                 "success": bool(row[keys.SUCCESS]),
@@ -134,12 +134,12 @@ def rollout_rows(
 
 
 def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
-    """Return the turns after the prompt; None of a response in one turn, without tools.
+    """Return the turns of a dialog after its prompt, or None for a response in one turn without tools.
 
-    ``turns`` are in the order of the tokens, each with ``role``, ``trained`` (the policy wrote it; other turns are
-    masked out of the loss), ``tokens`` (their number) and ``text`` (special tokens included), and perhaps ``calls`` of
-    tools: ``name``, ``arguments``, ``reply`` or None, and ``error`` (the call failed). With tools, ``ended`` is
-    the reason of its end and ``error`` that of a lost environment.
+    ``turns`` are in token order, each with ``role``, ``trained`` (sampled from the policy; other turns are masked out
+    of the loss), ``tokens`` (their number), ``text`` (special tokens included) and, for tool calls, ``calls``: a list
+    with ``name``, ``arguments``, ``reply`` (or None) and ``error`` (whether the call failed). With tools, ``ended``
+    is the reason why the dialog ended, and ``error`` why its environment was lost.
 
     Three tokens of the policy, two of a tool, one of the policy::
 
@@ -152,7 +152,7 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
     if record is None and bool(sampled.all()):
         return None
     turns, start = [], 0
-    calls_and_replies, replied = iter(_calls(record or {})), ["user"]  # a turn before the policy's first is a user's
+    calls_and_replies, replied = iter(_calls(record or {})), ["user"]  # turns before the policy's first are a user's
     for trained, run in groupby(sampled.tolist()):
         count = len(list(run))
         text = tokenizer.decode(ids[start : start + count])
@@ -169,7 +169,7 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
 
 
 def _calls(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
-    """Yield, for each turn of the policy, its calls and the roles of the replies."""
+    """Yield (tool calls, roles of the replies) for each turn of the policy."""
     for replies in record.get("replies", ()):
         yield [], [reply["role"] for reply in replies]
     messages, failed = record.get("messages", ()), set(record.get("failed", ()))

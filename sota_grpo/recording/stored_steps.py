@@ -1,8 +1,8 @@
-"""``steps/``: whole steps of a run, for reports and ``sota-grpo replay``.
+"""Store whole training steps of a run in ``steps/``, for reports and ``sota-grpo replay``.
 
-``steps/step_000020.pt`` is step 20: the learner's rows, log-probs and entropies of every token before the step, and the
-metrics. Step 0 is kept and every step that follows a checkpoint (``checkpoint_000020.pt`` holds the weights before step
-20). Reading needs neither the model nor its tokenizer.
+``steps/step_000020.pt`` is step 20: the learner's rows, each token's log-prob and entropy before the step, and the
+metrics. Stored are step 0 and every step after a checkpoint (``checkpoint_000020.pt`` has the weights before step 20).
+Reading a stored step needs neither the model nor its tokenizer.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sota_grpo.recording.run_files import STEPS_FOLDER
 from sota_grpo.rl.table import Key, RowTable
 from sota_grpo.untrusted import NO_TENSORS, open_file
 
-MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
-SHARE, FREE_S = 0.03, 30.0  # of the run's time that storing may take; seconds that are not counted
+MOST_BYTES = 2 << 30  # of all stored steps; beyond it the oldest are deleted, except step 0
+SHARE, FREE_S = 0.03, 30.0  # fraction of the run's time that storing may take; seconds that it may always take
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
-# written by the learner, and contained in the full tokens
+# not stored: columns that the learner writes; parts of the full tokens
 _OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
 _LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
 _ROW_TEXTS: tuple[Key, ...] = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.RESPONSE_TEXT, keys.REWARD_INFO)
-_HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
-_MOST_HELD = 64  # tokens that may form one character
+_HALF = "\ufffd"  # a decoder's text for an incomplete character
+_MOST_HELD = 64  # most tokens of one character
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,31 @@ class Origin:
 
     device: str  # cpu or cuda
     precision: str  # autocast of the learner: fp32, bf16 or fp16
-    num_ranks: int  # processes of the learner; 0: it lived in the process of the loop
-    num_threads: int  # CPU threads of that process
-    rng: Tensor  # its torch generator's state before the update, uint8
+    num_ranks: int  # processes of the learner; 0: the learner ran in the driver process
+    num_threads: int  # torch CPU threads of the driver process
+    rng: Tensor  # state of the driver's torch generator before the update, uint8
 
 
 @dataclass(frozen=True)
 class StoredStep:
-    """One training step; ``fields``, ``pieces`` and ``measured`` have an entry per row."""
+    """A whole training step; ``fields``, ``pieces`` and ``measured`` have one entry per row."""
 
     step: int  # counted from 0
-    metrics: Mapping[str, float | None]  # its row of metrics.jsonl
-    rows: RowTable  # of the learner
+    metrics: Mapping[str, float | None]  # the step's row of metrics.jsonl
+    rows: RowTable  # the learner's batch
     fields: list[dict[str, Any]]  # sota_grpo.recording.run_log.ROLLOUT_FIELDS
     pieces: list[list[str]]  # the text of each token after the prompt; see text_pieces
-    #: ``[2, T_i]``, the learner's log-probs and entropies before the step, in nats, without dropout, 0 off the
-    #: assistant mask; None where they were not computed.
+    #: ``[2, T_i]``: the learner's log-probs and entropies before the step, in nats, without dropout, 0 outside the
+    #: assistant mask; None if they were not computed.
     measured: list[Tensor] | None
     origin: Origin
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Per row its fields, and lists with one entry per token after the prompt.
+        """Per row a dict of its ``fields`` and of lists with one entry per token after the prompt.
 
         ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``probs`` (of the behaviour policy),
-        ``policy_log_probs``, ``ref_log_probs``, ``entropy`` (nats, 0 off the assistant mask; None where not known).
+        ``policy_log_probs``, ``ref_log_probs``, ``entropy`` (nats, 0 outside the assistant mask; None if unknown).
         """
         samples = []
         measured: Sequence[Any] = self.measured or [(None, None)] * len(self.rows)
@@ -89,30 +89,30 @@ class StoredStep:
 
 
 def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the stored steps of a run, the earliest first; none where the folder is missing."""
+    """Return the files of a run's stored steps, in order of the steps; empty if there is no folder ``steps/``."""
     folder = Path(run_dir) / STEPS_FOLDER
     paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """Return the step that a file of ``steps/`` holds.
+    """Return the step number in the name of a file of ``steps/``.
 
     >>> step_of(Path("steps/step_000020.pt"))
     20
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"{path} is not named like a stored step: step_000020.pt")
+        raise ValueError(f"{path} is not named like a stored step, for example step_000020.pt")
     return int(match[1])
 
 
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
-    """Write a step atomically, then delete the oldest others above ``most_bytes``, but not step 0."""
+    """Write a step atomically; if all stored steps exceed ``most_bytes``, delete the oldest ones except step 0."""
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
     tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
     saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
-    content = {  # what torch.load(weights_only=True) reads, whatever characters the texts have
+    content = {  # loadable by torch.load(weights_only=True), with any characters in the texts
         "step": stored.step,
         "metrics": {name: None if value is None else float(value) for name, value in stored.metrics.items()},
         "columns": [
@@ -126,7 +126,7 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
         "measured": None if stored.measured is None else torch.cat(stored.measured, dim=-1),
         "origin": asdict(stored.origin),
     }
-    buffer = io.BytesIO()  # torch's own writer would hide why a disk refuses
+    buffer = io.BytesIO()  # torch's own writer would hide the reason of a failed write
     torch.save(content, buffer)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,8 +134,8 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
             temporary.write_bytes(buffer.getbuffer())
     except OSError as error:
         raise RunFailed(
-            f"{path} cannot be written ({error.strerror}); free space there, or set logging.store_steps=false, then "
-            "train.resume=auto continues from the last checkpoint."
+            f"{path} cannot be written ({error.strerror}); free disk space or set logging.store_steps=false, then "
+            "continue from the last checkpoint with train.resume=auto."
         ) from error
     others = stored_steps(run_dir)
     excess = sum(other.stat().st_size for other in others) - most_bytes
@@ -147,17 +147,17 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
 
 
 class StoredSteps:
-    """The loop's learner, which stores every step that follows saved weights in ``steps/``: the first, and later ones.
+    """Wraps the learner and stores the first step, and each step after a checkpoint, in ``steps/``.
 
-    Storing costs a forward pass. Where it has taken more than ``SHARE`` of the time since the start (and more than
-    ``FREE_S``), steps are left out.
+    Storing a step takes an additional forward pass. If storing has taken more than ``SHARE`` of the time since the
+    start (and more than ``FREE_S`` seconds), a step is not stored.
 
     Args:
         learner: a :class:`sota_grpo.training.learner.Learner`, or its facade over several processes.
         run_dir: the run directory.
         tokenizer: decodes the tokens.
-        device: ``cpu`` or ``cuda``, the learner's.
-        enabled: False stores nothing.
+        device: the learner's device, ``cpu`` or ``cuda``.
+        enabled: False: store nothing.
     """
 
     def __init__(self, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
@@ -173,7 +173,7 @@ class StoredSteps:
         return self.learner.version
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """Update the learner; of a step that will be stored, its tokens are measured before."""
+        """Update the learner and return its metrics; if the step will be stored, first measure its tokens."""
         self._before = None
         if self.due:
             began = time.perf_counter()
@@ -190,17 +190,17 @@ class StoredSteps:
         return self.learner.update(rows)
 
     def after_checkpoint(self) -> None:
-        """The next step follows saved weights."""
+        """Note that a checkpoint was saved, so that the next step is stored if the time limit allows."""
         allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
         self.due = self.enabled and self._spent_s <= allowed_s
 
     def write(
         self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
     ) -> float:
-        """Store the last updated step, if it was measured; return the seconds of both.
+        """Store the step of the last :meth:`update` if it was measured; return the seconds of measuring and storing.
 
         Args:
-            fields: :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch.
+            fields: result of :func:`sota_grpo.recording.step_rows.rollout_rows` for the batch.
         """
         if self._before is None:
             return 0.0
@@ -227,7 +227,7 @@ class StoredSteps:
 
 
 def read_step(path: str | os.PathLike[str]) -> StoredStep:
-    """Read one file of :func:`stored_steps`; no code in it is executed."""
+    """Read a file of :func:`stored_steps`, without executing code in it; raise UserError if it is damaged."""
     try:
         file = open_file(path, most_bytes=2 * MOST_BYTES, levels=2)
     except OSError as error:
@@ -254,11 +254,11 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
             origin=Origin(**content["origin"]),
         )
     except (OSError, *NO_TENSORS) as error:  # OSError: torch seeks before the beginning of a short file
-        raise UserError(f"{path} is damaged, or no stored step of this program ({type(error).__name__}).") from error
+        raise UserError(f"{path} is damaged or not a stored step ({type(error).__name__}); remove it.") from error
 
 
 def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
-    """Delete the steps from ``first_step`` on, and files that a kill left half-written."""
+    """Delete the stored steps from ``first_step`` on, and half-written files of a killed run."""
     for path in stored_steps(run_dir):
         if step_of(path) >= first_step:
             path.unlink()
@@ -266,10 +266,10 @@ def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
 
 
 def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """Return the text that each token adds to ``decode(ids)``; joined, the pieces are that text.
+    """Return the text that each token adds to ``decode(ids)``; the concatenated pieces are ``decode(ids)``.
 
-    The token that completes a character gets all of it. A space that a decoder drops before a single word belongs to
-    the word.
+    A character of several tokens belongs to the last one. A leading space that ``decode`` drops for a single word
+    belongs to the word.
 
     >>> text_pieces([0xE2, 0x82, 0xAC, 0x35], lambda ids: bytes(ids).decode(errors="replace"))
     ['', '', '€', '5']

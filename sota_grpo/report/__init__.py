@@ -1,4 +1,4 @@
-"""The report: one HTML file about one run or several, which needs no server and no network.
+"""Write the report: one HTML file about one or several runs, viewable without a server or network.
 
 It consists of a template, style and scripts (``assets/``), and the data of run directories, finished or not, as JSON.
 """
@@ -30,14 +30,14 @@ from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS
 __all__ = ["TrainingReport", "write_report"]
 
 REPORT_FILE = "report.html"
-MAX_BYTES = 9_500_000  # of the file; plotly is half of it
+MAX_BYTES = 9_500_000  # size of the file; plotly is half of it
 _MOST_DATA = 4_500_000
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("base", "lines", "curves", "runs", "tokens", "dialogs", "groups", "tables", "start")  # in this order
 _PLACEHOLDER = re.compile(r"@@(\w+)@@")
-_HIDDEN = "(hidden)"  # pages are passed on
-_SHARE = 0.005  # of the run's time at most
-_FIRST_S = 0.3  # assumed cost of the first page
+_HIDDEN = "(hidden)"  # shown for secrets, because reports are shared
+_SHARE = 0.005  # largest fraction of the run's time for writing reports
+_FIRST_S = 0.3  # assumed time of the first report
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ def write_report(
     *,
     on_left_out: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
-    """Write one page about runs, atomically, and return its path.
+    """Write one HTML page about runs, atomically, and return its path.
 
-    It contains plotly's JavaScript; its security policy allows its own scripts only, and no connections.
+    The page contains plotly's JavaScript; its security policy allows only its own scripts and no connections.
 
     Args:
-        run_dirs: run directories, or folders that hold some (``multirun/DATE/TIME``).
-        out: the file; its folder exists.
-        on_left_out: called with the sentence about each run or part of one that cannot be shown.
+        run_dirs: run directories, or folders that contain some (``multirun/DATE/TIME``).
+        out: the file to write, in an existing folder.
+        on_left_out: called with an error message for each run, or part of a run, that cannot be shown.
 
     Raises:
         UserError: there is no run, or a file cannot be read or written.
@@ -65,7 +65,7 @@ def write_report(
     data = report_json(runs, left_out, budget=min(_MOST_DATA, MAX_BYTES - len(library.encode())))
     path = Path(out)
     if path.is_dir():
-        raise UserError(f"{path} is a folder; name a file in it, {path / REPORT_FILE}.")
+        raise UserError(f"{path} is a folder; name a file, for example {path / REPORT_FILE}.")
     try:
         write_text(path, _html(library, data))
     except OSError as error:
@@ -76,13 +76,13 @@ def write_report(
 
 
 def _html(library: str, data: str) -> str:
-    """Return the page with plotly's JavaScript, and data as JSON that is safe in HTML."""
+    """Return the HTML page with plotly's JavaScript ``library`` and ``data``, JSON that is safe in HTML."""
 
     def asset(name: str) -> str:
         return (_ASSETS / name).read_text(encoding="utf-8")
 
     scripts = "".join(asset(f"{name}.js") for name in _SCRIPTS)
-    library, script = (  # the parser makes one line end of two characters, and looks for </script
+    library, script = (  # an HTML parser converts line ends and ends a script at </script
         re.sub(r"</(?=script)", r"<\\/", text.replace("\r\n", "\n").replace("\r", "\n"), flags=re.IGNORECASE)
         for text in (library, f'(() => {{\n"use strict";\n{scripts}}})();\n')
     )
@@ -99,7 +99,7 @@ def _html(library: str, data: str) -> str:
 
 
 def _plotly() -> str:
-    """Return plotly's JavaScript, without importing plotly, which is slow."""
+    """Return plotly's JavaScript without importing plotly, which is slow; raise UserError if it is missing."""
     spec = importlib.util.find_spec("plotly")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("A report needs plotly: pip install plotly.")
@@ -111,9 +111,9 @@ def _plotly() -> str:
 
 
 def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
-    """Return the page's data as JSON of at most ``budget`` bytes: curves first, then groups, equally for each run.
+    """Return the page's data as JSON: all curves, then as many groups as fit into ``budget`` bytes, equal per run.
 
-    Sentences about unreadable groups and replays are added to ``left_out``.
+    Error messages about unreadable groups and replays are appended to ``left_out``.
     """
     stride = stride_for(runs)
     plots = [curves(run, stride) for run in runs]
@@ -150,7 +150,7 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
 
 
 def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return every option of any run: its name, help, default and value in each run (None: not there).
+    """Return each option of any run as a dict: name, help, default, value in each run (None: absent), differs.
 
     >>> from pathlib import Path
     >>> def run(path, config): return RunData(Path(path), [], config, None, "stopped", "", None, 0.0)
@@ -165,7 +165,7 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     rows = []
     for name in ordered:
         help_line, default = schema.get(name, ("", None))
-        secret = name.endswith(("_token", "_secret", "password", "api_key"))  # of another program
+        secret = name.endswith(("_token", "_secret", "password", "api_key"))  # options of another program
         values = [
             None if name not in config else _HIDDEN if secret and config[name] is not None else shown(config[name])
             for config in configs
@@ -176,11 +176,11 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
-    """Return lists of indices of runs that differ only in their seed and in options that change no result."""
+    """Group runs that differ only in their seed and in options that change no result; return lists of indices."""
     free = {*FREE_OPTIONS, "seed"}
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
-        # of Python inputs the digest counts, not the path
+        # Python inputs are compared by their digest, not their path
         inputs = PATH_OPTIONS if run.passed else ()
         signed = frozenset(
             (name, shown(value))
@@ -189,13 +189,13 @@ def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
             and name.partition(".")[0] not in FREE_SECTIONS
             and not (name in inputs and Path(str(value)).parent.name == INPUTS)
         )
-        key = (signed, safe_json(run.passed)) if signed else index  # a run without a config is alone
+        key = (signed, safe_json(run.passed)) if signed else index  # a run without a config is a group of its own
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 
 
 def run_names(runs: Sequence[RunData]) -> list[str]:
-    """Return the parts of the paths that distinguish the runs; of a single run the last two folders.
+    """Return short names of runs: paths relative to their common folder; for one run its last two folders.
 
     >>> from pathlib import Path
     >>> def run(path): return RunData(Path(path), [], {}, None, "stopped", "", None, 0.0)
@@ -227,7 +227,7 @@ def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class TrainingReport:
-    """Writes ``report.html`` in a run's directory, once there are metrics."""
+    """Writes ``report.html`` to the directory of a run that has metrics."""
 
     def __init__(
         self,
@@ -241,22 +241,22 @@ class TrainingReport:
         self._began, self._spent, self._last = clock(), 0.0, _FIRST_S
 
     def checkpoint(self) -> float:
-        """:meth:`finish`, unless pages would then have cost more than half a percent of the time since the start."""
+        """Write the report like :meth:`finish`, unless reports would then exceed 0.5% of the time since the start."""
         due = self._spent + self._last <= _SHARE * (self._clock() - self._began)
         return self.finish() if due else 0.0
 
     def finish(self) -> float:
-        """Write the page and return the seconds that it took; a failure is a warning, and the last attempt."""
+        """Write the report; return the seconds that it took. After a failure (logged), no more reports are written."""
         metrics = self._run_dir / METRICS_FILE
         if not self._enabled or not metrics.is_file() or not metrics.stat().st_size:
             return 0.0
         began = self._clock()
         try:
             self._write([self._run_dir], self._run_dir / REPORT_FILE)
-        except Exception as error:  # a page is not worth a run
+        except Exception as error:  # a failed report must not end a run
             self._enabled = False
             logger.warning(
-                "The report could not be written (%s); training continues, and sota-grpo report %s writes it later.",
+                "The report could not be written (%s); training continues. Write it later with: sota-grpo report %s",
                 *(sentence(error), self._run_dir),
             )
         self._last = self._clock() - began

@@ -1,4 +1,4 @@
-"""The data of a report about run directories, which may be being written: curves, and charts of their metrics."""
+"""Read run directories, running or not, for a report, and arrange their metrics as curves and charts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from sota_grpo.recording.run_files import (
 from sota_grpo.text import json_line, one_line
 
 Row = Mapping[str, Any]
-NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it steps are left out
-#: Sections of the page: a title, and names or (with a slash at their end) prefixes of names.
+NUMBERS = 250_000  # most numbers in all curves of a page (2 MB); beyond it, steps are left out
+#: Sections of the page: title, and metric names or (ending in a slash) prefixes of names.
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k", "eval/reward")),
     ("Tasks", ("task/*/reward", "task/*/success", "eval/task/*", "task/", "eval/task/")),
@@ -52,7 +52,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Judge", ("judge/",)),
     ("Groups, policy age and workers", ("groups/", "policy_age/", "workers/")),
     ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),
-    ("Evaluation beside its accuracy", ("eval/",)),
+    ("Further evaluation metrics", ("eval/",)),
     ("Speed", ("tokens_per_s", "time/")),
     ("Machine", ("system/",)),
 )
@@ -62,25 +62,25 @@ _NO_CURVE = frozenset(
 #: Beginnings of metrics, and which one's chart shows them, too, where they are equal in all runs.
 REPEATS = {"success": "reward", "reward/": "reward", "eval/reward": "eval/accuracy", "turn_": "response_tokens/mean"}
 EVAL_TASK, EVAL_TASK_ERROR = "eval/task/", "eval/task_stderr/"
-#: The standard error of a metric, in words and as a function of its row.
+#: The standard error of a metric: a description, and a function of the step's row.
 BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
-    "reward": ("reward/std over the root of the responses", lambda row: _of_mean(row.get("reward/std"), row)),
-    "success": ("that of a share, responses taken as independent", lambda row: _of_share(row.get("success"), row)),
-    "truncated": ("that of a share, responses taken as independent", lambda row: _of_share(row.get("truncated"), row)),
+    "reward": ("reward/std over the root of the number of responses", lambda row: _of_mean(row.get("reward/std"), row)),
+    "success": ("of a fraction of independent responses", lambda row: _of_share(row.get("success"), row)),
+    "truncated": ("of a fraction of independent responses", lambda row: _of_share(row.get("truncated"), row)),
     "eval/accuracy": ("eval/stderr, over problems", lambda row: row.get("eval/stderr")),
     "eval/reward": ("eval/reward_stderr, over problems", lambda row: row.get("eval/reward_stderr")),
     "eval/avg_at_k": ("eval/avg_at_k_stderr, over problems", lambda row: row.get("eval/avg_at_k_stderr")),
 }
-#: Titles of charts whose metric's name says too little.
+#: Titles of charts whose metric name is not clear enough.
 TITLES = {
     "turns/mean": "Turns per dialog",
     "turn_tokens/mean": "Tokens per turn",
     "grader/tool_calls": "Tool calls per dialog",
     "grader/tool_errors": "Tool errors per dialog",
-    "grader/ended_by_turns": "Dialogs ended by the most turns",
-    "grader/ended_by_calls": "Dialogs ended by the most calls",
-    "grader/ended_by_seconds": "Dialogs ended by the clock",
-    "grader/ended_by_observation": "Dialogs ended by a long answer",
+    "grader/ended_by_turns": "Dialogs ended by the limit of turns",
+    "grader/ended_by_calls": "Dialogs ended by the limit of calls",
+    "grader/ended_by_seconds": "Dialogs ended by the time limit",
+    "grader/ended_by_observation": "Dialogs ended by a long observation",
     "task/*/reward": "Reward",
     "task/*/success": "Success",
     "task/*/truncated": "Truncated responses",
@@ -88,52 +88,52 @@ TITLES = {
     "task/*/responses": "Responses in the batch",
     "eval/task/*": "Held-out accuracies",
 }
-_OF_A_TASK = "*"  # in the key of a chart: the position of the names of its lines
+_OF_A_TASK = "*"  # placeholder in the key of a chart for the task names of its lines
 _BAND_OF_TASK = f"{EVAL_TASK_ERROR}.., over problems"
-_LAST = ("reward/", "eval/reward/", "grader/")  # of a mixture a task's name precedes the rest
-_HEAD, _TAIL = 16_000, 4_000  # characters of a longer text
-_DEPTH = 4  # folders between the given one and a run: DATE/TIME/JOB and one to spare
+_LAST = ("reward/", "eval/reward/", "grader/")  # in a mixture, the task's name precedes the rest
+_HEAD, _TAIL = 16_000, 4_000  # characters shown of a longer text
+_DEPTH = 4  # levels of folders searched for runs: DATE/TIME/JOB and one more
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The content of a run directory without its rollouts."""
+    """The data of a run directory, without its responses."""
 
-    path: Path  # given by the user, or found below
-    rows: list[dict[str, Any]]  # metrics by step, ascending; evaluations are part of their step's row
-    config: dict[str, Any]  # nested, as resolved; empty where there is none
+    path: Path  # run directory
+    rows: list[dict[str, Any]]  # metrics in order of steps; an evaluation is merged into its step's row
+    config: dict[str, Any]  # nested options; empty without a config file
     num_steps: int | None  # steps of the whole run
     state: str  # finished, running, failed or stopped
     note: str  # why it failed, or empty
-    gate: dict[str, Any] | None  # of gate.json
-    written: float  # when the metrics were last written, seconds since the epoch
-    starts: tuple[str, ...] = ()  # command, code and machine of each, oldest first
+    gate: dict[str, Any] | None  # content of gate.json
+    written: float  # time of the last write of the metrics, seconds since the epoch
+    starts: tuple[str, ...] = ()  # command, code version and machine of each start, oldest first
     passed: Any = None  # digests of Python inputs
 
     @property
     def steps(self) -> int:
-        """Steps done, in which something was trained."""
+        """Number of finished training steps."""
         return max((row["step"] + 1 for row in self.rows if "dialog_turns" in row or "reward" in row), default=0)
 
 
 def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the run directories among ``paths`` and below them, in natural order, each once."""
+    """Return the run directories among ``paths`` and below them, in natural order, without duplicates."""
     runs: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
-            raise UserError(f"There is no run in {path}: it does not exist.")
+            raise UserError(f"There is no run in {path}: the folder does not exist.")
         if not path.is_dir():
             raise UserError(f"{path} is a file; give the run directory, {path.parent}.")
         below = list(_below(path, _DEPTH))
         if not below:
-            raise UserError(f"There is no run in {path}: neither there nor in its folders is a {METRICS_FILE}.")
+            raise UserError(f"There is no run in {path}: neither the folder nor its subfolders have a {METRICS_FILE}.")
         for run in below:
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
-    """Return the runs with a finished step, and a sentence for each other run; an error where none has one."""
+    """Return the runs with a finished step, and an error message per other run; raise UserError if there are none."""
     runs, sentences = [], []
     for path in paths:
         try:
@@ -157,7 +157,7 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def read_run(path: Path) -> RunData:
-    """Read the run in ``path``, which has finished a step; an incomplete last line is ignored."""
+    """Read the run in ``path``; raise UserError if no step is finished. An incomplete last line is ignored."""
     rows: dict[int, dict[str, Any]] = {}
     for row in read_rows(path / METRICS_FILE):
         rows.setdefault(row["step"], {}).update(row)
@@ -187,7 +187,7 @@ def safe_json(value: Any) -> str:
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
-    """Return a finite number with so many significant digits; of anything else None. Integers stay exact.
+    """Round a finite number to ``digits`` significant digits (integers stay exact); return None for anything else.
 
     >>> number(0.1234567), number(40.0), number(123456789), number(float("nan")), number("1"), number(10**400)
     (0.12346, 40, 123456789, None, None, None)
@@ -200,7 +200,7 @@ def number(value: Any, digits: int = 5) -> float | int | None:
 
 
 def clipped(text: str) -> str | dict[str, Any]:
-    """Return ``text``; of a very long one its beginning, its end, and the number of characters between them.
+    """Return ``text``, or for a very long text its head, its tail and the number of characters left out.
 
     >>> clipped("short")
     'short'
@@ -214,7 +214,7 @@ def clipped(text: str) -> str | dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return the value of an option, or a grader's note, as it is written in a config.
+    """Return a value (of an option, or a grader's info) as text, written as in a config.
 
     >>> shown(None), shown(True), shown("auto"), shown([1, 2]), shown(1e-6)
     ('null', 'true', 'auto', '[1, 2]', '1e-06')
@@ -227,10 +227,10 @@ def shown(value: Any) -> str:
 
 
 def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
-    """Return the run's columns, ready for JSON; every ``stride``-th step, all evaluations and the last step are kept.
+    """Return a run's curves, ready for JSON, of every ``stride``-th step, all evaluations and the last step.
 
-    ``steps``, ``responses`` and ``seconds`` are the three x-axes; ``columns`` and ``errors`` have, by metric, either
-    ``{"v": values}``, aligned with them, or ``{"i": positions, "v": values}`` where most steps lack it.
+    ``steps``, ``responses`` and ``seconds`` are the three x-axes. ``columns`` (values) and ``errors`` (standard errors)
+    have by metric either ``{"v": values}``, one per step, or ``{"i": positions, "v": values}`` if most steps lack it.
     """
     seconds, points = 0.0, []
     last = len(run.rows) - 1
@@ -254,7 +254,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
 
 
 def names(rows: Iterable[Row]) -> list[str]:
-    """Return the metrics with a curve, in the order of their declaration, others last.
+    """Return the names of the metrics that get a curve, in the order of METRICS, undeclared ones last.
 
     >>> names([{"step": 0, "zeal": 1, "kl": None}, {"step": 1, "reward": 0.5, "version": 1}])
     ['reward', 'kl', 'zeal']
@@ -266,22 +266,22 @@ def names(rows: Iterable[Row]) -> list[str]:
 
 
 def stride_for(runs: Sequence[RunData]) -> int:
-    """Return the stride with which all curves together stay below ``NUMBERS``."""
+    """Return the smallest stride with which all curves together have at most about ``NUMBERS`` numbers."""
     total = sum(len(run.rows) * len(names(run.rows)) for run in runs)
     return max(1, math.ceil(total / NUMBERS))
 
 
 def family(name: str) -> str:
-    """Return the title of the metric's section.
+    """Return the title of the page section for a metric.
 
     >>> family("reward"), family("reward/format"), family("eval/num_samples"), family("zeal")
-    ('What it learned', 'Rewards and advantages', 'Evaluation beside its accuracy', 'Other')
+    ('What it learned', 'Rewards and advantages', 'Further evaluation metrics', 'Other')
     """
     return [*(title for title, _ in FAMILIES), "Other"][position_of(name)[0]]
 
 
 def position_of(name: str) -> tuple[int, int]:
-    """Return the index of the metric's section, and its own in it; a full name counts before a prefix."""
+    """Return (index of the section, index within it) of a metric; full names take precedence over prefixes."""
     for index, (_, members) in enumerate(FAMILIES):
         if name in members:
             return index, members.index(name)
@@ -297,10 +297,10 @@ def _repeats(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def charts(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts of the columns of these runs in order, without ``REPEATS``.
+    """Return the charts of these runs' metrics in order, without the repeating metrics of ``REPEATS``.
 
-    ``members`` are label (of a single line empty) and metric of each line. Metrics that differ only in the name of a
-    task are one chart, whose ``name`` has ``*`` in its place.
+    ``members``: (label, metric) per line, with an empty label for a single line. Metrics that differ only in a
+    task's name share a chart, whose ``name`` has ``*`` in place of the task.
 
     >>> names = ["kl", "task/a/reward", "task/b/reward", "task/b/x/reward", "task/b/y/reward", "eval/task/a", "lr"]
     >>> for chart in charts([{**{name: name for name in names}, "reward": 1, "success": 1}]):
@@ -326,7 +326,7 @@ def charts(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Return a metric's chart, its entry of a mixture (or an empty text), and the metric's label.
+    """Return (key of the chart, entry of a mixture or "", label of the line) for a metric.
 
     >>> [_split(name) for name in ("kl", "task/b/x/reward", "eval/task/b/x", "reward/b/correct", "reward/correct")][1:4]
     [('task/*/reward', 'b', 'x'), ('eval/task/*', 'b', 'x'), ('reward/*/correct', '', 'b')]
@@ -345,7 +345,7 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _plain(key: str) -> str:
-    """Return the metric without its tasks.
+    """Return the key of a chart without the placeholder of a mixture's task.
 
     >>> _plain("grader/*/tool_calls"), _plain("task/*/reward"), _plain("eval/task/*")
     ('grader/tool_calls', 'task/*/reward', 'eval/task/*')
@@ -378,12 +378,12 @@ def _chart(key: str, within: str, lines: list[tuple[str, str]]) -> dict[str, Any
 def _declared(name: str) -> Metric | None:
     try:
         return declared(name)
-    except ValueError:  # of another version of the program, or written by hand
+    except ValueError:  # written by another version or by hand
         return None
 
 
 def phases(run: RunData) -> dict[str, Any]:
-    """Return seconds by phase, summed over the run, and those of steps and evaluations as a whole.
+    """Return a run's seconds: ``total`` of steps and evaluations, ``parts`` by phase, and the ``other`` rest.
 
     >>> from pathlib import Path
     >>> row = {"step": 0, "time/learn_s": 2.0, "time/generate_s": 5.0, "time/step_s": 8.0, "time/eval_s": 1.0}
@@ -409,7 +409,7 @@ def _number(row: Row, name: str) -> float:
 
 
 def _of_mean(std: Any, row: Row) -> float | None:
-    """Return the standard error of a mean over the step's responses; ``dialog_turns`` counts all so far."""
+    """Return the standard error of a mean over a step's responses; ``dialog_turns`` counts those of all steps."""
     spread, count = number(std, digits=15), _number(row, "dialog_turns") / (row["step"] + 1)
     return None if spread is None or count <= 0 else spread / math.sqrt(count)
 

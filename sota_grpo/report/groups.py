@@ -1,4 +1,4 @@
-"""The groups of a report: best and worst samples from ``rollouts.jsonl``, all samples with tokens from stored steps."""
+"""The groups in a report: all responses with tokens from stored steps, best and worst from ``rollouts.jsonl``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from sota_grpo.recording.run_files import ROLLOUTS_FILE, json_line, whole_lines
 from sota_grpo.report.data import RunData, clipped, number, safe_json, shown
 from sota_grpo.untrusted import open_file
 
-_FIRST, _LAST = 2_500, 500  # tokens of a longer response
+_FIRST, _LAST = 2_500, 500  # tokens shown of a longer response: the first and the last
 _DIGITS = 3
-_OVERFLOW = 700.0  # exp of more is no float
+_OVERFLOW = 700.0  # largest argument of exp
 _HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')
 _TAIL = re.compile(rb'"policy_version": (-?\d+)\}\n\Z')
-_AT_ONCE = 4  # groups of a step that are chosen before those of the next step
-_MISFITS = 50  # groups in a row that exceed the budget, after which the rest is skipped
-_STEP_BYTES = 400_000  # of the groups of one stored step
-_MOST_TURNS, _MOST_CALLS = 200, 50  # of a dialog and of a turn; runs write far fewer
+_AT_ONCE = 4  # groups of a step that are chosen before the next step has its turn
+_MISFITS = 50  # successive groups over the budget, after which the rest is skipped
+_STEP_BYTES = 400_000  # of all groups of one stored step
+_MOST_TURNS, _MOST_CALLS = 200, 50  # per dialog and per turn; runs write far fewer
 _MOST_NAME = 100
 
 GroupKey = tuple[int, int]  # step and group
-Line = tuple[int, int, int]  # its number, its offset in the file and its size
+Line = tuple[int, int, int]  # number, offset in the file, size in bytes
 
 
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
-    """Return the tokens after the prompt with their values, or None where the row has no tokens.
+    """Return lists of values per token after the prompt, or None if the row has no tokens.
 
-    ``pieces`` is the text; ``sampled`` is 1 for tokens of the policy, and missing where all are; ``ratio``, ``kl`` and
-    ``entropy`` are missing where they were not stored, and null for other tokens; ``gap`` is the position and number
-    of the tokens left out of a very long response.
+    ``pieces``: the text; ``sampled``: 1 for tokens of the policy (missing if all are); ``ratio``, ``kl`` and ``entropy``:
+    missing if not stored, None for other tokens than the policy's; ``gap``: position and number of the tokens left out
+    of a very long response.
 
     >>> row = {"pieces": ["4", "2"], "assistant": [True, True], "log_probs": [-1.0, -2.0],
     ...        "policy_log_probs": [-1.0, -1.5], "ref_log_probs": None, "entropy": [0.5, 1.0]}
@@ -74,16 +74,16 @@ def _ends(column: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Groups:
-    """A run's groups in a page."""
+    """The groups of a run that a page shows."""
 
-    encoded: list[str]  # each as JSON, safe in HTML
-    total: int  # groups in the record, with those left out
-    stored: list[int]  # steps with whole groups
-    ages: list[tuple[int, int]]  # ages of policies in versions, and the number of responses of each
+    encoded: list[str]  # JSON of each group, safe in HTML
+    total: int  # number of groups in the run's files, shown or not
+    stored: list[int]  # steps of the groups from stored steps
+    ages: list[tuple[int, int]]  # (age of the policy in versions, number of responses)
 
 
 def choose_groups(run: RunData, budget: int) -> Groups:
-    """Choose at most ``budget`` bytes of groups, spread over the steps: the newest, the first, then those between."""
+    """Choose groups of at most ``budget`` bytes of JSON, from the last step, the first, then steps between them."""
     path = run.path / ROLLOUTS_FILE
     lines, ages = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
@@ -102,9 +102,9 @@ def choose_groups(run: RunData, budget: int) -> Groups:
 
 
 def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
-    """Return the lines of each group in ``rollouts.jsonl``, and the responses by the age of their policy in versions.
+    """Return the lines of each group in ``rollouts.jsonl``, and the number of responses by age of their policy.
 
-    Only lines that are not in the trainer's form are parsed.
+    Lines in the trainer's format are not parsed as JSON, only matched by a pattern.
     """
     lines: dict[GroupKey, list[Line]] = {}
     ages: Counter[int] = Counter()
@@ -125,7 +125,7 @@ def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
 
 
 def spread(count: int) -> list[int]:
-    """Return 0 .. count - 1 in an order of which each beginning is spread: last, first, middle, quarters.
+    """Return 0 .. count - 1 in an order whose first items are always spread out: last, first, middle, quarters.
 
     >>> spread(9)
     [8, 0, 4, 2, 6, 1, 3, 5, 7]
@@ -145,7 +145,7 @@ def spread(count: int) -> list[int]:
 def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: str = "k3") -> dict[str, Any]:
     """Return one group for the page, from rows of ``rollouts.jsonl`` or of a stored step.
 
-    The rows are all samples of a group (``whole``), or the best and the worst; ``estimator`` is that of the KL.
+    ``whole``: the rows are all responses of the group, not only the best and the worst; ``estimator``: of the KL.
     """
     first = rows[0]
     prompt = first["dialog"].get("prompt") if isinstance(first.get("dialog"), dict) else None
@@ -182,7 +182,7 @@ def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
 
 
 def _in_order(keys: Iterable[GroupKey]) -> Iterator[GroupKey]:
-    """Yield a few groups of each step, the steps spread; then the next few of each."""
+    """Yield a few groups of each step, in the order of :func:`spread`; then the next few of each step, and so on."""
     groups: dict[int, list[int]] = {}
     for step, group in keys:
         groups.setdefault(step, []).append(group)
@@ -193,7 +193,7 @@ def _in_order(keys: Iterable[GroupKey]) -> Iterator[GroupKey]:
 
 
 def _fitting(texts: Iterable[tuple[GroupKey, str]], budget: int) -> tuple[dict[GroupKey, str], int]:
-    """Return the first texts that fit into ``budget`` bytes together, and the bytes left."""
+    """Return the texts that fit into ``budget`` bytes together, in order, and the number of bytes left."""
     fitting: dict[GroupKey, str] = {}
     misfits = 0
     for key, text in texts:
@@ -209,8 +209,8 @@ def _fitting(texts: Iterable[tuple[GroupKey, str]], budget: int) -> tuple[dict[G
 
 
 def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tuple[GroupKey, str]]:
-    """Yield the groups of ``rollouts.jsonl`` as JSON."""
-    if not lines:  # nor a file, perhaps
+    """Yield (key, JSON) of the groups whose ``lines`` of ``rollouts.jsonl`` are given."""
+    if not lines:  # the file may be missing
         return
     with open_file(path) as file:
         for key, sizes in lines.items():
@@ -222,7 +222,7 @@ def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tupl
 
 
 def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, str], int]:
-    """Return the groups of the stored steps that fit, as JSON, and the bytes left."""
+    """Return the JSON of the groups of stored steps that fit into ``budget``, and the number of bytes left."""
     stored: dict[GroupKey, str] = {}
     if not (run_dir / "steps").is_dir():  # without it torch is not needed
         return stored, budget
@@ -262,11 +262,11 @@ def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[t
 
 
 def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the turns after the prompt, or None of a response in one turn; the row is untrusted.
+    """Return the turns of a dialog after its prompt, or None for a response in one turn; the row is untrusted.
 
-    ``turns``: ``role`` (or empty), ``said`` (1: the policy wrote it), ``tokens``, and ``text`` unless the page has
-    the tokens; ``calls`` with ``name``, ``arguments``, ``reply`` (null: none) and ``error``. ``ended`` and
-    ``lost`` are the reasons why a dialog with tools ended.
+    ``turns``: ``role`` (or empty), ``said`` (1: written by the policy), ``tokens`` (number), ``text`` unless the page
+    has the tokens, and ``calls`` with ``name``, ``arguments``, ``reply`` (None: no reply) and ``error``. ``ended``:
+    why a dialog with tools ended; ``lost``: why its environment was lost.
     """
     dialog = row.get("dialog")
     if not isinstance(dialog, dict):
@@ -299,7 +299,7 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def prompt_turns(prompt: Any) -> list[dict[str, Any]]:
-    """Return ``role`` and ``text`` of each turn of a prompt; empty where they are not known."""
+    """Return ``role`` and ``text`` of each turn of a chat prompt; empty if ``prompt`` is not a list of turns."""
     return [
         {"role": clipped_name(turn.get("role")), "text": clipped(shown(turn.get("content") or ""))}
         for turn in _dicts(prompt)[:_MOST_TURNS]
@@ -307,7 +307,7 @@ def prompt_turns(prompt: Any) -> list[dict[str, Any]]:
 
 
 def clipped_name(name: Any, most: int = _MOST_NAME) -> str:
-    """Return a name, cut to ``most`` characters.
+    """Return a name as text of at most ``most`` characters.
 
     >>> clipped_name(None), clipped_name("sum"), clipped_name("a" * 200)[-3:]
     ('', 'sum', 'aa…')

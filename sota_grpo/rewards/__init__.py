@@ -1,4 +1,4 @@
-"""Finding the answer in a response and grading it: untrusted text, functions of a user, a judge.
+"""Extract and grade answers in untrusted responses: built-in graders, a user's reward functions, an LLM judge.
 
-Numbers and words are read in ``extract``, mathematical answers of every kind in ``maths``.
+``extract`` finds answers and compares numbers and words, ``maths`` compares mathematical answers.
 """

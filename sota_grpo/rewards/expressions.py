@@ -1,6 +1,6 @@
-"""The value of an arithmetic expression that a model wrote, exact, without Python's ``eval``.
+"""Parse arithmetic expressions that a model wrote and compute their exact value, without Python's ``eval``.
 
-Model text is untrusted: a text beyond the bounds below is refused before it is read. Without a power operator a value
+Model text is untrusted: a text beyond the bounds below is rejected. Without a power operator a value
 has no more digits than its text, so every expression within the bounds is computed in microseconds.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_EXPRESSION_CHARS = 200
-MAX_DEPTH = 32  # of brackets and signs within each other
+MAX_DEPTH = 32  # of nested brackets and signs
 
 _TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|([-+*/()]))", re.ASCII)
 _ASCII_OPERATORS = str.maketrans("×∗⋅·÷∕−–", "****//--")
@@ -19,12 +19,12 @@ _END = ""
 
 
 class ExpressionError(ValueError):
-    """The text is no arithmetic expression or has no value; the message says why and quotes at most one character."""
+    """The text is not an arithmetic expression or has no value; the message quotes at most one character of it."""
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression: its exact value, and the numbers in it from left to right, without signs."""
+    """A parsed expression: its exact value, and its numbers from left to right, without signs."""
 
     value: Fraction
     numbers: tuple[Fraction, ...]
@@ -33,14 +33,14 @@ class Expression:
 def parse_expression(text: str) -> Expression:
     """Parse numbers, ``+ - * /``, signs and round brackets, with the usual precedence; division is exact.
 
-    The usual Unicode signs for minus, times and divided by are read as such. Decimals are exact too (``0.1`` is 1/10).
-    There are no powers, names, thousands commas or equal signs.
+    Unicode signs for minus, times and divided by are accepted. Decimals are exact (``0.1`` is 1/10). Powers, names,
+    thousands commas and equal signs are errors.
 
     Args:
-        text: at most 200 characters, brackets and signs at most 32 deep.
+        text: at most 200 characters, with brackets and signs nested at most 32 deep.
 
     Raises:
-        ExpressionError: with a reason that fits behind "this is no expression: ".
+        ExpressionError: the text cannot be parsed or divides by zero; the message is the reason alone.
 
     >>> parse_expression("(1 + 2) / 3 × −4")
     Expression(value=Fraction(-4, 1), numbers=(Fraction(1, 1), Fraction(2, 1), Fraction(3, 1), Fraction(4, 1)))
@@ -62,7 +62,7 @@ def parse_expression(text: str) -> Expression:
 
 
 class _Parser:
-    """Recursive descent, one method for each level of precedence; ``depth`` counts open brackets and signs."""
+    """Recursive descent parser with one method per level of precedence; ``depth``: open brackets and signs."""
 
     def __init__(self, tokens: list[str]):
         self.numbers: list[Fraction] = []

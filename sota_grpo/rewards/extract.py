@@ -1,4 +1,4 @@
-"""Finds the final answer of a response where the prompt requires it, and reads numbers exactly.
+"""Extract the final answer of a response, in the form that the task requests, and parse numbers exactly.
 
 Model text is untrusted: nothing here calls ``eval`` or a computer algebra system, the length of what is parsed is
 bounded, and every regular expression is linear (its alternatives start with different characters or are bounded).
@@ -27,26 +27,26 @@ _NUMBER = re.compile(
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
 _MAX_EXPONENT_CHARS = 4  # e-99: a longer exponent would make an integer of thousands of digits
 CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
-_UNIT_POWER = re.compile(r"\b([cmk]?m|ft|feet|in|inches|yd|units)\^(?:\d|\{\d\})", re.ASCII)  # its 2 is no number
+_UNIT_POWER = re.compile(r"\b([cmk]?m|ft|feet|in|inches|yd|units)\^(?:\d|\{\d\})", re.ASCII)  # cm^2 has no number
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,80}) +(\d{1,80})/(\d{1,80})(?![\d/])", re.ASCII)
 _LEADING_MINUS = re.compile(r"\A\s*-\s+(?=[$.\d])", re.ASCII)
 _WORKED = re.compile(r"\A[\s$]*\(?\$?\d[\d\s$.,%+*/×÷x·()=\u2212-]*=")  # 6*3 = 18: the last side is the number
 _GROUPED = re.compile(r"(?<![\d.,/])(\d{1,3})((?:[ \u00a0\u202f]\d{3})+)(?![\d,/])", re.ASCII)  # 1 800
 _VULGAR = re.compile(r"(\d?) ?([¼½¾⅐-⅞])")
-_UNREAD = re.compile(r"[⁰¹²³⁴-⁹!]|\.\d")  # directly behind a number: 18², 5!, 18.0.0 are other numbers
+_UNREAD = re.compile(r"[⁰¹²³⁴-⁹!]|\.\d")  # directly after a number: 18², 5!, 18.0.0 are other numbers
 _REWRITES = (("\u2212", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of ``text`` when it holds exactly one number, else None.
+    """Return the value of ``text`` if it contains exactly one number, else None.
 
     Thousands commas, a dollar sign, a percent sign, units and words around the number, and a trailing period are
-    read over; ``18%`` is 18, as prompts expect a percentage as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
+    ignored; ``18%`` is 18, because problems ask for a percentage as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
     fractions, ``3 1/2`` and ``3½`` mixed numbers; ``1.8k``, ``18 million`` and ``2 dozen`` are 1800, 18000000 and 24.
-    Of worked numbers, ``6*3 = 18``, the last side counts. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a
-    response may not hedge, and nothing is computed (``5!``, ``18²``).
+    Of a calculation such as ``6*3 = 18`` the last side counts. Two numbers (``"5 or 6"``, ``"2*3"``) give None, because
+    a response may not hedge; nothing is computed (``5!`` and ``18²`` give None).
 
-    A text of more than 256 characters is no number.
+    A text of more than 256 characters gives None.
 
     >>> parse_number("$1,080.50"), parse_number("-3/4"), parse_number("18.00 dollars.") == 18, parse_number("5 or 6")
     (Fraction(2161, 2), Fraction(-3, 4), True, None)
@@ -74,7 +74,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def find_last_number(text: str) -> str | None:
-    """The last number of ``text`` as it is written there, or None.
+    """Return the last number in ``text``, as it is written there, or None.
 
     >>> find_last_number("She sold 48/2 = 24 clips, so $1,072.50.")
     '$1,072.50'
@@ -84,7 +84,7 @@ def find_last_number(text: str) -> str | None:
 
 
 def numbers_equal(left: str, right: str) -> bool:
-    """Whether both texts are numbers and equal, exactly: no tolerance, no float."""
+    """Return whether both texts are numbers with exactly the same value (no tolerance, no floats)."""
     value = parse_number(left)
     return value is not None and value == parse_number(right)
 
@@ -100,12 +100,11 @@ _LABELLED = re.compile(r"[(\[]?([A-Z])[)\].:] .+")  # C) Paris
 
 
 def answers_equal(answer: str, gold: str) -> bool:
-    """Whether two answers are the same number, the same choice, or the same text.
+    """Return whether two answers are the same number, the same choice, or the same text.
 
-    In texts, letter case, spacing, a last period, quotation marks, asterisks and LaTeX's text commands do not count; a
-    choice may have brackets, and its text after it. Units are read over where the gold answer has none, or
-    where the answer has none and the gold answer is a number with its unit; so ``11`` is not ``Apollo 11``, and
-    ``3 am`` is not ``3 pm``.
+    Letter case, spacing, a final period, quotation marks, asterisks and LaTeX's text commands are ignored. A choice may
+    be in brackets and followed by its text. Units are ignored if the gold answer has none, or if the answer has none
+    and the gold answer is a number with a unit; so ``11`` is not ``Apollo 11``, and ``3 am`` is not ``3 pm``.
 
     >>> answers_equal("18 dollars", "$18"), answers_equal("5", "5 apples"), answers_equal("5 pears", "5 apples")
     (True, True, False)
@@ -128,7 +127,7 @@ def answers_equal(answer: str, gold: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number, perhaps with a unit behind it, and not a name with a number in it.
+    """Return whether a text is a number, optionally with a unit, and not a name that contains a number.
 
     >>> is_number("5 apples"), is_number("x = 5"), is_number("Apollo 11"), is_number("F-16")
     (True, True, False, False)
@@ -193,15 +192,15 @@ _NEXT_SENTENCE = re.compile(r"[.!?]\s|\n")
 
 
 def without_thinking(text: str) -> str:
-    """What follows the last ``</think>``, up to a ``<think>`` that is never closed; the whole text without either."""
+    """Return the text after the last ``</think>``, up to an unclosed ``<think>``; the whole text without these tags."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
-    """What is between the last complete pair of tags, or None.
+    """Return the text between the last complete pair of tags, or None.
 
     Args:
-        tag: matches both tags, the slash of the closing one as its only group; by default that of ``<answer>``.
+        tag: pattern of both tags, whose only group is the slash of the closing tag; default: ``<answer>``.
     """
     begin, inside = None, None
     for match in tag.finditer(text):
@@ -213,7 +212,7 @@ def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
 
 
 def last_code_block(text: str) -> str | None:
-    """What is in the last closed code block (between lines that begin with three backticks), or None."""
+    """Return the content of the last closed code block (between lines that begin with three backticks), or None."""
     block: list[str] | None = None
     last = None
     for line in text.split("\n"):
@@ -228,7 +227,7 @@ def last_code_block(text: str) -> str | None:
 
 
 class _Span(NamedTuple):
-    """A part of a text that says an answer; ``words`` are its parts and what joins them."""
+    """A range of a text that is an answer; ``words``: the pieces of the answer and what joins them."""
 
     begin: int
     end: int
@@ -240,8 +239,8 @@ class _Span(NamedTuple):
 
 
 def _boxes(text: str) -> list[_Span]:
-    """The closed boxes that hold something, the inner one of two."""
-    open_braces: list[tuple[int, int] | None] = []  # where a box and what is in it begin, None for other braces
+    """Return the closed boxes that are not empty; of nested boxes the inner one."""
+    open_braces: list[tuple[int, int] | None] = []  # start of a box and of its content; None for other braces
     boxes: list[_Span] = []
     for token in _BRACE.finditer(text):
         brace = token[0]
@@ -257,7 +256,7 @@ def _boxes(text: str) -> list[_Span]:
 
 
 def _joined(text: str, spans: Iterable[_Span]) -> list[_Span]:
-    """The spans, those as one answer that only a comma, "and", "or" or a union separates.
+    """Return the spans, merging those that only a comma, "and", "or" or a union separates into one answer.
 
     >>> text = "$x=1$ or $x=2$; so $3$."
     >>> [span.answer for span in _joined(text, _mathematics(text))]
@@ -284,16 +283,16 @@ def _boxed(text: str) -> str | None:
 
 
 def _mathematics(text: str) -> list[_Span]:
-    """The text between ``$``, ``$$``, ``\\( \\)`` or ``\\[ \\]``."""
+    """Return the texts between ``$``, ``$$``, ``\\( \\)`` or ``\\[ \\]``."""
     matches = _MATHEMATICS.finditer(text)
     return [_Span(*match.span(), [match[match.lastgroup].strip()]) for match in matches if match.lastgroup]
 
 
 def find_mathematics(text: str) -> str | None:
-    """The answer that sentences give: what "the answer is" says last, else the last mathematics between delimiters.
+    """Return the answer in a text without a box: what follows the last "the answer is", else the last delimited LaTeX.
 
-    None where neither is there, or where a number comes later. A last line that is all LaTeX is an answer, too, and so
-    is a multiple of π or a root.
+    Without either, a last line that is all LaTeX is the answer, or the last multiple of π or root. Return None if there
+    is none of these, or if a number follows the LaTeX, multiple or root.
 
     >>> find_mathematics("The final answer is $x=3$, as $3+1=4$."), find_mathematics("They cost $5 and $7, so 12.")
     ('x=3', None)
@@ -318,7 +317,7 @@ def find_mathematics(text: str) -> str | None:
 
 
 def _said(text: str, begin: int, *, plainly: bool = False) -> str:
-    """What a sentence says from there on; ``plainly`` is a number with its unit, a pair, a choice or a name."""
+    """Return the rest of the sentence at ``begin``; with ``plainly`` only a number, a pair, a choice or a name."""
     phrase = _SAID_END.split(text[begin : begin + _MAX_SAID_CHARS], maxsplit=1)[0].strip(_QUOTES)
     if plainly and (len(_SAID_WORD.findall(phrase)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(phrase)):
         return ""
@@ -326,7 +325,7 @@ def _said(text: str, begin: int, *, plainly: bool = False) -> str:
 
 
 def _said_last(text: str) -> str | None:
-    """What "the answer is" says last, whatever it is."""
+    """Return the text after the last "the answer is", or None."""
     phrases = (_said(text, cue.end()) for cue in reversed(list(_ANSWER_IS.finditer(text))))
     return next(filter(None, phrases), None)
 
@@ -352,21 +351,21 @@ ANSWER_FORMATS = tuple(_FINDERS)
 
 
 def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, words: bool = False) -> str | None:
-    """The final answer of a response, stripped, or None when it is not there; thinking is read over.
+    """Return the final answer of a response, stripped, or None if there is none; text in ``<think>`` is ignored.
 
     Args:
         text: the response.
-        answer_format: ``tags`` the last complete ``<answer>...</answer>``; ``boxed`` the last complete
-            ``\\boxed{...}`` (or ``\\fbox``), braces matched, with those before it that only commas, "and" or "or"
-            join to it; ``hash`` the rest of the line after the last ``####`` or, without one, of a last line that
-            begins with ``A:``; ``last_number``; ``any`` the first of these, in this order, that is there.
-        mathematics: the answer may be more than a number; ``any`` then looks for :func:`find_mathematics` before it
-            takes the last number.
-        words: the answer is no number; ``any`` then takes what "the answer is" says in place of the last number, and
-            the whole text where nothing says it.
+        answer_format: ``tags``: the last complete ``<answer>...</answer>``; ``boxed``: the last complete
+            ``\\boxed{...}`` (or ``\\fbox``), together with the boxes before it that only commas, "and" or "or"
+            separate; ``hash``: the rest of the line after the last ``####`` or, without one, of a last line that
+            begins with ``A:``; ``last_number``; ``any``: the first of these, in this order, that is found.
+        mathematics: the answer may be more than a number; ``any`` then tries :func:`find_mathematics` before the last
+            number.
+        words: the answer is not a number; ``any`` then uses the text after the last "the answer is" in place of the
+            last number, or without it the whole text.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: ``answer_format`` is unknown.
 
     >>> extract_answer("So 6*3=18.\\n#### 18", "hash"), extract_answer("#### 18", "boxed")
     ('18', None)

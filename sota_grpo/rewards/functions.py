@@ -1,7 +1,7 @@
-"""A user's reward functions: found in a file by name, recognised by their parameters, and called.
+"""Load a user's reward functions from a file, recognise their signature (verl's or TRL's), and call them.
 
-Functions can also be passed as objects. One of an importable module travels to a grader's process by its name, one of a
-notebook or a script as its code, with the globals that it reads.
+Functions can also be passed as Python objects. They are pickled for a grader's process: a function of an importable
+module by its name, a function of a notebook or script as code, with the globals that it reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "environments", "l
 
 Functions = Mapping[str, Callable[..., Any]]
 
-NEEDS_ENVIRONMENTS = "requires environments, which only env.environment=FILE.py:FACTORY has"
+NEEDS_ENVIRONMENTS = "needs environments, which exist only with env.environment=FILE.py:FACTORY"
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _LOOP: list[Any] = []  # the event loop of all coroutines, and the process that made it
 _LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and take turns to run the loop
@@ -51,13 +51,13 @@ class RewardFunctionError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function, whose term has its name.
+    """A reward function and its signature; ``name`` is also the name of its reward term.
 
     Args:
-        form: ``verl`` (one response, ``solution_str``) or ``trl`` (a list of them, ``completions``).
+        form: ``verl`` (called with one response, ``solution_str``) or ``trl`` (with a list of them, ``completions``).
         call: the function, plain or ``async``.
-        required: parameters without a default.
-        taken: all parameters; None takes any (``**kwargs``).
+        required: names of the parameters without a default.
+        taken: names of all parameters; None if it accepts any (``**kwargs``).
     """
 
     name: str
@@ -68,11 +68,11 @@ class RewardFunction:
 
 
 def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
-    """Run a Python file and return its functions ``names``; for ``compute_score`` alone, the only function of the file.
+    """Run a Python file and return its functions ``names``; for a missing ``compute_score``, its only function.
 
     Raises:
-        RewardFunctionError: no such file or function, an import that fails (with its line), or parameters that are
-            neither verl's nor TRL's.
+        RewardFunctionError: the file or a function is missing, an import in the file fails (the message has the line),
+            or a function has parameters that are neither verl's nor TRL's.
     """
     file = Path(path)
     require_file(file)
@@ -91,25 +91,25 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
 
 
 def no_function(path: str, name: str, names: Iterable[str]) -> str:
-    """Return the message about a function that is not among the ``names`` of a file."""
+    """Return the error message for a file ``path`` that has the functions ``names``, but not ``name``."""
     return f"{path} has no function {name!r}; its functions are {', '.join(names) or 'none'}: correct reward.name."
 
 
 def require_file(path: Path) -> None:
-    """Check that ``path`` is a file, else raise ``RewardFunctionError``."""
+    """Raise RewardFunctionError unless ``path`` is a file."""
     if not path.is_file():
-        raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (now in {Path.cwd()}).")
+        raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (relative to {Path.cwd()}).")
 
 
 def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunction:
-    """Return a callable as a reward function; its parameters determine its form.
+    """Wrap a callable as a reward function, of verl's or TRL's form according to its parameter names.
 
     Args:
-        name: of its reward term.
-        location: its origin, for messages.
+        name: name of the reward term.
+        location: where the callable is defined, for messages.
 
     Raises:
-        RewardFunctionError: its parameters are neither verl's nor TRL's.
+        RewardFunctionError: the parameters are neither verl's nor TRL's.
 
     >>> recognise(lambda solution_str, ground_truth: 1.0, "right", "demo").form
     'verl'
@@ -124,13 +124,13 @@ def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunct
     taken = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
     written = f"{location}: {name}({', '.join(map(str, parameters))})"
     if "solution_str" in keywords:
-        form, reason = VERL, "nothing here has"
+        form, reason = VERL, "verl's form (data_source, solution_str, ground_truth, extra_info) lacks"
         missing = [name for name in required if name not in _VERL_PARAMETERS]
-    else:  # the columns that a function of TRL's form requires are checked where the rows are known
-        form, reason = TRL, "a grader, which reads responses only, does not have"
+    else:  # the columns that a TRL function reads are checked later, with the dataset
+        form, reason = TRL, "a grader, which reads only responses, does not have"
         missing = [name for name in required if name in ("prompt_ids", "trainer_state")]
     if missing:
-        raise RewardFunctionError(f"{written} requires {', '.join(missing)}, which {reason}; give it a default value.")
+        raise RewardFunctionError(f"{written} needs {', '.join(missing)}, which {reason}; give it a default value.")
     if form == TRL and not keywords & {"completions", "completion_ids", "prompts", "environments"}:
         raise RewardFunctionError(
             f"{written} is neither verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
@@ -141,15 +141,15 @@ def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunct
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """One response, and all else that a reward function may read.
+    """One response with its prompt, its dataset row and its dialog: all that a reward function can read.
 
     Args:
-        prompt: plain text, or the chat as a list of turns.
-        ground_truth: as in the data: text, number, list or dict.
-        columns: all other columns of the row, by name.
-        completion_ids: the sampled tokens of the response; None of a text that was not sampled.
-        turns: of a dialog with tools, all turns in TRL's form.
-        environment: the attributes of the dialog's environment at its end, by name.
+        prompt: plain text, or a chat as a list of messages.
+        ground_truth: value of the dataset: text, number, list or dict.
+        columns: all other columns of the dataset row, by name.
+        completion_ids: token ids of the response; None if no engine sampled it.
+        turns: all messages of a dialog with tools, in TRL's form; else None.
+        environment: attributes of the dialog's environment at its end, by name; None without an environment.
     """
 
     response: str
@@ -163,7 +163,7 @@ class RewardInputs:
 
 
 class EnvironmentState:
-    """The JSON attributes of an environment at the end of its dialog; it lived in another process, and is gone.
+    """The JSON-serializable attributes of an environment at the end of its dialog; the environment is closed.
 
     >>> state = EnvironmentState({"reward": 0.5})
     >>> state.reward
@@ -171,7 +171,7 @@ class EnvironmentState:
     >>> state.board
     Traceback (most recent call last):
     ...
-    AttributeError: the environment had no attribute 'board' whose value is JSON; it had: reward
+    AttributeError: the environment had no JSON-serializable attribute 'board'; it had: reward
     """
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
@@ -181,12 +181,12 @@ class EnvironmentState:
         if name.startswith("__"):  # of Python's protocols
             raise AttributeError(name)
         known = ", ".join(vars(self)) or "none"
-        raise AttributeError(f"the environment had no attribute {name!r} whose value is JSON; it had: {known}")
+        raise AttributeError(f"the environment had no JSON-serializable attribute {name!r}; it had: {known}")
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """A function's result for one response: a value (None: it does not apply) with further info, or an error."""
+    """The result of a reward function for one response: ``value`` (None: not applicable) and ``info``, or ``error``."""
 
     value: float | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -194,14 +194,14 @@ class RewardOutput:
 
 
 def call_function(function: RewardFunction, path: str, group: Sequence[RewardInputs]) -> list[RewardOutput]:
-    """Call ``function`` of the file ``path`` on a group; return one output per response.
+    """Call ``function`` of the file ``path`` on the responses of one group; return one output per response.
 
-    A function of verl's form is called once per response, one of TRL's form once, on the caller's thread. Coroutines
-    run concurrently on one persistent event loop, to which a file may bind sessions and semaphores; where the caller's
-    thread runs a loop itself, as in a notebook, another thread runs them.
+    A verl function is called once per response, a TRL function once for all, both on the caller's thread. Coroutines
+    run concurrently on one persistent event loop, to which a file may bind sessions and semaphores. If the caller's
+    thread already runs an event loop, as in a notebook, another thread runs them.
 
     Raises:
-        Exception: of a function of TRL's form with several responses: one of them may be to blame.
+        Exception: a TRL function raised it for several responses; the caller may retry them one by one.
     """
     if function.form == VERL:
         calls = [
@@ -216,7 +216,7 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
         return [_read(function, path, result) for result in _results(function, calls)]
     reason = None
     if "completion_ids" in function.required and any(inputs.completion_ids is None for inputs in group):
-        reason = "requires completion_ids, which only a response of an engine has"
+        reason = "needs completion_ids, which only a response sampled by an engine has"
     elif "environments" in function.required and any(inputs.environment is None for inputs in group):
         reason = NEEDS_ENVIRONMENTS
     if reason is not None:
@@ -246,7 +246,7 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
 
 
 def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return TRL's keywords: columns as lists; prompts and completions both as lists of turns, or both as text."""
+    """Return the keyword arguments of a TRL function; completions are messages for a chat prompt, else text."""
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
         for one, value in zip(info, values, strict=True):
@@ -275,7 +275,7 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
 
 
 def _results(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the result of each call, or its exception; a function is passed the keywords that it takes."""
+    """Return the result or exception of each call; keywords that the function does not accept are left out."""
     results: list[Any] = []
     for keywords in calls:
         taken = (
@@ -314,7 +314,7 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def _read(function: RewardFunction, path: str, result: Any) -> RewardOutput:
-    """Read an exception, or the result of a function of verl's form: a number, or a dict with one and further info."""
+    """Return the output for an exception or a verl result: a number, or a dict with ``score`` and further info."""
     if isinstance(result, Exception):
         line = error_line(path, result)
         return RewardOutput(
@@ -329,7 +329,7 @@ def _read(function: RewardFunction, path: str, result: Any) -> RewardOutput:
 
 
 def _read_number(function: RewardFunction, value: Any, info: Mapping[str, Any]) -> RewardOutput:
-    """Read a number of Python, NumPy or torch; text that looks like one is an error."""
+    """Return the output for a number of Python, NumPy or torch; a text such as "1" is an error."""
     try:
         number = None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of a foreign type
@@ -342,7 +342,7 @@ def _read_number(function: RewardFunction, value: Any, info: Mapping[str, Any]) 
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it: arrays become lists, numbers that are not finite or huge None, the rest text."""
+    """Return ``value`` as JSON types: arrays become lists, infinite, NaN and huge numbers None, other objects text."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -359,12 +359,12 @@ def plain(value: Any) -> Any:
 def pickled(
     functions: Functions,
     kind: str = "reward function",
-    cure: str = "make what it needs inside the function, or grade in this process: env.reward_workers=0",
+    cure: str = "create such objects inside the function, or set env.reward_workers=0 to grade in this process",
 ) -> bytes:
-    """Return the functions by name as bytes of a file, which :func:`unpickled` reads; ``kind``, ``cure``: for messages.
+    """Pickle functions by name; :func:`unpickled` loads them. ``kind`` and ``cure`` are words of the error message.
 
     Raises:
-        RewardFunctionError: one holds an object that cannot leave this process.
+        RewardFunctionError: a function holds an object that cannot be pickled.
     """
     import cloudpickle
 
@@ -379,30 +379,30 @@ def pickled(
 
 
 def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
-    """Read a file of :func:`pickled`, which executes its code.
+    """Load functions that :func:`pickled` wrote, by name; this executes code of the file.
 
     Raises:
-        RewardFunctionError: no such file, or a module that the functions need is missing.
+        RewardFunctionError: the file or a module that the functions need is missing.
     """
     if not path.is_file():
         raise RewardFunctionError(
-            f"there are no reward functions in {path}: they were passed in Python and stayed in that process "
-            "(env.reward_workers=0); pass them again, or give a file with reward.path."
+            f"there is no {path}: reward functions passed as Python objects are not saved with env.reward_workers=0; "
+            "pass the same functions again, or put them into a file and set reward.path to it."
         )
     try:
         return pickle.loads(path.read_bytes())
     except Exception as error:  # unpickling imports modules and calls code
         raise RewardFunctionError(
-            f"{path}: the reward functions cannot be loaded here ({type(error).__name__}: {error}); they need the "
-            "modules that they were defined with."
+            f"{path}: the reward functions cannot be loaded here ({type(error).__name__}: {error}); make the "
+            "modules that they use importable."
         ) from error
 
 
 def fingerprint(functions: Functions) -> str:
-    """Return a digest of what the functions do: names, code, constants, defaults, and the values that they read.
+    """Return a SHA-256 digest of functions: names, bytecode, constants, defaults, global and closure values.
 
-    Equal in every process of one Python version; comments and the place of the code do not count. Of the values read,
-    plain ones, containers, and functions and classes of the same module count by content, all others by their type.
+    It is equal in every process of one Python version, and independent of comments and line numbers. Plain values,
+    containers, and functions and classes of the same module count by content, all others by their name or type.
     """
     described = []
     for name, function in functions.items():
@@ -415,7 +415,7 @@ def fingerprint(functions: Functions) -> str:
 
 
 class _Describer:
-    """Describes objects as JSON; code outside the module ``home`` by its name alone."""
+    """Converts objects to JSON for :func:`fingerprint`; code outside the module ``home`` becomes its name."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -438,7 +438,7 @@ class _Describer:
         return description if isinstance(description, str) else [self.of(part) for part in description]
 
     def _parts(self, value: Any) -> str | list[Any]:
-        """Return the content of an object; the name of one that does not belong to the home module."""
+        """Return the content of an object, or its name if it is defined outside the home module."""
         if isinstance(value, (tuple, list)):
             return ["tuple" if isinstance(value, tuple) else "list", *value]
         if isinstance(value, CodeType):

@@ -1,4 +1,4 @@
-"""Scores of untrusted texts, in this process or in workers, where a hang costs one response. Imports no torch."""
+"""Grade untrusted texts, in this process or in workers, where only the response that hangs fails. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _SILENCE_S = 60.0
 
 
 class WrongTerms(KeyError):
-    """A grader returns other terms than its task names: a mistake of the task, not of a response."""
+    """A grader returned other reward terms than its task declares: an error of the task, not of a response."""
 
 
 def guarded_score(score: Scorer, term_names: Collection[str], response: str, example: Example) -> Score:
-    """The score of one response; a grader that fails is reported in ``error`` with all terms 0, and raises nothing.
+    """Return the score of one response; if the grader fails, a score with ``error`` and all terms 0.
 
     Model text is untrusted: a grader fails when it raises, reports an error, or returns a term that is not finite.
 
@@ -61,13 +61,13 @@ def guarded_scores(
     pairs: Sequence[tuple[str, Example]],
     tick: Callable[[], None] = lambda: None,
 ) -> list[Score]:
-    """The scores of ``(response, example)`` pairs, in their order, each guarded as :func:`guarded_score` says.
+    """Return the scores of ``(response, example)`` pairs, in order; failures are as in :func:`guarded_score`.
 
-    A grader with a method ``score_group(pairs) -> list of Score`` gets all pairs at once. Where that raises, they are
-    graded one by one, so that only the response that it cannot grade fails.
+    A grader with a method ``score_group(pairs) -> list of Score`` gets all pairs at once. If it raises, the pairs
+    are graded one by one, so that only the response that it cannot grade fails.
 
     Args:
-        tick: called after every answer of the grader.
+        tick: called after every call of the grader.
     """
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
@@ -84,7 +84,7 @@ def guarded_scores(
             raise
         except BaseException as error:
             reason = graders_error(error)
-            logger.debug("%d responses are graded one by one, because together: %s", len(pairs), reason)
+            logger.debug("%d responses are graded one by one, because score_group failed: %s", len(pairs), reason)
     scores = []
     for response, example in pairs:
         scores.append(guarded_score(score, term_names, response, example))
@@ -108,17 +108,17 @@ def _checked(score: Score, term_names: Collection[str], example: Example) -> Sco
 
 
 def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
-    """The score of a response whose grader failed: every term 0; of a mixture, other tasks' terms do not apply."""
+    """Return the score of a response whose grader failed: all terms 0; in a mixture, None for those of other tasks."""
     task = None if example is None else task_of_example(example.extra)
     terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
     return Score(terms, False, one_line(error))
 
 
 def graders_error(error: BaseException) -> str:
-    """What a grader raised, as text.
+    """Return an error of a grader as text: its type and message.
 
     Raises:
-        KeyboardInterrupt: it was the user's, who reaches the main thread only, and no worker: it ignores SIGINT.
+        KeyboardInterrupt: ``error`` is Ctrl-C of the user, which reaches only the main thread (workers ignore SIGINT).
     """
     is_main = threading.current_thread() is threading.main_thread()
     if isinstance(error, KeyboardInterrupt) and is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -127,7 +127,7 @@ def graders_error(error: BaseException) -> str:
 
 
 class FailureLog:
-    """Logs each kind of grader failure once as a warning."""
+    """Logs the first grader failure of each exception type as a warning, later ones at debug level."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -142,11 +142,11 @@ class FailureLog:
 
 
 class Grader(Protocol):
-    """Scores texts; may be called from any thread.
+    """Interface of graders; callable from any thread.
 
-    ``scores`` takes ``(response, example)`` pairs, best the siblings of one group, and gives one score each, in order.
-    A response at which the grader fails has an ``error`` and all terms 0; the future fails only for what is no
-    response's fault. ``close`` is idempotent.
+    ``scores`` takes ``(response, example)`` pairs, preferably one group, and returns a future of one score per pair, in
+    order. A response that cannot be graded has a score with ``error`` and all terms 0; the future fails only for errors
+    that no response causes. ``close`` is idempotent.
     """
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]: ...
@@ -155,7 +155,7 @@ class Grader(Protocol):
 
 
 class LocalGrader:
-    """Grades in this process, before :meth:`scores` returns: a text that hangs its grader hangs the caller.
+    """Grades in this process, before :meth:`scores` returns; a grader that hangs blocks the caller.
 
     >>> grader = LocalGrader(lambda text, example: Score({"right": float(text == example.answer)}, True), ["right"])
     >>> grader.scores([("4", Example("2 + 2?", "4"))]).result()[0].terms
@@ -167,24 +167,24 @@ class LocalGrader:
         self._failures = FailureLog()
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        """One score per pair; the future is done already."""
+        """Return a future, already done, of one score per pair."""
         scores = pending_future()
         resolve(scores, lambda: list(map(self._failures.add, guarded_scores(self._score, self._term_names, pairs))))
         return scores
 
     def close(self) -> None:
-        """Nothing to end."""
+        """No-op: there are no workers to end."""
 
 
 class ProgressCounter:
-    """The number of finished parts of each call, in a nameless file that processes of this machine share.
+    """The number of finished items of each call, in an anonymous file shared by processes of one machine.
 
-    A worker notes it before it begins the next part, by one system call (about 1 µs). So it is there even when the
-    worker crashes next, or hangs with the interpreter locked, where it would answer no ping.
+    A worker writes the number before it begins the next item, by one system call (about 1 µs). So the number can be
+    read even if the worker then crashes, or hangs while it holds the GIL and cannot answer a ping.
 
     Args:
-        fd: the ``fd`` of another counter, which a child process inherits under the same number (``pass_fds``); None
-            makes a file, which lives as long as this object.
+        fd: descriptor of another counter's file, inherited by a child process under the same number (``pass_fds``);
+            None creates a file, which exists as long as this object.
 
     >>> ours = ProgressCounter()
     >>> theirs = ProgressCounter(ours.fd)
@@ -203,22 +203,22 @@ class ProgressCounter:
         self.fd = fd
 
     def note(self, call: int, done: int) -> None:
-        """Note the number of finished parts."""
+        """Write the number of finished items of the call with number ``call``."""
         os.pwrite(self.fd, done.to_bytes(8, "little"), 8 * call)
 
     def read(self, call: int) -> int:
-        """The last note, 0 before."""
+        """Return the number of finished items of the call with number ``call``; 0 if none was written."""
         return int.from_bytes(os.pread(self.fd, 8, 8 * call), "little")
 
 
 class RewardWorker:
-    """Grades lists of responses, guarded as :func:`guarded_scores` says, on the main thread, for graders' signals.
+    """Grades lists of responses with :func:`guarded_scores`, on a process's main thread: graders may use signals.
 
-    The grader's ``prepare()``, if it has one, is called first, when no response's deadline runs.
+    The constructor calls the grader's optional ``prepare()``, so that it counts towards no response's deadline.
 
     Args:
-        score, term_names: as in :class:`GradingPool`.
-        progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
+        score, term_names: see :class:`GradingPool`.
+        progress_fd: descriptor of a :class:`ProgressCounter` for the number of graded responses of each call.
     """
 
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
@@ -227,7 +227,7 @@ class RewardWorker:
         self._progress = ProgressCounter(progress_fd)
 
     def run(self, pairs: Sequence[tuple[str, Example]], call: int = 0) -> list[Score]:
-        """The scores of ``(response, example)`` pairs, in their order; ``call`` is the call's number in the counter."""
+        """Return the scores of ``(response, example)`` pairs, in order; ``call``: number of the call in the counter."""
         answers = itertools.count(1)
         scores = guarded_scores(
             self._score, self._term_names, pairs, tick=lambda: self._progress.note(call, next(answers))
@@ -236,29 +236,28 @@ class RewardWorker:
         return scores
 
     def ping(self) -> float:
-        """0: the pool reads the progress from the counter."""
+        """Return 0: the pool reads the progress from the counter instead."""
         return 0.0
 
 
 class GradingPool:
-    """Grades in worker processes: a text that hangs or crashes its grader costs itself and one worker.
+    """Grades in worker processes: a response at which the grader hangs or crashes fails, and its worker is replaced.
 
     Scores equal those of :class:`LocalGrader`. A worker that takes longer than ``timeout_s`` for a response (at most an
-    eighth more) is killed. The response at which a worker hangs or crashes (:class:`ProgressCounter`) is a failure (all
-    terms 0) at once, and another worker grades its siblings. After SIGKILL or SIGTERM, which may come from a person or
-    from the kernel out of memory, the response is graded once more, alone, and is a failure when that worker dies, too.
-    A grader of whole groups (``score_group``) has ``timeout_s`` for the call; after a hang or a crash its responses are
-    graded one by one. A future fails only where no worker starts, the pool is closed, or the task returns other terms
-    than it names.
+    eighth more) is killed. The response at which a worker hung or crashed (see :class:`ProgressCounter`) fails with all
+    terms 0, and another worker grades the rest of the group. After SIGKILL or SIGTERM, which a user or the kernel's OOM
+    killer may send, the response is graded once more, alone, and fails if that worker dies, too. A grader of whole
+    groups (``score_group``) has ``timeout_s`` for the call; after a hang or crash its responses are graded one by one.
+    A future fails only if no worker starts, the pool is closed, or the grader returns other terms than ``term_names``.
 
     Args:
         score: the task's grader, picklable (:func:`sota_grpo.rl.task.scorer_of`).
-        term_names: the terms that it returns.
-        num_workers: processes.
-        timeout_s: longest time for one response.
+        term_names: names of the reward terms that ``score`` returns.
+        num_workers: number of processes.
+        timeout_s: time limit for one response.
 
     Attributes:
-        fleet: of the workers.
+        fleet: the worker processes.
     """
 
     def __init__(self, score: Scorer, term_names: Collection[str], *, num_workers: int, timeout_s: float) -> None:
@@ -274,7 +273,7 @@ class GradingPool:
             "reward",
             starter(self._launcher, "reward", spec, [placement] * num_workers),
             num_workers,
-            capacity=1,  # so that a worker's end is the doing of one group
+            capacity=1,  # so that only one group can be the cause of a worker's end
             task_deadline_s=timeout_s,
             progress=lambda pairs, call: progress.read(call),
             silence_s=max(_SILENCE_S, 2 * timeout_s),  # the deadline of a response comes first
@@ -282,20 +281,20 @@ class GradingPool:
         )
 
     def wait_ready(self) -> None:
-        """Return when every worker can grade; ``WorkerDied`` says why one cannot start."""
+        """Wait until every worker can grade; raise ``WorkerDied`` if one cannot start."""
         self.fleet.wait_ready()
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        """A future of one score per pair; workers need not be ready yet."""
+        """Return a future of one score per pair; workers need not be ready yet."""
         return self.fleet.start(self._grade(list(pairs)))
 
     def close(self) -> None:
-        """End the workers; futures that are open fail."""
+        """End the workers; pending futures fail."""
         self.fleet.close()
         self._launcher.close()
 
     async def _grade(self, pairs: list[tuple[str, Example]], is_suspect: bool = False) -> list[Score]:
-        """The scores of a group, or of the part of one that is graded again; ``is_suspect``: a worker died at it."""
+        """Return the scores of a group, or of a part of it; ``is_suspect``: a worker was killed at this response."""
         if not pairs:
             return []
         call = next(self._calls)
@@ -307,7 +306,7 @@ class GradingPool:
             at, reason = self._progress.read(call), f"WorkerDied: {error.__cause__ or error}"
             is_guilty = is_suspect or isinstance(error.__cause__, ProcessEndedItself)
         if len(pairs) > 1 and (at >= len(pairs) or (self._grades_groups and at == 0)):
-            return [*chain(*await asyncio.gather(*(self._grade([pair]) for pair in pairs)))]  # the guilty is unknown
+            return [*chain(*await asyncio.gather(*(self._grade([pair]) for pair in pairs)))]  # any may be the cause
         at = min(at, len(pairs) - 1)
         if is_guilty:
             guilty = [self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))]
@@ -320,17 +319,17 @@ class GradingPool:
 
 
 def done(value: Any) -> Future[Any]:
-    """A future that has its result."""
+    """Return a future that already has the result ``value``."""
     future = pending_future()
     future.set_result(value)
     return future
 
 
 def task_grader(grader: Grader) -> Grader:
-    """The grader of the task's own terms, where ``grader`` adds those of a judge; else ``grader``."""
+    """Return the task's grader that a judge's grader wraps, or ``grader`` itself if it has no judge."""
     return getattr(grader, "grader", grader)
 
 
 def grading_pool(task: Task, *, num_workers: int, timeout_s: float) -> closing[GradingPool]:
-    """Reward workers of ``task`` for the length of a ``with`` block."""
+    """Return a pool of reward workers for ``task``, which the end of a ``with`` block closes."""
     return closing(GradingPool(scorer_of(task), task.term_weights, num_workers=num_workers, timeout_s=timeout_s))

@@ -1,4 +1,4 @@
-"""Sandboxes for programs that a model wrote: bubblewrap, or a SandboxFusion server. Output has a bounded size."""
+"""Run programs that a model wrote in a sandbox: bubblewrap, or a SandboxFusion server. Output size is bounded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sota_grpo.http import HttpClient, ServerError
 
 MAX_OUTPUT_BYTES = 1 << 20
 _BWRAP = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
-_SETTLE_S = 5.0  # after its deadline, until a sandbox that was killed is gone
-# the first program of a sandbox: limits that cannot be raised in it, then the program as a main module
+_SETTLE_S = 5.0  # time for a killed sandbox to end after its deadline
+# starts in the sandbox: sets limits that the program cannot raise, then runs the program as main module
 _START = """
 import resource, sys
 limits = {{"AS": {memory}, "CPU": {cpu}, "FSIZE": {file}, "CORE": 0, "NOFILE": 64, "NPROC": {tasks}}}
@@ -34,7 +34,7 @@ with open("/program.py", encoding="utf-8", errors="surrogateescape") as file:
     source = file.read()
 exec(compile(source, "/program.py", "exec"), {{"__name__": "__main__"}})
 """
-# runs a program, then tests on its definitions, and prints the marks of those that pass; other output is discarded
+# runs a program, then its tests, and prints the marks of the tests that pass; other output is discarded
 _TESTING = """
 import json, os, sys
 job = json.loads(sys.stdin.read())
@@ -57,14 +57,14 @@ finally:
 
 
 class Ran(NamedTuple):
-    """A program's output, and whether it ended by itself without an error."""
+    """The standard output of a program; ``ended``: the program exited by itself with status 0."""
 
     stdout: str
     ended: bool
 
 
 class Runner(Protocol):
-    """Runs a Python program on an input; raises ``OSError`` where the sandbox itself fails."""
+    """Runs a Python program with the standard input ``stdin``; raises OSError if the sandbox itself fails."""
 
     def run(self, code: str, stdin: str) -> Ran: ...
 
@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class BwrapRunner:
-    """bubblewrap: no network, a read-only root with Python and the system's libraries, a ``/tmp`` in memory, limits."""
+    """Runs programs in bubblewrap: no network, a read-only root with Python and libraries, ``/tmp`` in memory."""
 
     limits: Limits = Limits()
 
@@ -106,7 +106,7 @@ class BwrapRunner:
                 ended = whole and process.wait(_SETTLE_S) == 0
             except subprocess.TimeoutExpired:
                 ended = False
-            finally:  # with the first process of its namespace all others die
+            finally:  # all processes of the namespace die with its first one
                 process.kill()
                 process.wait()
                 process.stdout.close()
@@ -119,7 +119,7 @@ class BwrapRunner:
         words += ["--clearenv", "--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--hostname", "sandbox"]
         for name in _libraries():
             words += ["--ro-bind", name, name]
-        for name in ("/bin", "/lib", "/lib32", "/lib64"):  # links of today's distributions, folders of others
+        for name in ("/bin", "/lib", "/lib32", "/lib64"):  # symbolic links in current distributions, folders in others
             if os.path.islink(name):
                 words += ["--symlink", os.readlink(name), name]
         words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
@@ -130,7 +130,7 @@ class BwrapRunner:
 
 @dataclass(frozen=True)
 class FusionRunner:
-    """A server with SandboxFusion's ``POST /run_code``, whose own limits apply, too."""
+    """Runs programs on a SandboxFusion server (``POST /run_code``), whose own limits apply as well."""
 
     url: str
     limits: Limits = Limits()
@@ -148,11 +148,11 @@ class FusionRunner:
         try:
             content = server.post("/run_code", body, timeout_s=self.limits.wall_s + _SETTLE_S)
         except ServerError as error:
-            raise OSError(f"the sandbox {self.url} failed ({error})") from error
+            raise OSError(f"the sandbox server {self.url} failed ({error})") from error
         finally:
             server.close()
         if not isinstance(content, dict) or content.get("status") == "SandboxError":
-            raise OSError(f"the sandbox {self.url} failed")
+            raise OSError(f"the sandbox server {self.url} failed")
         result = content.get("run_result")
         result = result if isinstance(result, dict) else {}
         ended = result.get("status") == "Finished" and result.get("return_code") == 0
@@ -160,15 +160,15 @@ class FusionRunner:
 
 
 def is_url(sandbox: str) -> bool:
-    """Whether ``env.sandbox`` names a server."""
+    """Return whether the value of ``env.sandbox`` is the URL of a server."""
     return sandbox.startswith(("http://", "https://"))
 
 
 def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
-    """The runner that ``env.sandbox`` names: ``auto`` and ``bwrap`` are bubblewrap, a URL is a SandboxFusion server.
+    """Return the runner for ``env.sandbox``: ``auto`` or ``bwrap`` (bubblewrap), or a SandboxFusion server's URL.
 
     Raises:
-        UserError: bubblewrap is missing or does not work here, or ``sandbox`` is another word.
+        UserError: bubblewrap is missing or does not work on this machine, or ``sandbox`` has another value.
     """
     if is_url(sandbox):
         return FusionRunner(sandbox, limits)
@@ -177,15 +177,15 @@ def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
     reason = why_no_bwrap()
     if reason is not None:
         raise UserError(
-            f"Programs of the model run in a sandbox only, and {reason}; install bubblewrap (apt-get install "
-            "bubblewrap) where user namespaces are allowed, or set env.sandbox=URL of a SandboxFusion server."
+            f"Programs of the model run only in a sandbox, but {reason}; install bubblewrap (apt-get install "
+            "bubblewrap) and allow user namespaces, or set env.sandbox=URL of a SandboxFusion server."
         )
     return BwrapRunner(limits)
 
 
 @cache
 def why_no_bwrap() -> str | None:
-    """Why bubblewrap cannot be used here, None where it runs a program."""
+    """Return why bubblewrap cannot be used on this machine, or None if it can; runs a test program."""
     if sys.platform != "linux":
         return f"bubblewrap is not used on {sys.platform}"
     if _BWRAP is None:
@@ -199,16 +199,16 @@ def why_no_bwrap() -> str | None:
 
 
 def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
-    """Which tests a program passes; one that raises fails alone, one that does not end fails the following, too.
+    """Return for each test whether the program passes it. After a test that does not end, the next ones fail, too.
 
     Args:
-        tests: Python code whose assertions at the top level are a test each (one test where it has none), or a list of
-            such code and of ``{"stdin", "stdout"}`` pairs. A pair passes where the program prints the output, white
-            space at the ends of lines and of the whole aside.
+        tests: Python code in which every top-level assertion is a test (without assertions, the code is one test), or a
+            list of such code and of ``{"stdin", "stdout"}`` pairs. A pair passes if the program prints this output;
+            white space at the ends of lines and of the output is ignored.
 
     Raises:
         OSError: the sandbox itself fails.
-        SyntaxError: tests that are no Python.
+        SyntaxError: ``tests`` is not valid Python.
     """
 
     def lines(text: str) -> list[str]:
@@ -220,8 +220,8 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
             ran = runner.run(program, str(test.get("stdin", "")))
             results.append(ran.ended and lines(ran.stdout) == lines(str(test["stdout"])))
             continue
-        # All assertions in one run. A program cannot guess the marks, but one that searches its process for them finds
-        # them, and an object that equals everything passes every comparison: only outputs of pairs are compared outside
+        # All assertions in one run. A program cannot guess the marks, but it could find them in its process, and an
+        # object that equals everything passes every comparison: only the outputs of pairs are compared outside
         body = ast.parse(test).body
         counted = [node for node in body if isinstance(node, ast.Assert)] or body[-1:]
         marks = {id(node): secrets.token_hex(16) for node in counted}
@@ -232,7 +232,7 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
 
 
 def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
-    """The output, and whether it ended before the deadline and within the bound."""
+    """Return the output, and whether it ended before the deadline and within MAX_OUTPUT_BYTES."""
     output = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
@@ -248,7 +248,7 @@ def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
 
 @cache
 def _libraries() -> list[str]:
-    """Folders of Python and of the system's libraries; no site-packages."""
+    """Return the folders of Python and of the system's libraries, without site-packages."""
     candidates = ["/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/bin", "/etc/ld.so.cache", sys.base_prefix]
     candidates += [name for name in ("/lib", "/lib64") if not os.path.islink(name)]
     folders: list[str] = []

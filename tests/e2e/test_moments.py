@@ -20,7 +20,7 @@ FULL = (  # files in the order in which a run opens them; steps done before; exi
     (r"metrics\.jsonl", 1, 0, 2, "choose a writable run directory"),
     (r"/\.config\.yaml", 1, 0, 2, "set hydra.run.dir"),
     (r"/\.run\.json", 1, 0, 2, "set hydra.run.dir"),
-    (r"steps/", 1, 0, 1, "free space there, or set logging.store_steps=false"),
+    (r"steps/", 1, 0, 1, "free disk space or set logging.store_steps=false"),
     (r"checkpoints/\.", 1, 0, 1, "checkpoint"),
     (r"checkpoints/\.", 3, 1, 1, "checkpoint_000001.pt is the last good one"),
 )

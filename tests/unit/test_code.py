@@ -198,7 +198,7 @@ def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusio
     for say in (Say({}, 500), Say({"status": "SandboxError"}), Say([1]), Say({}, 302)):
         fusion.others["/run_code"] = lambda body, say=say: say
         score = guarded_score(task.score, ["tests"], "```\nx = 1\n```", example)
-        assert score.error.startswith("OSError: the sandbox http://127.0.0.1")
+        assert score.error.startswith("OSError: the sandbox server http://127.0.0.1")
     assert "OSError" in guarded_score(CodeTask(sandbox=NOWHERE).score, ["tests"], "```\n\n```", example).error
 
 

@@ -242,7 +242,7 @@ def test_every_constraint_of_rlvr_becomes_its_instruction() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"instruction_id_list": ["punctuation:no_comma", "a:b"]}, "'a:b' is none of the 25 instructions of IFEval"),
+        ({"instruction_id_list": ["punctuation:no_comma", "a:b"]}, "'a:b' is not one of the 25 instructions of IFEval"),
         ({"instruction_id_list": ["punctuation:no_comma"]}, "'kwargs' does not hold one mapping for each of the 1"),
         ({"instruction_id_list": []}, r"'instruction_id_list' holds \[\], not a list of instructions"),
         ({"instruction_id_list": "punctuation:no_comma"}, "'punctuation:no_comma' is not valid JSON"),
@@ -263,12 +263,15 @@ def test_a_broken_row_of_ifeval_is_named(tmp_path: Path, change: dict, message: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ground_truth": json.dumps({"func_name": "verify_rhymes"})}, "func_name 'verify_rhymes' is none of the 25"),
+        (
+            {"ground_truth": json.dumps({"func_name": "verify_rhymes"})},
+            "func_name 'verify_rhymes' is not one of the 25",
+        ),
         ({"ground_truth": "[]"}, "'ground_truth' holds no constraint"),
         ({"ground_truth": "42"}, "'ground_truth' holds int, not a mapping"),
-        ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": [3]}}, r"keyword_list=\[3\] is no text"),
+        ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": [3]}}, r"keyword_list=\[3\] is not a text"),
         ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": None}}, "keywords:existence needs keywords"),
-        ({"messages": [{"role": "system", "content": "Hi"}]}, "'messages' does not hold one turn of the user"),
+        ({"messages": [{"role": "system", "content": "Hi"}]}, "'messages' must hold one message, of the user"),
         ({"messages": [{"role": "user", "content": 3}]}, "'messages' holds int, not text"),
     ],
 )

@@ -71,7 +71,7 @@ def test_options_are_judged_by_its_parameters() -> None:
 def test_the_exporter_says_that_verl_does_not_have_it() -> None:
     verl, report = verl_options(config_of(), Facts("org/model", "demo", longest_prompt=100, num_train=1000))
     assert verl["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
-    assert "there is no such loss" in report.comments["algorithm.objective"]
+    assert "verl has no such loss" in report.comments["algorithm.objective"]
 
 
 MINE = """

@@ -274,7 +274,7 @@ def test_the_best_the_worst_then_others_each_once() -> None:
         assert actual[0]["reward"] == max(one["reward"] for one in rows)
         if len(actual) > 1:
             assert actual[1]["reward"] == min(one["reward"] for one in rows if one is not actual[0])
-        assert [why.split()[0] for why, _ in picked] == (["best", "worst"] + ["drawn"] * 12)[: len(actual)]
+        assert [why.split()[0] for why, _ in picked] == (["best", "worst"] + ["random"] * 12)[: len(actual)]
         assert pick(rows, count, step) == picked  # a step that is done again shows the same
 
 

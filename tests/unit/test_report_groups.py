@@ -239,7 +239,7 @@ def test_metrics_of_several_tasks_are_one_chart_and_every_metric_is_in_one(num_t
     titles = {chart["name"]: (chart["title"], chart["family"]) for chart in actual}
     assert titles["task/gym/*/success"] == ("Success by task of gym", "Tasks")
     assert titles["eval/task/gym/*"] == ("Held-out accuracies of gym", "Tasks")
-    assert titles["eval/reward/*/correct"] == ("eval/reward/correct by task", "Evaluation beside its accuracy")
+    assert titles["eval/reward/*/correct"] == ("eval/reward/correct by task", "Further evaluation metrics")
     assert titles["task/<b>/reward"] == ("", "Tasks")
 
 

@@ -130,7 +130,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     for arguments, sentence in (
         ([tmp_path / "nowhere"], "There is no run in"),
         ([run_dir, "--out", tmp_path / "no" / "r.html"], "there is no folder"),
-        ([run_dir, "--out", run_dir], "run is a folder; name a file in it"),
+        ([run_dir, "--out", run_dir], "run is a folder; name a file, for example"),
     ):
         code, message = told(["report", *map(str, arguments)], capsys)
         assert code == 2
@@ -182,10 +182,10 @@ def test_the_report_has_the_newest_of_each_question(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{broken", "it is not what sota-grpo replay writes"),
-        (json.dumps(replay_record(notes=[["<b>"]])), "it is not what sota-grpo replay writes"),
-        (json.dumps(replay_record(tables=[[["", "a"], ["b"]]])), "it is not what sota-grpo replay writes"),
-        (json.dumps(replay_record(tables=[[["", "a"], ["b", 0.5]]])), "it is not what sota-grpo replay writes"),
+        ("{broken", "it was not written by sota-grpo replay"),
+        (json.dumps(replay_record(notes=[["<b>"]])), "it was not written by sota-grpo replay"),
+        (json.dumps(replay_record(tables=[[["", "a"], ["b"]]])), "it was not written by sota-grpo replay"),
+        (json.dumps(replay_record(tables=[[["", "a"], ["b", 0.5]]])), "it was not written by sota-grpo replay"),
         (" " * (65 << 10), "it has more than 65536 bytes"),
         (None, "it is a link that leaves the run directory"),
     ],

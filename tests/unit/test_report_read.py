@@ -62,11 +62,11 @@ def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("missing", "There is no run in .*missing: it does not exist"),
-        ("folder", "There is no run in .*folder: neither there nor in its folders is a metrics.jsonl"),
+        ("missing", "There is no run in .*missing: the folder does not exist"),
+        ("folder", "There is no run in .*folder: neither the folder nor its subfolders have a metrics.jsonl"),
         ("empty", r"The run in .*empty has not finished a step: it has stopped"),
         ("file", "is a file; give the run directory"),
-        ("unreadable", r"metrics.jsonl cannot be read|neither there nor in its folders"),
+        ("unreadable", r"metrics.jsonl cannot be read|neither the folder nor its subfolders"),
     ],
 )
 def test_what_is_no_run_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
@@ -126,10 +126,10 @@ def test_a_run_with_an_odd_file_does_not_cost_the_others_their_page(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("metrics.jsonl", "{broken\n", "Line 1 of .* is not JSON with a step"),
-        ("rollouts.jsonl", "{broken\n", "The groups of .*: Line 1 of .* is not JSON with a step"),
-        ("config.yaml", "a: [1", "is not the YAML of a config"),
-        ("config.yaml", "algorithm: 3", "algorithm is no section of options"),
+        ("metrics.jsonl", "{broken\n", "Line 1 of .* is not a JSON object with a step"),
+        ("rollouts.jsonl", "{broken\n", "The groups of .*: Line 1 of .* is not a JSON object with a step"),
+        ("config.yaml", "a: [1", "is not a valid config; remove the file"),
+        ("config.yaml", "algorithm: 3", "algorithm is not a section of options"),
     ],
 )
 def test_what_is_wrong_is_said_on_the_page_and_by_the_command(

@@ -84,7 +84,7 @@ def test_a_function_of_trls_form_is_given_the_sampled_ids(tmp_path: Path) -> Non
     sampled = [SampledText("4", [9, 2]), SampledText("4", [2])]
     assert [score.terms["length"] for score in scores(task, sampled, example_of())] == [2.0, 1.0]
     (of_a_file,) = scores(task, ["4"], example_of())
-    assert of_a_file.error == "TypeError: length requires completion_ids, which only a response of an engine has"
+    assert of_a_file.error == "TypeError: length needs completion_ids, which only a response sampled by an engine has"
     env = make_env()
     ids_seen: list[list[int]] = []
 
@@ -507,9 +507,9 @@ def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
         ("data_sources, solution_strs, ground_truths, extra_infos", NEITHER),
         (
             "solution_str, ground_truth, judge_url",
-            "requires judge_url, which nothing here has; give it a default value",
+            "needs judge_url, which verl.s form .* lacks; give it a default value",
         ),
-        ("completions, trainer_state, **kwargs", "requires trainer_state"),
+        ("completions, trainer_state, **kwargs", "needs trainer_state"),
         ("solution_str, /, ground_truth", NEITHER),
         ("completions, solution", "f requires solution, but the columns of the data are ground_truth, level"),
     ],

@@ -96,7 +96,7 @@ def test_what_is_no_json_or_private_is_not_there_and_says_so() -> None:
     row = say(env, env.reset(), "Bye.")
     assert row["reward_error"].all()
     reason = json.loads(row[0]["reward_info"])["error"]
-    assert "no attribute 'handle' whose value is JSON; it had: " in reason
+    assert "no JSON-serializable attribute 'handle'; it had: " in reason
     assert "s3cret" not in reason
     assert set(reason.partition("it had: ")[2].split(" (")[0].split(", ")) >= {"done", "reward", "purse", "spent"}
     env.close()
@@ -126,12 +126,12 @@ def test_attributes_are_bounded_and_tools_without_an_environment_have_none(tmp_p
 def test_functions_that_ask_for_environments_need_one(tmp_path: Path) -> None:
     task = task_of([{"prompt": "?", "purse": 1}], "earned")
     (example,) = task.train
-    assert "env.environment=FILE.py:FACTORY has" in str(task.score("Bye.", example).error)
+    assert "only with env.environment=FILE.py:FACTORY" in str(task.score("Bye.", example).error)
     record = {"environment": {"reward": 2.0, "done": True}, "messages": []}
     assert task.score(SampledText("Bye.", record=record), example).terms == {"earned": 2.0}
     dialogs = with_tools(task, has_reward=False, adds_task_terms=True)
     score = dialogs.score("Bye.", example)  # as the check before training asks
     assert (score.error, score.terms) == (None, {"earned": None})
     (tmp_path / "r.py").write_text("def f(environments, trainer_state): ...\n")
-    with pytest.raises(RewardFunctionError, match="requires trainer_state"):
+    with pytest.raises(RewardFunctionError, match="needs trainer_state"):
         with_reward_functions(task, str(tmp_path / "r.py"), ["f"])

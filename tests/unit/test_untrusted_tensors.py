@@ -48,7 +48,7 @@ def test_another_file_is_a_sentence_and_runs_nothing(name: str, tmp_path: Path) 
     step = tmp_path / "steps" / "step_000000.pt"
     step.parent.mkdir()
     step.write_bytes(archive)
-    with pytest.raises(UserError, match="no stored step of this program"):
+    with pytest.raises(UserError, match="damaged or not a stored step"):
         read_step(step)
     step.write_bytes(archive + b"SGRPOck1" + sha256(archive).digest())
     with pytest.raises(CheckpointError, match=r"is no checkpoint of this program \(.*; no code in it was run"):

@@ -3,7 +3,7 @@
 
 const ENDED = {
   answer: "It ended with an answer.",
-  truncated: "It ended where the engine stopped for length.",
+  truncated: "It was cut at a length limit.",
   turns: "It ended with a call: no turn was left (env.max_steps).",
   lost: "It ended because its environment was lost.",
 };

@@ -1,13 +1,13 @@
-"""IFEval: the 25 instructions that a program can check, each followed or not (Zhou et al. 2023, arXiv:2311.07911).
+"""IFEval: check the 25 instructions that a program can verify (Zhou et al. 2023, arXiv:2311.07911).
 
-Outcomes equal those of the benchmark's own evaluator, and of TorchRL's checks, which carry it, wherever both are
-defined; what is drawn at random there (a kwarg that is missing, a letter such as ``#``) is refused or used
-unchanged here. Every check is linear in the length of the text, whatever the text.
+Results equal those of the benchmark's evaluator, and of TorchRL's copy of it, wherever these are deterministic. For a
+missing kwarg or a letter such as ``#`` they draw a random value; here the first is an error and the second is used
+unchanged. Every check takes time linear in the length of the text.
 
 Rows are IFEval's or RLVR-IFeval's. A constraint of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124) is
-``{"func_name": ..., "N": ..., ...}`` with the arguments that it does not use set to null. It is graded as the benchmark
-would, whose score is what the training is for; where its prompt requires something else ("exactly", "around", another
-divider, options of its own) the kwargs say so.
+``{"func_name": ..., "N": ..., ...}`` with the arguments that it does not use set to null. It is graded by the
+benchmark's rules, because the benchmark's score is the goal of the training; kwargs express what differs in its prompt
+("exactly", "around", another divider, other options).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Kwargs = Mapping[str, Any]
 def _reader(
     must_be: str, holds: Callable[[Any], bool], read: Callable[[Any], Any] = lambda value: value
 ) -> Callable[[Any], Any]:
-    """A reader of a kwarg's value, which raises a ValueError that says what the value must be."""
+    """Return a function that checks and converts a kwarg's value; its ValueError says what the value must be."""
 
     def reader(value: Any) -> Any:
         if not holds(value):
@@ -77,12 +77,12 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a response is checked for.
+    """One of the benchmark's instructions.
 
     Args:
-        follows: ``(text, **kwargs) -> bool``; ``splits_sentences``: it takes ``nltk_data`` as well.
-        func_name: of the constraint of RLVR-IFeval that is this instruction.
-        kwargs: by name, whether it must be there; the benchmark has no other ones, training data do.
+        follows: ``(text, **kwargs) -> bool``, the check; if ``splits_sentences``, it takes ``nltk_data`` as well.
+        func_name: name of the same constraint in RLVR-IFeval.
+        kwargs: names of the kwargs; True: required, as in the benchmark; False: used only by training data.
     """
 
     follows: Callable[..., bool]
@@ -129,17 +129,16 @@ INSTRUCTIONS: Mapping[str, Instruction] = {
 
 
 def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The kwargs that an instruction needs, checked; those without a value (None, NaN, empty) are left out.
+    """Return the checked kwargs of an instruction, without those that have no value (None, NaN, empty).
 
-    Tables give every row the kwargs of all instructions, most of them None; 0 is a value. The official evaluator draws
-    a missing kwarg at random, so here it is an error.
+    Tables give every row the kwargs of all instructions, most of them None; 0 is a value. A missing required kwarg is
+    an error; the official evaluator draws a random one.
 
     Raises:
-        ValueError: an id that is none of the 25, a kwarg that is missing, of the wrong kind or not the instruction's.
-
+        ValueError: an unknown ``instruction_id``, or a kwarg that is missing, of a wrong type or not the instruction's.
     """
     if instruction_id not in INSTRUCTIONS:
-        raise ValueError(f"{instruction_id!r} is none of the {len(INSTRUCTIONS)} instructions of IFEval")
+        raise ValueError(f"{instruction_id!r} is not one of the {len(INSTRUCTIONS)} instructions of IFEval")
     names = INSTRUCTIONS[instruction_id].kwargs
     present = {
         name: value
@@ -163,7 +162,7 @@ def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any
 
 
 def answer_text(response: str) -> str:
-    """What is graded: the last ``<answer>`` block if there is one, else all but the thinking; the frame is stripped.
+    """Return the text to grade: the stripped last ``<answer>`` block, or else the response without its thinking.
 
     >>> answer_text("<think>Yes?</think>\\n<answer>\\nNo\\n</answer> Bye"), answer_text(" as it is \\n")
     ('No', ' as it is \\n')
@@ -178,10 +177,10 @@ def answer_text(response: str) -> str:
 def follow_lists(
     text: str, instruction_ids: Sequence[str], kwargs: Sequence[Kwargs], nltk_data: str | None = None
 ) -> tuple[list[bool], list[bool]]:
-    """Whether the text follows each instruction: strictly, the text unchanged, and loosely, in one of eight readings.
+    """Return two lists, with whether the text follows each instruction: strictly (unchanged) and loosely.
 
-    The readings forgive an introduction and an ending: the text, without its first line, without its last and without
-    both, each with and without ``*``. An empty reading follows nothing.
+    Loosely means that at least one of eight variants follows it, to tolerate an introduction and an ending: the text,
+    without its first line, its last line or both, each with and without ``*``. An empty variant follows nothing.
 
     Args:
         text: :func:`answer_text` of a response.
@@ -212,25 +211,25 @@ def follow_lists(
 
 _FUNCTIONS = {instruction.func_name: name for name, instruction in INSTRUCTIONS.items()}
 FUNC_NAMES = tuple(_FUNCTIONS)
-_ARGUMENTS = {  # of a constraint, where they are called otherwise than the kwargs; those that are counts are all N
+_ARGUMENTS = {  # names of a constraint's arguments by kwarg, if they differ; all counts are called N
     **{name: "N" for name, reader in _READERS.items() if reader is _count},
     **{name: "quantifier" for name, reader in _READERS.items() if reader is _relation},
     **{"keywords": "keyword_list", "keyword": "word", "nth_paragraph": "i", "prompt_to_repeat": "original_prompt"},
     "section_spliter": "section_splitter",
 }
-_FIXED: Mapping[str, Kwargs] = {  # what the constraint's own text says
+_FIXED: Mapping[str, Kwargs] = {  # kwargs that the constraint's text implies
     "verify_keyword_frequency": {"relation": "exactly"},
     "verify_letter_frequency": {"let_relation": "exactly"},
     "verify_paragraph_count": {"divider": "* * *"},
 }
-_REPEAT = "First, repeat the request"  # begins the sentence that does not belong to the request
+_REPEAT = "First, repeat the request"  # begins the sentence after the request
 
 
 def _escaped(words: str | Sequence[str]) -> list[str]:
     return [re.escape(word) for word in ([words] if isinstance(words, str) else words)]
 
 
-_MEANING: Mapping[str, Callable[[Any], Any]] = {  # to the benchmark keywords are regular expressions
+_MEANING: Mapping[str, Callable[[Any], Any]] = {  # converts arguments; the benchmark's keywords are regular expressions
     "keyword_list": _escaped,
     "word": lambda word: rf"(?<!\w){re.escape(word)}(?!\w)",
     "forbidden_words": _escaped,
@@ -241,17 +240,17 @@ _MEANING: Mapping[str, Callable[[Any], Any]] = {  # to the benchmark keywords ar
 
 
 def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The instruction id of a constraint and its kwargs, not checked yet.
+    """Return the instruction id and the unchecked kwargs of a constraint of RLVR-IFeval.
 
     Raises:
-        ValueError: no ``func_name``, one that is none of the 25, or an argument that is no text where it must be.
+        ValueError: ``func_name`` is missing or unknown, or an argument that must be text is not.
 
     >>> instruction_of({"func_name": "validate_word_constraint", "N": 17, "quantifier": "at least", "word": None})
     ('length_constraints:number_words', {'relation': 'at least', 'num_words': 17})
     """
     func_name = constraint.get("func_name")
     if func_name not in FUNC_NAMES:
-        raise ValueError(f"func_name {func_name!r} is none of the {len(FUNC_NAMES)} constraints of RLVR-IFeval")
+        raise ValueError(f"func_name {func_name!r} is not one of the {len(FUNC_NAMES)} constraints of RLVR-IFeval")
     instruction_id = _FUNCTIONS[func_name]
     kwargs = {}
     for name in INSTRUCTIONS[instruction_id].kwargs:
@@ -260,18 +259,18 @@ def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         try:
             kwargs[name] = value if value is None else _MEANING.get(argument, lambda same: same)(value)
         except (TypeError, AttributeError):
-            raise ValueError(f"{argument}={value!r} is no text, nor a list of texts") from None
+            raise ValueError(f"{argument}={value!r} is not a text or a list of texts") from None
     return instruction_id, {**kwargs, **_FIXED.get(func_name, {})}
 
 
 def read_prompt(row: Mapping[str, Any]) -> str:
-    """The prompt of a row of either table, empty where it is missing; raises ValueError where it is not text."""
+    """Return the prompt of a row of either dataset, empty if it is missing; raise ValueError if it is not text."""
     column, prompt = "prompt", row.get("prompt")
     if prompt is None and row.get("messages") is not None:
         column, messages = "messages", row["messages"]
         turns = messages if isinstance(messages, (list, tuple)) else [messages]
         if len(turns) != 1 or not isinstance(turns[0], Mapping) or turns[0].get("role") != "user":
-            raise ValueError("column 'messages' does not hold one turn of the user")
+            raise ValueError("column 'messages' must hold one message, of the user")
         prompt = turns[0].get("content")
     if prompt is not None and not isinstance(prompt, str):
         raise ValueError(f"column {column!r} holds {type(prompt).__name__}, not text")
@@ -279,15 +278,13 @@ def read_prompt(row: Mapping[str, Any]) -> str:
 
 
 def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    """The instruction ids of a row of either table, and the kwargs of each, checked.
+    """Return the instruction ids in a row of either dataset, and the checked kwargs of each instruction.
 
-    IFEval: ``instruction_id_list`` and ``kwargs``, a list with one mapping per instruction, or the JSON of it.
-    RLVR-IFeval: ``ground_truth``, a constraint (:func:`instruction_of`), a list of them, or the JSON of either.
+    IFEval: column ``instruction_id_list``, and ``kwargs`` with one mapping per instruction, as a list or JSON.
+    RLVR-IFeval: column ``ground_truth`` with one constraint or a list of them (:func:`instruction_of`), or JSON.
 
     Raises:
-        ValueError: a column that is missing or of the wrong form, an unknown instruction, kwargs that it cannot be
-            checked with.
-
+        ValueError: a column is missing or malformed, or an instruction or its kwargs are invalid.
     """
     if "instruction_id_list" in row:
         ids, kwargs = _plain(row["instruction_id_list"]), _plain(row.get("kwargs"))
@@ -316,7 +313,7 @@ def _mapping(value: Any, column: str) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value, read as JSON where it is text."""
+    """Return the value, parsed as JSON if it is text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,11 +1,11 @@
-"""The checks of IFEval, one function per instruction: the text first, then the kwargs under their official names.
+"""The checks of IFEval, one function per instruction, with the text and the kwargs under their official names.
 
-Each is linear in the length of the text. Where the official regular expression is not, what it matches is said in
-another way, and the comment says how.
+Each check takes time linear in the length of the text. If the official regular expression does not, another method
+finds the same matches, and a comment explains it.
 
-Sentences, tokens and words are those of the installed NLTK, and sentences nearly so where its Punkt data are missing.
-The official evaluator uses NLTK, whose rules for curly quotes and for Indic letters have changed over its versions: to
-follow the installed one is to agree with the evaluator next to it. Nothing is ever downloaded.
+Sentences, tokens and words are those of the installed NLTK, so results agree with an official evaluator that uses the
+same NLTK version (versions differ in curly quotes and Indic letters). Without NLTK's Punkt data, sentences are split
+almost as with them. Nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from sota_grpo.errors import UserError
 
 _FOLDER = Path("tokenizers", "punkt_tab", "english")
-_MAX_CHARS = 100_000  # some 17,000 words, longer than what is sampled; keeps hostile text within a deadline
+_MAX_CHARS = 100_000  # about 17,000 words, longer than any sampled text; bounds the time of hostile text
 _LOWER_CASE_INSIDE = 1 << 5  # Punkt's flag of a word that was seen in lower case inside a sentence
 
-# A replacement for Punkt's data: abbreviations, which rarely end a sentence, and words that are no names, which after
-# an abbreviation begin one.
+# A replacement for Punkt's data: abbreviations, which rarely end a sentence, and common words that, after an
+# abbreviation, begin one (unlike names).
 _ABBREVIATIONS = """
     mr mrs ms messrs dr prof rev gen sen rep gov lt col sgt capt maj adm jr sr st inc co corp ltd bros vs ave ft mt yr
     jan feb aug sept sep oct nov dec tues wed fri u.s u.k u.n u.s.a a.m p.m ph.d d.c n.y c d e f g h k l m n p r s t v w
@@ -47,13 +47,13 @@ _COMMON_WORDS = """
 
 
 def find_punkt(nltk_data: str | None = None) -> Path | None:
-    """The folder of Punkt's English data, or None where there is none.
+    """Return the folder of Punkt's English data, or None if there is none.
 
     Args:
-        nltk_data: folder that holds ``tokenizers/punkt_tab``; None searches ``nltk.data.path``.
+        nltk_data: folder that contains ``tokenizers/punkt_tab``; None searches ``nltk.data.path``.
 
     Raises:
-        UserError: the folder that was named does not hold them.
+        UserError: the folder ``nltk_data`` does not contain the data.
     """
     if nltk_data is not None:
         folder = Path(nltk_data, _FOLDER)
@@ -67,7 +67,7 @@ def find_punkt(nltk_data: str | None = None) -> Path | None:
 
 
 def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
-    """The sentences of a text, one by one, lazily; of the first 100,000 characters."""
+    """Yield the sentences of the first 100,000 characters of a text."""
     text = text[:_MAX_CHARS]
     for begin, end in _splitter(nltk_data).span_tokenize(text):
         yield text[begin:end]
@@ -75,7 +75,7 @@ def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
 
 @lru_cache(maxsize=256)  # a response and its loose readings share sentences
 def num_capital_tokens(sentence: str) -> int:
-    """How many of its tokens, as ``nltk.word_tokenize`` splits words and marks, are all in capital letters."""
+    """Return the number of tokens of ``nltk.word_tokenize`` that are all in capital letters."""
     from nltk.tokenize import NLTKWordTokenizer
 
     if not any(map(str.isupper, sentence)):
@@ -88,12 +88,12 @@ def _splitter(nltk_data: str | None) -> Any:
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
     folder, parameters = find_punkt(nltk_data), PunktParameters()
-    # the context is a Counter, which keeps no word that it does not have: NLTK's own table grows with every text
+    # a Counter as context, because NLTK's own table grows with every unknown word of a text
     if folder is None:
         parameters.abbrev_types = set(_ABBREVIATIONS.split())
         parameters.sent_starters = set(_COMMON_WORDS.split())
         parameters.ortho_context = Counter(dict.fromkeys(parameters.sent_starters, _LOWER_CASE_INSIDE))
-    else:  # the four tables, read here: NLTK's own reader changes with its versions, and accepts its own folders only
+    else:  # the four tables; NLTK's reader changes with its versions and accepts only its own folders
         parameters.abbrev_types = set(_lines(folder / "abbrev_types.txt"))
         parameters.sent_starters = set(_lines(folder / "sent_starters.txt"))
         parameters.collocations = {tuple(line.split("\t")) for line in _lines(folder / "collocations.tab")}
@@ -113,7 +113,7 @@ def _tolerance(threshold: int) -> int:
 RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
     "less than": lambda count, threshold: count < threshold,
     "at least": lambda count, threshold: count >= threshold,
-    # the benchmark has the two above; training data have these, too
+    # the benchmark has the two above, training data also these
     "at most": lambda count, threshold: count <= threshold,
     "exactly": lambda count, threshold: count == threshold,
     "around": lambda count, threshold: abs(count - threshold) <= _tolerance(threshold),  # a tenth, at least 1
@@ -121,14 +121,14 @@ RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def compare_number_of(items: Iterable[object], relation: str, threshold: int) -> bool:
-    """Whether there are so many ``items``, no more of which are read than decide it."""
-    enough = threshold + _tolerance(threshold) + 1  # of so many or more, every relation says the same
+    """Return whether there are ``relation`` ``threshold`` items, e.g. at least 3; reads no more items than needed."""
+    enough = threshold + _tolerance(threshold) + 1  # for this number and above no relation changes
     return RELATIONS[relation](sum(1 for _ in islice(items, enough)), threshold)
 
 
 @lru_cache(maxsize=4096)
 def pattern_of(keyword: str, before: str = "", after: str = "", *, ignore_case: bool = True) -> re.Pattern[str]:
-    """``before + keyword + after`` as a regular expression; the keyword as plain text where it is not a valid one."""
+    """Compile ``before + keyword + after``; an invalid regular expression ``keyword`` is taken as plain text."""
     flags = re.IGNORECASE if ignore_case else re.NOFLAG
     try:
         return re.compile(before + keyword + after, flags)
@@ -140,14 +140,14 @@ _CODES = """
     af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro ru
     sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
 """
-LANGUAGES = frozenset(_CODES.split())  # those that langdetect knows
+LANGUAGES = frozenset(_CODES.split())  # the languages that langdetect detects
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether the text is in the language of this code; True where no language is found, which is the official rule.
+    """Return whether the text is in the language with this code; True if none is detected (the official rule).
 
-    langdetect samples the text; here its generator always starts from the same seed, so that a response is graded
-    alike every time. It reads the first 10,000 characters.
+    langdetect samples the text at random; a fixed seed gives every response the same result each time. langdetect reads
+    the first 10,000 characters.
     """
     from langdetect.lang_detect_exception import LangDetectException
 
@@ -161,7 +161,7 @@ def is_language(text: str, language: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _factory() -> Any:
-    """A factory of our own: other users of the package share its own one, with its seed."""
+    """Return a separate langdetect factory, because the package's own one and its seed are shared with other users."""
     from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
 
     factory = DetectorFactory()
@@ -174,7 +174,7 @@ CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 DIVIDER = "***"
 
 _BRACKET = re.compile(r"[\[\]\n]")
-# Spaces before a bullet stay on its line: the official \s* also crosses empty lines, which finds the same bullets.
+# Spaces before a bullet must be on its line. The official \s* also crosses empty lines; the bullets are the same.
 _STAR_BULLET = re.compile(r"^[^\S\n]*+\*[^*].*", re.MULTILINE)
 _DASH_BULLET = re.compile(r"^[^\S\n]*+-", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*([^\n*]*)\*")
@@ -185,51 +185,51 @@ _FIRST_WORD = re.compile(r"[^.,?!'\"]*")
 
 
 def has_keywords(text: str, keywords: Sequence[str]) -> bool:
-    """Every keyword, a regular expression, is found, letter case aside."""
+    """Return whether every keyword (a regular expression) occurs, ignoring case."""
     return all(pattern_of(keyword).search(text) for keyword in keywords)
 
 
 def keyword_count(text: str, keyword: str, relation: str, frequency: int) -> bool:
-    """The keyword, a regular expression, is found so many times, letter case aside; also inside longer words."""
+    """Return whether the keyword (a regular expression, ignoring case) occurs ``relation`` ``frequency`` times."""
     return compare_number_of(pattern_of(keyword).finditer(text), relation, frequency)
 
 
 def lacks_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    """None of the words is found as a whole word, letter case aside."""
+    """Return whether no forbidden word occurs as a whole word, ignoring case."""
     return not any(pattern_of(word, r"\b", r"\b").search(text) for word in forbidden_words)
 
 
 def letter_count(text: str, letter: str, let_relation: str, let_frequency: int) -> bool:
-    """The character comes so many times, letter case aside."""
+    """Return whether the character occurs ``let_relation`` ``let_frequency`` times, ignoring case."""
     return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
 
 
 def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str | None = None) -> bool:
-    """The text has so many sentences, as Punkt splits them."""
+    """Return whether the text has ``relation`` ``num_sentences`` sentences, split by Punkt."""
     return compare_number_of(sentences(text, nltk_data), relation, num_sentences)
 
 
 def word_count(text: str, relation: str, num_words: int) -> bool:
-    """The text has so many runs of letters, digits and underscores."""
-    from nltk.tokenize import RegexpTokenizer  # its words have vowel signs, as of Hindi; those of re end before them
+    """Return whether the text has ``relation`` ``num_words`` words: runs of letters, digits and underscores."""
+    from nltk.tokenize import RegexpTokenizer  # its words include vowel signs, such as Hindi's; those of re do not
 
     return RELATIONS[relation](len(RegexpTokenizer(r"\w+").tokenize(text)), num_words)
 
 
 def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> bool:
-    """The divider cuts the text into exactly so many paragraphs, none empty but at the beginning and at the end."""
+    """Return whether the divider splits the text into ``num_paragraphs``; only the first and last may be empty."""
     paragraphs = [paragraph.strip() for paragraph in text.split(divider)]
     inner = paragraphs[1:-1]
     return all(inner) and sum(map(bool, paragraphs)) == num_paragraphs
 
 
 def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Of exactly so many paragraphs (empty lines between them) the n-th, from 1, begins with the word."""
+    """Return whether there are ``num_paragraphs``, split by empty lines, and number n begins with ``first_word``."""
     paragraphs = text.split("\n\n")
     num_full = sum(1 for paragraph in paragraphs if paragraph.strip())
     if num_full != num_paragraphs or nth_paragraph > num_full:
         return False
-    words = paragraphs[nth_paragraph - 1].split(maxsplit=1)  # empty ones count here, as they do officially
+    words = paragraphs[nth_paragraph - 1].split(maxsplit=1)  # empty paragraphs count here, as in the official code
     if not words:
         return False
     word = _FIRST_WORD.match(words[0].lstrip("'").lstrip('"'))
@@ -237,10 +237,10 @@ def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, fir
 
 
 def placeholder_count(text: str, num_placeholders: int) -> bool:
-    """At least so many ``[placeholders]``, each on one line.
+    """Return whether the text has at least ``num_placeholders`` texts in square brackets, each on one line.
 
-    The official ``\\[.*?\\]`` is quadratic in brackets that never close; it pairs the first open bracket of what is
-    left of a line with the next closed one.
+    The number of matches is that of the official ``\\[.*?\\]`` (the first ``[``, then the next ``]``), which takes
+    quadratic time for brackets that never close.
     """
     is_open, count = False, 0
     for mark in _BRACKET.finditer(text):
@@ -250,35 +250,35 @@ def placeholder_count(text: str, num_placeholders: int) -> bool:
 
 
 def has_postscript(text: str, postscript_marker: str) -> bool:
-    """The marker is found anywhere, letter case aside; in ``P.S.`` and ``P.P.S`` spaces are allowed."""
+    """Return whether the marker occurs, ignoring case; ``P.S.`` and ``P.P.S`` may contain spaces."""
     marker = _POSTSCRIPTS.get(postscript_marker, postscript_marker.lower())
     return pattern_of(marker, ignore_case=False).search(text.lower()) is not None
 
 
 def bullet_count(text: str, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with ``*`` (one, not two) or ``-``."""
+    """Return whether exactly ``num_bullets`` lines begin with ``*`` (one, not two) or ``-``."""
     return len(_STAR_BULLET.findall(text)) + len(_DASH_BULLET.findall(text)) == num_bullets
 
 
 def is_choice(text: str, options: Sequence[str] = CHOICES) -> bool:
-    """One of the options is in the text."""
+    """Return whether the text contains one of the options."""
     return any(option in text for option in options)
 
 
 def highlight_count(text: str, num_highlights: int) -> bool:
-    """At least so many ``*highlights*`` that are not empty; a ``**double**`` one counts, too."""
+    """Return whether there are at least ``num_highlights`` non-empty ``*highlights*`` or ``**highlights**``."""
     highlights = _HIGHLIGHT.findall(text) + _DOUBLE_HIGHLIGHT.findall(text)
     return sum(1 for inside in highlights if inside.strip()) >= num_highlights
 
 
 def section_count(text: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many headings: the splitter, a regular expression, and a number."""
+    """Return whether there are at least ``num_sections`` headings: ``section_spliter`` (a regex) and a number."""
     sections = pattern_of(section_spliter, r"\s?", r"\s?\d+\s?", ignore_case=False).split(text)
     return len(sections) > num_sections
 
 
 def is_json(text: str) -> bool:
-    """All of the text is JSON, with or without a fence of three backticks around it."""
+    """Return whether the whole text is JSON, with or without a fence of three backticks around it."""
     text = text.strip()
     for fence in _FENCES:
         text = text.removeprefix(fence)
@@ -290,10 +290,10 @@ def is_json(text: str) -> bool:
 
 
 def has_title(text: str) -> bool:
-    """Some line has a ``<<title>>`` that is not empty.
+    """Return whether some line has a ``<<title>>`` that is not empty.
 
-    The official ``<<[^\\n]+>>`` is quadratic in brackets that never close; in a line it takes all from the first
-    ``<<`` to the last ``>>``.
+    The official ``<<[^\\n]+>>``, quadratic for brackets that never close, matches from the first ``<<`` of a line to
+    its last ``>>``.
     """
     for line in text.split("\n"):
         begin, end = line.find("<<"), line.rfind(">>")
@@ -303,44 +303,44 @@ def has_title(text: str) -> bool:
 
 
 def has_two_responses(text: str) -> bool:
-    """Two different responses with six asterisks between them."""
+    """Return whether the text is two different responses with six asterisks between them."""
     responses = [response.strip() for response in text.split("******")]
     full = [response for response in responses if response]
     return all(responses[1:-1]) and len(full) == 2 and full[0] != full[1]
 
 
 def repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
-    """The text begins with the prompt, letter case aside."""
+    """Return whether the text begins with the prompt, ignoring case."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 def ends_with(text: str, end_phrase: str) -> bool:
-    """The text ends with the phrase, letter case and quotation marks after it aside."""
+    """Return whether the text ends with the phrase, ignoring case and quotation marks after it."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def capital_word_count(text: str, capital_relation: str, capital_frequency: int, nltk_data: str | None = None) -> bool:
-    """So many tokens, as NLTK splits them, are all in capital letters."""
+    """Return whether ``capital_relation`` ``capital_frequency`` tokens of NLTK are all in capital letters."""
     capitals = (token for sentence in sentences(text, nltk_data) for token in range(num_capital_tokens(sentence)))
     return compare_number_of(capitals, capital_relation, capital_frequency)
 
 
 def is_english_in_capitals(text: str) -> bool:
-    """English without a lower-case letter."""
+    """Return whether the text is English without lower-case letters."""
     return text.isupper() and is_language(text, "en")
 
 
 def is_english_in_lower_case(text: str) -> bool:
-    """English without a capital letter."""
+    """Return whether the text is English without capital letters."""
     return text.islower() and is_language(text, "en")
 
 
 def lacks_commas(text: str) -> bool:
-    """No comma."""
+    """Return whether the text has no comma."""
     return "," not in text
 
 
 def is_quoted(text: str) -> bool:
-    """The text begins and ends with a double quotation mark."""
+    """Return whether the text begins and ends with a double quotation mark."""
     text = text.strip()
     return len(text) > 1 and text[0] == '"' == text[-1]

@@ -1,4 +1,4 @@
-"""A language or reward model on a server that scores responses (docs/tasks.md).
+"""Score responses with a language or reward model on a server (docs/tasks.md).
 
-``questions`` has the requests and the reading of verdicts, ``client`` the client, its cache and the grader.
+``questions`` builds the requests and parses the verdicts; ``client`` has the client, its cache and the grader.
 """

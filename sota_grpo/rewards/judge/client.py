@@ -1,7 +1,7 @@
-"""The client of a judge, the cache of its verdicts, and the grader that adds its verdict as a reward term.
+"""The client of a judge server, the cache of its verdicts, and the grader that adds the verdict as a reward term.
 
-The judge is slow, rate-limited and restarted by others: the run waits for it, trains on no failure of the judge, and
-asks no question twice, also after it was killed and resumed. Imports no torch.
+A judge is slow, rate-limited, and may be restarted. The run waits for an unavailable judge, never trains on an outage,
+and requests no verdict that it already has, even after it was killed and resumed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ from sota_grpo.workers.base import pending_future, resolve
 logger = logging.getLogger(__name__)
 
 TERM = "judge"  # the reward term, after the name of its task in a mixture
-CONCURRENCY = 32  # requests at a time
-LONGEST_LINE = 1 << 16  # of the cache file
-_MOST_BYTES = 1 << 20  # of an answer
-_MOST_SAID = 2000  # last characters of the judge's words that are cached
+CONCURRENCY = 32  # concurrent requests
+LONGEST_LINE = 1 << 16  # bytes of a line of the cache file
+_MOST_BYTES = 1 << 20  # bytes of the body of an HTTP response
+_MOST_SAID = 2000  # characters of the judge's text that are cached, the last ones
 _KEY = re.compile(r"[0-9a-f]{64}")
 _LONGEST_PAUSE_S = 30.0
 _WARN_AFTER_S, _WARN_EVERY_S = 10.0, 60.0
 _GOODBYE_S = 5.0
 _MOST_WITHOUT = 64  # questions in a row without a verdict
-_READINGS = 2  # requests before a judge's words count as unreadable
-#: Statuses of a server, or of a proxy before it, that mean "not now" or "not you": no response is to blame.
+_READINGS = 2  # requests until a judge's text counts as unreadable
+#: HTTP statuses of a busy server or proxy, or of a rejected key: the response that is judged is not the cause.
 _NOT_NOW = frozenset((401, 402, 403, 404, 405, 407, 408, 409, 425, 429, 502, 503, 529))
 
 
 class JudgeGone(RunFailed, RuntimeError):
-    """The judge has answered nothing for as long as the run may wait."""
+    """The judge has been unavailable for longer than the run may wait, or gives no verdicts."""
 
 
 class _Failed(Exception):
-    """A request without a usable answer, to be repeated.
+    """A request got no usable answer; the caller repeats the request.
 
     Args:
-        may_blame: the question itself may be the reason.
-        after_s: seconds that the judge wants to be left alone.
+        may_blame: the question itself may have caused the failure.
+        after_s: seconds until the next request, from the header ``Retry-After``.
     """
 
     def __init__(self, reason: str, *, may_blame: bool = True, after_s: float = 0.0) -> None:
@@ -82,16 +82,16 @@ class _Failed(Exception):
 
 
 class VerdictCache:
-    """Verdicts by the key of their question, in an append-only file of JSON lines; for one thread at a time.
+    """A cache of verdicts by question key, in an append-only JSON Lines file; not thread-safe.
 
-    One system call writes a line, so a killed process leaves whole lines and at most one that is cut. Damaged lines are
-    ignored. Memory holds the positions of the lines only.
+    Each line is written by one system call, so a killed process leaves at most one incomplete line. Damaged lines are
+    ignored. Memory holds only the offsets of the lines.
 
     Args:
-        path: of the file; None: an unnamed temporary one.
+        path: file that is read and appended to; None: an unnamed temporary file.
 
     Raises:
-        UserError: the path is a link or no regular file, or cannot be written.
+        UserError: ``path`` is a symbolic link or not a regular file, or cannot be written.
 
     >>> path = getfixture("tmp_path") / "judge.jsonl"
     >>> cache = VerdictCache(path)
@@ -111,10 +111,10 @@ class VerdictCache:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
-            raise UserError(f"The judge's verdicts cannot be kept in {path} ({error.strerror}).") from error
+            raise UserError(f"Cannot write the judge's verdicts to {path} ({error.strerror}).") from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
-            raise UserError(f"The judge's verdicts cannot be kept in {path}: it is no regular file.")
+            raise UserError(f"Cannot write the judge's verdicts to {path}: not a regular file; remove it.")
         offset, num_odd, line = 0, 0, b"\n"
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
@@ -127,19 +127,19 @@ class VerdictCache:
         if not line.endswith(b"\n"):
             os.write(self._fd, b"\n")
         if num_odd:
-            logger.warning("%s: %d lines are no verdicts of a judge, and are ignored.", path, num_odd)
+            logger.warning("%s: %d lines are not valid verdicts of a judge and are ignored.", path, num_odd)
 
     def __len__(self) -> int:
         return len(self._positions)
 
     def get(self, key: str) -> Verdict | None:
-        """Return the verdict on the question ``key``, or None."""
+        """Return the cached verdict for the question key ``key``, or None."""
         position = self._positions.get(bytes.fromhex(key))
         verdict = None if position is None else _verdict_of(os.pread(self._fd, *position))
         return None if verdict is None or verdict[0] != key else verdict[1]
 
     def put(self, key: str, verdict: Verdict) -> None:
-        """Write ``verdict`` to the file.
+        """Append ``verdict`` to the file.
 
         Raises:
             OSError: the disk is full.
@@ -175,25 +175,25 @@ def _verdict_of(line: bytes) -> tuple[str, Verdict] | None:
 
 
 class JudgeClient:
-    """Asks one judge, at most ``concurrency`` questions at a time; one that is open or answered is not asked again.
+    """Sends questions to a judge, at most ``concurrency`` at a time; a pending or answered question is not sent again.
 
-    Each question is a coroutine on the client's own event loop; a verdict is in the cache before its reader has it. A
-    request is repeated, after a random pause or the one that the judge names (``Retry-After``), while
+    Each question is a coroutine on the client's own event loop; its verdict is cached before it is returned. A failed
+    request is repeated, after a random pause or that of the header ``Retry-After``,
 
-    - the judge does not answer, or answers "not now" (429, 503, ..), for ``gone_s``;
-    - an answer fails (500, a time-out, no JSON), ``retries`` times.
+    - for up to ``gone_s`` if the judge does not answer or is busy (429, 503, ..);
+    - up to ``retries`` times if the answer is unusable (500, a time-out, invalid JSON).
 
-    Then the response is to blame if the judge has answered another question since, or answers a small one now: its
-    verdict is an error. Otherwise the judge is gone: after ``gone_s`` without any answer every future fails with
-    :class:`JudgeGone`, which ends the run, so that nothing is trained on a judge's absence. A question that the judge
-    refuses (400, ..) is an error at once; words without a verdict are requested once more, and then are an error.
+    After that, the question is the cause if the judge has answered other questions since, or answers a minimal request
+    now: the verdict is an error. Otherwise the judge is unavailable: after ``gone_s`` without any answer all futures
+    fail with :class:`JudgeGone`, which ends the run, so that an outage is never trained on. A question that the judge
+    rejects (400, ..) is an error at once; a text without a verdict is an error if a second request returns none either.
 
     Args:
-        url: of the judge, with or without a last ``/v1``.
-        cache: closed with the client.
-        api_key: sent as a bearer token; None: none.
-        timeout_s: longest time for one answer.
-        first_pause_s: mean pause before the first repetition; it doubles with each, up to 30 s.
+        url: base URL of the judge, with or without a trailing ``/v1``.
+        cache: verdicts so far; :meth:`close` closes it.
+        api_key: bearer token, if any.
+        timeout_s: time limit of one request.
+        first_pause_s: mean pause before the first retry; doubled with every retry, up to 30 s.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class JudgeClient:
         self._gone: JudgeGone | None = None
         self._answered_at = -1.0
         self._silent_since: float | None = None  # the first failure after the last answer
-        self._warned_at: float | None = None  # in this silence
+        self._warned_at: float | None = None  # about the failures since then
         self._not_before, self._num_without = 0.0, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
@@ -234,14 +234,14 @@ class JudgeClient:
         self._thread.start()
 
     def submit(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Future[Any]:
-        """Run a coroutine function on the client's event loop; a future of its result."""
-        with self._closing:  # what is submitted before close() is among the tasks that it waits for
+        """Start ``function(*args)`` on the client's event loop and return a future of the coroutine's result."""
+        with self._closing:  # close() waits for every task that was submitted before it
             if not self._is_open:
                 raise RuntimeError("The judge's client is closed.")
             return asyncio.run_coroutine_threadsafe(function(*args), self._loop)
 
     async def verdict(self, question: Question) -> Verdict:
-        """Return the verdict, for coroutines on this event loop.
+        """Return the verdict on a question; call it from a coroutine on the client's event loop (:meth:`submit`).
 
         Raises:
             RunFailed: the judge is gone, or the cache cannot be written.
@@ -259,7 +259,7 @@ class JudgeClient:
         return await asyncio.shield(task)
 
     def metrics(self) -> dict[str, float]:
-        """Return the ``judge/`` metrics since the last call; the latency is a mean."""
+        """Return the ``judge/`` metrics of the time since the last call: counts, and the mean latency in seconds."""
         before, self._reported = self._reported, dict(self._counts)
         counts = {name: count - before[name] for name, count in self._reported.items()}
         latency_s, requests = counts.pop("latency_s"), counts["requests"]
@@ -267,10 +267,10 @@ class JudgeClient:
         return {f"judge/{name}": count for name, count in counts.items()} | mean
 
     def connect(self) -> None:
-        """Check that the judge answers; complete the endpoint with its model, and whether that takes chats.
+        """Check that the judge answers; set the endpoint's model name, and ``as_text`` if that model supports no chats.
 
         Raises:
-            UserError: no server, a refused key, or no such endpoint; the message has the fix.
+            UserError: no server, a rejected key, or no such endpoint; the message has the fix.
         """
         try:
             status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._timeout_s)
@@ -280,17 +280,20 @@ class JudgeClient:
                 "reward.judge.url."
             ) from None
         if status in (401, 403):
-            raise UserError(f"The judge at {self.url} refuses the key; set SOTA_GRPO_JUDGE_KEY to its own.")
+            raise UserError(
+                f"The judge at {self.url} rejects the API key; set the environment variable SOTA_GRPO_JUDGE_KEY to a "
+                "key that this server accepts."
+            )
         if not self.endpoint.model:
             try:
                 model = str(json.loads(content)["data"][0]["id"])
             except (ValueError, LookupError, TypeError, RecursionError):
-                raise UserError(f"The judge at {self.url} does not name its model; set reward.judge.model.") from None
+                raise UserError(f"The judge at {self.url} lists no model; set reward.judge.model.") from None
             self.endpoint = replace(self.endpoint, model=model)
         if self.endpoint.kind != CLASSIFY:
             return
         faults = []
-        for as_text in (False, True):  # a model without a chat template takes a text instead of a chat
+        for as_text in (False, True):  # a model without a chat template needs plain text
             endpoint = replace(self.endpoint, as_text=as_text)
             try:
                 fault = self.submit(self._send, endpoint.ping()).result().error
@@ -300,10 +303,10 @@ class JudgeClient:
                 self.endpoint = endpoint
                 return
             faults.append(fault)
-        raise UserError(f"The judge at {self.url} has no /classify: {faults[0]}; try another reward.judge.kind.")
+        raise UserError(f"The judge at {self.url} fails at /classify: {faults[0]}; try another reward.judge.kind.")
 
     def close(self) -> None:
-        """Fail the questions that wait, and give open requests, which are paid, 5 s to finish; idempotent."""
+        """Fail the questions not sent yet, and wait up to 5 s for pending requests (they cost money); idempotent."""
         with self._closing:
             if not self._is_open:
                 return
@@ -333,15 +336,15 @@ class JudgeClient:
                 try:
                     self._cache.put(question.key, verdict)
                 except OSError as error:
-                    reason = f"The judge's verdicts cannot be kept ({error.strerror}); free disk space."
+                    reason = f"Cannot write the judge's verdicts ({error.strerror}); free disk space."
                     raise RunFailed(reason) from error
             return verdict
         finally:
             del self._open[question.key]
 
     async def _settle(self, question: Question) -> Verdict:
-        """Repeat the request until there is a verdict."""
-        first_at = last_at = math.nan  # of failures: the first and the one before
+        """Send the question until there is a verdict, possibly an error."""
+        first_at = last_at = math.nan  # times of the first failure and of the latest
         num_failed = num_unreadable = 0
         for attempt in itertools.count():
             await self._pause(0.0)
@@ -366,24 +369,24 @@ class JudgeClient:
                 if error.after_s:
                     self._not_before = max(self._not_before, now + min(error.after_s, self._gone_s))
                 pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(attempt, 16))
-                await self._pause(pause_s * random.uniform(0.5, 1.5))  # what failed together does not return together
+                await self._pause(pause_s * random.uniform(0.5, 1.5))  # unlike that of other failed requests
                 continue
             self._num_without = 0 if verdict.error is None else self._num_without + 1
             if self._num_without >= _MOST_WITHOUT:  # its credit is used up, or it cannot judge
                 self._gone = JudgeGone(
                     f"The judge at {self.url} has given no verdict on {self._num_without} questions in a row (the "
-                    f"last: {verdict.error}); mend it, or the rubric."
+                    f"last: {verdict.error}); check its credit and model, or change the rubric."
                 )
                 raise self._gone
             return verdict
         raise AssertionError("unreachable")
 
     async def _is_to_blame(self, num_failed: int, first_at: float, last_at: float) -> bool:
-        """Return whether a question is the reason of its failures: others are answered between them.
+        """Return whether a question itself causes its failures, that is whether the judge answers others meanwhile.
 
         Args:
-            first_at: time of its first failure; an answer since then may have been sent before the judge went.
-            last_at: time of the failure before this one, or NaN.
+            first_at: time of the question's first failure.
+            last_at: time of the failure before this one, or NaN; earlier answers may date from before an outage.
         """
         is_spent = num_failed > self._retries
         if not is_spent and time.monotonic() - first_at <= self._gone_s:
@@ -396,35 +399,35 @@ class JudgeClient:
         return False
 
     def _require_patience(self, reason: str) -> None:
-        """Warn about a judge that is silent; raise where it was silent for too long."""
+        """Warn if the judge has not answered for 10 s; raise JudgeGone after ``gone_s``."""
         now = time.monotonic()
         self._silent_since = now if self._silent_since is None else self._silent_since
         silent_s = now - self._silent_since
         left_s = self._gone_s - silent_s
         if left_s <= 0:
             self._gone = JudgeGone(
-                f"The judge at {self.url} has not answered for {duration(silent_s)} ({reason}), and nothing is trained "
-                "without it; when it is back, train.resume=auto continues, and repeats no question that it answered."
+                f"The judge at {self.url} has not answered for {duration(silent_s)} ({reason}), so the run ends; "
+                "restart the judge, then continue with train.resume=auto: answered questions are not sent again."
             )
             raise self._gone
         if silent_s > _WARN_AFTER_S and (self._warned_at is None or now - self._warned_at >= _WARN_EVERY_S):
             self._warned_at = now
             logger.warning(
-                "The judge at %s has not answered for %s (%s); %d questions wait, for %s more at most.",
+                "No answer of the judge at %s for %s (%s); %d questions wait; unless it answers, the run ends in %s.",
                 *(self.url, duration(silent_s), reason, len(self._open), duration(left_s)),
             )
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep; raise where this is closed, or the judge is gone."""
+        """Sleep; raise if the client is closed or the judge is gone."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), seconds)
         if self._gone is not None:
             raise self._gone
         if self._closed.is_set():
-            raise RuntimeError("The judge is closed and takes no request.")
+            raise RuntimeError("The judge's client was closed before the question was answered.")
 
     async def _send(self, question: Question) -> Verdict:
-        """Send one request, from a daemon thread: an open request keeps no process alive."""
+        """Send one request, from a daemon thread, so that a pending request does not keep the process alive."""
         began, response = time.monotonic(), pending_future()
         body = json.dumps(question.body).encode()
         post = partial(self._http.request, "POST", question.path, body, timeout_s=self._timeout_s)
@@ -466,7 +469,7 @@ class JudgeClient:
 
 
 def _seconds(after: str | None) -> float:
-    """Return the seconds of ``Retry-After``, a number or a date; 0 where it is neither."""
+    """Return the seconds of a ``Retry-After`` header (a number or a date), or 0 if it is neither."""
     with suppress(InvalidHeader, ValueError, OverflowError):
         return Retry().parse_retry_after(after) if after else 0.0
     return 0.0
@@ -474,11 +477,11 @@ def _seconds(after: str | None) -> float:
 
 @dataclass(frozen=True)
 class Rules:
-    """The questions about the responses to one task.
+    """How a judge scores the responses to one task.
 
     Args:
-        shows_reference: the judge sees the right answer.
-        success_above: a reward above it is a success; None: the task decides.
+        shows_reference: send the reference answer to the judge.
+        success_above: a response with a larger total reward is a success; None: the task decides.
     """
 
     term: str = TERM
@@ -489,19 +492,19 @@ class Rules:
 
 
 class JudgedGrader:
-    """The scores of another grader, with the judge's verdict as a further term.
+    """Adds the judge's verdict as a reward term to the scores of another grader.
 
-    Both work concurrently, the judge from the driver's process: an outage costs no reward worker its deadline. A
-    response without a verdict has failed, as one whose grader fails. Where the judge is gone, the futures fail.
+    Grader and judge work concurrently. The driver process sends the judge's requests, so an outage lets no reward
+    worker exceed its deadline. A response without a verdict has an error and all terms 0, like one whose grader fails.
+    If the judge is unavailable for too long, the futures fail.
 
     Args:
-        grader: of the task's own terms; closed with this.
-        judge: closed with this.
-        task: of the responses, for their prompts and the weights of its own terms.
-        rules: by the name of a task in a mixture, those that are judged; of a single task, under None.
+        grader: returns the task's own reward terms; :meth:`close` closes it and the judge.
+        task: has the prompts of the responses and the weights of the task's own terms.
+        rules: by task name, of those tasks of a mixture that are judged; under None for a single task.
 
     Attributes:
-        term_weights: of all terms, the task's own and the judge's.
+        term_weights: weights of all terms, the task's and the judge's.
     """
 
     def __init__(self, grader: Grader, judge: JudgeClient, task: Task, rules: Mapping[str | None, Rules]) -> None:
@@ -510,12 +513,12 @@ class JudgedGrader:
         self._failures = FailureLog()
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        """A future of one score per pair."""
+        """Return a future of one score per ``(response, example)`` pair."""
         verdicts = self.judge.submit(self._verdicts, pairs)
         return self.judge.submit(self._joined, pairs, self.grader.scores(pairs), verdicts)
 
     async def _verdicts(self, pairs: Sequence[tuple[str, Example]]) -> list[Verdict | None]:
-        """Return the verdict on each response; None where its task is not judged."""
+        """Return the verdict on each response, or None if its task is not judged."""
 
         async def verdict(text: str, example: Example) -> Verdict | None:
             rules = self._rules.get(task_of_example(example.extra))
@@ -551,7 +554,7 @@ class JudgedGrader:
         return replace(score, terms=terms, info=info, success=success)
 
     def metrics(self) -> dict[str, float]:
-        """Return the ``judge/`` metrics since the last call."""
+        """Return the ``judge/`` metrics of the time since the last call."""
         return self.judge.metrics()
 
     def close(self) -> None:

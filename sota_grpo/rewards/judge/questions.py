@@ -1,7 +1,7 @@
-"""The requests to a judge, and its verdicts. Judged text can neither end its block nor pass for a verdict.
+"""Build the requests to a judge and parse its verdicts. The judged text can neither end its block nor give a verdict.
 
-``chat`` is the chat completions endpoint of OpenAI's API. ``score`` and ``classify`` are those of vLLM, for reward
-models. Equal inputs give equal requests, in every process.
+``chat`` is the chat completions endpoint of OpenAI's API. ``score`` and ``classify`` are the endpoints of vLLM 0.32 for
+reward models. Equal inputs give equal requests, in every process.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from sota_grpo.text import readable
 
 CHAT, SCORE, CLASSIFY = "chat", "score", "classify"
 _PATHS = {CHAT: "/v1/chat/completions", SCORE: "/score", CLASSIFY: "/classify"}
-KINDS = tuple(_PATHS)  # of reward.judge.kind
+KINDS = tuple(_PATHS)  # the values of reward.judge.kind
 RUBRIC = (
     "Does the response do what the prompt asks? Judge first whether what it says is right, then whether it is "
     "complete, then whether it is clear and no longer than it has to be."
 )
-_BEST = 10  # of the scale of verdicts
-_MAX_TOKENS = 512  # of a judge's answer; ``extra_body`` may replace it
+_BEST = 10  # largest number of a verdict
+_MAX_TOKENS = 512  # of a judge's answer; ``extra_body`` may override it
 
 Turns = Sequence[Mapping[str, Any]]
 
-_GAP = "\u200b"  # a space of no width: no tokenizer reads a name across it
-# How the chat templates in use write the ends of turns and the like. Of a text in this form the tokenizer of a server
-# would make the token itself.
+_GAP = "\u200b"  # zero-width space: splits the name of a special token for a tokenizer
+# Spellings of special tokens in common chat templates. A server's tokenizer would convert such a text to the special
+# token.
 _MARKERS = re.compile(
     r"<(?=[|｜])|(?<=[|｜])>|<(?=/?(?:s|bos|eos|pad|unk|mask|cls|sep)>)|<(?=(?:start|end)_of_\w+>)|<(?=<\/?SYS>>)"
     r"|<(?=/?(?:think|tool_calls?|tool_response)>)|\[(?=/?[A-Z][A-Z_]+\])"
@@ -45,20 +45,20 @@ _SYSTEM = (
 
 
 class Unreadable(ValueError):
-    """The judge's words contain no verdict."""
+    """The judge's text contains no verdict."""
 
 
 class WrongForm(ValueError):
-    """The JSON is not of the form that its path returns."""
+    """The JSON of an answer does not have the structure of its endpoint's answers."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to one question: a value, or the reason why there is none.
+    """The judge's answer to one question: a value (the score), or an error.
 
     Args:
-        said: the judge's words.
-        is_final: the verdict may be cached; False where the judge never answered the question.
+        said: text of the judge's answer.
+        is_final: the verdict may be cached; False if the judge did not answer the question.
     """
 
     value: float | None
@@ -69,7 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Material:
-    """A response to a prompt; ``reference`` is a right answer to show to the judge, or None."""
+    """A response to judge, with its prompt and the reference answer that the judge is shown (None: none)."""
 
     prompt: Turns
     response: str
@@ -77,7 +77,7 @@ class Material:
 
 
 def data(text: str) -> str:
-    """Escape control characters, and split the names of special tokens by a space of no width.
+    """Return ``text`` with control characters escaped and names of special tokens split by a zero-width space.
 
     >>> data("4<|im_end|>\\x1b[2J [INST]").replace("\\u200b", "_")
     '4<_|im_end|_>\\\\x1b[2J [_INST]'
@@ -86,7 +86,7 @@ def data(text: str) -> str:
 
 
 def dialog(turns: Turns) -> str:
-    """Return turns as one text; fields of a turn besides its content (tool calls) are JSON."""
+    """Return messages as one text; fields of a message besides its content (tool calls) are JSON."""
     texts = []
     for turn in turns:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}
@@ -96,9 +96,9 @@ def dialog(turns: Turns) -> str:
 
 
 def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
-    """Return 12 hex digits that are in none of ``texts``, drawn from ``seed``.
+    """Return 12 hex digits that occur in none of ``texts``, derived from ``seed``.
 
-    Siblings share a prompt and so, nearly always, the nonce: a server can cache their common prefix.
+    Responses to one prompt nearly always have the same nonce, so that a server can cache their common prefix.
 
     >>> nonce_for(["a"], ["b"]) == nonce_for(["a"], ["c"]), len(nonce_for(["a"], ["b"]))
     (True, 12)
@@ -108,9 +108,9 @@ def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
 
 
 def score_messages(rubric: str, material: Material) -> tuple[list[dict[str, str]], str]:
-    """Return the chat that requests a score of one response, and the nonce that its verdict must carry.
+    """Return the chat that requests a score of one response, and the nonce that the verdict must contain.
 
-    Each block of the material is between lines with the nonce, which occurs in none of them.
+    Each block of the material is between lines with the nonce, which occurs in no block.
     """
     shown = {"prompt": data(dialog(material.prompt))}
     if material.reference is not None:
@@ -130,10 +130,10 @@ def score_messages(rubric: str, material: Material) -> tuple[list[dict[str, str]
 
 
 def read_score(text: str, nonce: str) -> float:
-    """Return the score in [0, 1] of a judge's words, whose last line must be the verdict.
+    """Return the score in [0, 1] from a judge's text, whose last line must be the verdict.
 
     Raises:
-        Unreadable: the last line is no verdict with this nonce.
+        Unreadable: the last line is not a verdict with this nonce.
 
     >>> read_score("Right, but long.\\n**Verdict 3f: 7**", "3f")
     0.7
@@ -141,13 +141,13 @@ def read_score(text: str, nonce: str) -> float:
     last = text.strip().rpartition("\n")[2].strip().strip("*`").strip()
     match = re.fullmatch(rf"Verdict {nonce}: ?(\d{{1,2}}(?:\.\d{{1,4}})?)(?: ?/ ?{_BEST})?\.?", last, re.ASCII)
     if match is None or float(match[1]) > _BEST:
-        raise Unreadable(f"the judge's last line is no verdict from 0 to {_BEST}: {readable(last[:80])!r}")
+        raise Unreadable(f"the judge's last line is not a verdict from 0 to {_BEST}: {readable(last[:80])!r}")
     return float(match[1]) / _BEST
 
 
 @dataclass(frozen=True)
 class Question:
-    """One request to a judge: its path, its body, and a function from the parsed JSON to the verdict."""
+    """One request to a judge: HTTP path, JSON body, and a function that parses the answer's JSON to a verdict."""
 
     path: str
     body: Mapping[str, Any]
@@ -155,15 +155,15 @@ class Question:
 
     @property
     def key(self) -> str:
-        """The key of the verdict in the cache: a digest of path and body, and so of model, rubric and texts."""
+        """Key of the verdict in the cache: a SHA-256 digest of path and body, and so of model, rubric and texts."""
         return hashlib.sha256(json.dumps([self.path, self.body], sort_keys=True).encode()).hexdigest()
 
     def read(self, answer: Any) -> Verdict:
-        """Return the verdict in the parsed JSON.
+        """Return the verdict in the JSON ``answer``.
 
         Raises:
-            Unreadable: the judge's words contain none.
-            WrongForm: the JSON has another form.
+            Unreadable: the judge's text contains no verdict.
+            WrongForm: the JSON has another structure than expected.
         """
         try:
             return self.parse(answer)
@@ -175,14 +175,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One kind of judge.
+    """Builds the requests to one judge.
 
     Args:
         kind: one of ``KINDS``.
-        model: its name on the server.
-        rubric: of ``chat``.
-        extra_body: further fields of every request; None as a value removes a field.
-        as_text: ``classify`` is sent one text, for a model without a chat template.
+        model: name of the model on the server.
+        rubric: criteria for ``kind="chat"``.
+        extra_body: further fields of every request; the value None removes a field.
+        as_text: send ``classify`` one text instead of messages, for a model without a chat template.
 
     >>> question = Endpoint("score", "rm").question(Material([{"role": "user", "content": "2 + 2?"}], "4"))
     >>> question.path, question.body
@@ -196,7 +196,7 @@ class Endpoint:
     as_text: bool = False
 
     def question(self, material: Material) -> Question:
-        """Return the request for a score of one response."""
+        """Return the request to score one response."""
         prompt, response = material.prompt, material.response
         if self.kind == CHAT:
             messages, nonce = score_messages(self.rubric, material)
@@ -210,11 +210,11 @@ class Endpoint:
         else:
             turns = [*prompt, {"role": "assistant", "content": response}]
             body = {"messages": [{**turn, "content": data(str(turn.get("content") or ""))} for turn in turns]}
-        # the probability of the last class; of a single class, its number
+        # the probability of the last class, or the only number of a single class
         return self._question(body, lambda answer: Verdict(_number(answer["data"][0]["probs"][-1])))
 
     def ping(self) -> Question:
-        """Return the smallest request of this kind; a server that answers it works."""
+        """Return a minimal request of this kind, to test whether the server answers."""
         material = Material([{"role": "user", "content": "ok"}], "ok")
         if self.kind != CHAT:
             return self.question(material)
@@ -229,7 +229,7 @@ class Endpoint:
 def _read_chat(nonce: str, answer: Any) -> Verdict:
     choice = answer["choices"][0]
     text = choice["message"].get("content") or ""
-    if choice.get("finish_reason") == "length":  # a cut line may show another number
+    if choice.get("finish_reason") == "length":  # a cut line may end in another number
         raise Unreadable(
             "the judge's answer was cut at max_tokens; allow more with reward.judge.extra_body={max_tokens: 4096}"
         )
@@ -238,5 +238,5 @@ def _read_chat(nonce: str, answer: Any) -> Verdict:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
-        raise TypeError("the value is no finite number")
+        raise TypeError("the score is not a finite number")
     return float(value)

@@ -1,6 +1,6 @@
-"""Whether two answers to a mathematics problem are the same (the boxed answers of MATH and its kin).
+"""Decide whether two answers to a mathematics problem are equivalent (boxed answers as in the MATH data set).
 
-Answers are tidied, read into trees (:mod:`sota_grpo.rewards.maths.parse`) and compared
+Answers are normalized (:func:`tidy`), parsed to trees (:mod:`sota_grpo.rewards.maths.parse`) and compared
 (:mod:`sota_grpo.rewards.maths.compare`). The conventions are those of the MATH data set and of its usual graders
 (Hendrycks et al. 2021, arXiv:2103.03874; Lightman et al. 2023, arXiv:2305.20050; Math-Verify).
 """
@@ -12,7 +12,7 @@ import re
 from sota_grpo.rewards.maths.compare import Comparison
 from sota_grpo.rewards.maths.parse import Incomparable, Node, parse_answer
 
-MAX_ANSWER_CHARS = 1000  # of an answer that is compared; the longest gold answer of MATH has 159
+MAX_ANSWER_CHARS = 1000  # longer answers are not compared; the longest gold answer of MATH has 159
 
 _SIGNS = ("pi", "theta", "infty", "sqrt", "pm", "degree", "in", "cup", "cap", "emptyset", "approx")
 _UNICODE = str.maketrans(
@@ -32,7 +32,7 @@ _REWRITES = tuple(
         (r"(?<!\\)\\[()\[\]]|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s?\.?", ""),
         (r"(?<=\d)\s?(?:\{\s?,\s?\}|,\\[!,;: ]|\\[!,])\s?(?=\d{3}(?!\d))", ""),  # thousands: 1{,}000 and 1,\!000
         (r"\A-?\d{1,3}(?: \d{3})+(?:\.\d+)?\Z", lambda number: number[0].replace(" ", "")),
-        (r"\\!|&(?= ?[=<>])|\\(?:text)?color\s?\{[^{}]*\}", ""),  # aligned lines: no cell begins with a sign
+        (r"\\!|&(?= ?[=<>])|\\(?:text)?color\s?\{[^{}]*\}", ""),  # a cell of aligned lines must not begin with a sign
         (r"\.\.\.|\\(?:dots|cdots)(?![A-Za-z])", r"\\ldots "),
         (r"(?<!\\)\\[,;: >]|~|\\q?quad(?![A-Za-z])|\\(?:displaystyle|textstyle|[lL]arge|bf|rm)(?![A-Za-z])", " "),
         (r"\\(?:mathrm|mbox|textrm|textnormal|textbf|textit|operatorname\*?)\s?(?=\{)", r"\\text"),
@@ -59,13 +59,13 @@ _PHRASES = {"allrealnumbers": "\\R", **dict.fromkeys(_NOTHING, "\\emptyset")}
 
 
 def tidy(text: str) -> str:
-    """The answer without delimiters, spacing commands, sizes, fonts, thousands separators and a full stop at its end.
+    """Return the answer without delimiters, spacing commands, sizes, fonts, thousands separators and a final period.
 
     >>> tidy("$\\\\left( 1{,}000,\\\\ \\\\dfrac{1}{2} \\\\right).$")
     '( 1000, \\\\frac{1}{2} )'
     """
     text = text.translate(_UNICODE).strip()
-    if "\\begin" not in text:  # no rows to keep apart: backslashes that were escaped once too often
+    if "\\begin" not in text:  # not rows of a matrix: backslashes that were escaped twice
         text = re.sub(r"\\\\(?=[A-Za-z{}])", r"\\", text)
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
@@ -77,7 +77,7 @@ def tidy(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A tidy answer as bare characters: no spaces, braces or text commands; for comparing answers in words."""
+    """Strip spaces, braces and LaTeX text commands from a result of :func:`tidy`, to compare answers in words."""
     return re.sub(r"\\(?:text|underline)\s?|[{}\s]|\\ ", "", text)
 
 
@@ -87,14 +87,14 @@ min minute; h hr hour; day; week; month; year yr; $ dollar usd buck; cent; deg d
 _UNITS = {name: names[0] for names in map(str.split, re.split("[;\n]", _UNIT_NAMES)) for name in names}
 _OTHER_UNITS = {"square", "squared", "cubic", "cubed", "sq", "cu", "unit", "mph", "per"}
 _NO_UNITS = {"and", "or", "if", "for", "when", "where", "is", "not"}
-_TAIL = re.compile(  # words in text or plain ones, perhaps with a power
+_TAIL = re.compile(  # words in \text or plain words, perhaps with a power
     r"\s?(?:\\text\s?\{(?P<text>[^{}]*)\}|(?<=[\d}) ])(?P<plain>[A-Za-z][A-Za-z./ ]{0,60}?))"
     r"(?:\s?\^\s?(?:\d|\{\s?-?\d\s?\}))?\Z"
 )
 
 
 def split_unit(text: str) -> tuple[str, set[str]]:
-    """A tidy answer without its unit, and its base units; a text that is all words has none.
+    """Split a result of :func:`tidy` into the answer without its unit and its base units (none if it is all words).
 
     >>> split_unit("5\\\\text{ cm}^2"), split_unit("7 apples")[0], split_unit("2 x")[0]
     (('5', {'cm'}), '7', '2 x')
@@ -123,10 +123,10 @@ _NAME = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 
 
 def math_equal(gold: str, answer: str) -> bool:
-    """Whether ``answer`` is the same mathematical answer as ``gold``. Total: it returns for any two texts.
+    """Return whether ``answer`` is mathematically equivalent to ``gold``; raises nothing for any two texts.
 
-    Compared are the words, then the units, where both have a known one, then the trees of the two answers. Nothing is
-    evaluated as code, and large numbers, deep nesting and more than ``MAX_ANSWER_CHARS`` characters are not equal.
+    It compares words, then known units if both answers have one, then the parsed answers. Nothing is evaluated as code.
+    Answers with large numbers, deep nesting or more than ``MAX_ANSWER_CHARS`` characters count as different.
 
     >>> math_equal("\\\\frac{\\\\sqrt3}{2}", "\\\\sqrt{3}/2"), math_equal("x=5", "5"), math_equal("[1,2)", "(1,2)")
     (True, True, False)
@@ -136,7 +136,7 @@ def math_equal(gold: str, answer: str) -> bool:
     if _SPACE.sub("", texts[0]) == _SPACE.sub("", texts[1]) or _same_words(*texts):
         return True
     (gold, gold_units), (answer, answer_units) = map(split_unit, texts)
-    if not (gold_units <= answer_units or answer_units <= gold_units):  # 5 km for 5 km/h is let pass
+    if not (gold_units <= answer_units or answer_units <= gold_units):  # 5 km is accepted for 5 km/h
         return False
     try:
         return _same_trees(gold, answer)
@@ -145,7 +145,7 @@ def math_equal(gold: str, answer: str) -> bool:
 
 
 def _same_words(gold: str, answer: str) -> bool:
-    """Whether both are words, and the same; letter case matters only in what may be an expression: ``R-r``."""
+    """Return whether both are the same words; case counts only if they may be an expression, such as ``R-r``."""
     words = plain(gold), plain(answer)
     choices = [_CHOICE.fullmatch(word) or _LABELLED.fullmatch(text) for word, text in zip(words, (gold, answer))]
     if choices[0] and choices[1]:
@@ -166,9 +166,9 @@ def _same_trees(*texts: str) -> bool:
 def _tree(text: str, fold: bool, thousands: bool) -> Node:
     if fold:
         text = _NAME.sub(lambda name: name[0] if name[0][0] == "\\" else name[0].lower(), text)
-    if "\\pm" in text:  # the set of what it says with plus and with minus
+    if "\\pm" in text:  # the set of the values with plus and with minus
         inside = text[2:-2] if text.startswith("\\{") and text.endswith("\\}") else text
         text = "\\{" + inside.replace("\\pm", "+") + "," + inside.replace("\\pm", "-") + "\\}"
-    if thousands and not re.search(r"[(\[]|\\\{", text):  # in brackets it is a list
+    if thousands and not re.search(r"[(\[]|\\\{", text):  # in brackets a comma separates a list
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     return parse_answer(text)

@@ -1,4 +1,4 @@
-"""Whether the trees of two answers say the same: what is ordered, what is not, which sets of numbers they describe."""
+"""Compare the parsed trees of two answers: ordered and unordered collections, relations, and sets of real numbers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 from sota_grpo.rewards.maths.parse import INFINITY, Incomparable, Node, variables
 from sota_grpo.rewards.maths.values import Values
 
-MAX_MEMBERS = 60  # of a list or set whose order does not matter; of the ends of intervals
-LEAST_DECIMALS = 6  # of a decimal that may replace a number it is rounded from
+MAX_MEMBERS = 60  # most members of an unordered list or set, and most ends of intervals
+LEAST_DECIMALS = 6  # fewest decimal places of a rounded value that is accepted for an exact one
 
-Reals = Callable[[Any], bool]  # whether a number is in a set of them
+Reals = Callable[[Any], bool]  # membership test of a set of real numbers
 _COLLECTIONS = {"list", "set", "seq", "matrix", "sets", "reals"}
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 _HOLDS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
-_JOINED = {"\\cup": operator.or_, "\\cap": operator.and_, "\\setminus": operator.gt}  # of two truth values
+_JOINED = {"\\cup": operator.or_, "\\cap": operator.and_, "\\setminus": operator.gt}  # operators on two memberships
 _FUNCTION_NAMES = frozenset("fghpqrstuvwFGHPQRSTVAC")
 _INFINITE = {INFINITY: math.inf, Node("neg", (INFINITY,)): -math.inf}
 
 
 class Comparison:
-    """Compares the trees of a gold answer and of an answer, both from one budget."""
+    """Compares the parsed trees of a gold answer and of an answer, within one computation budget."""
 
     def __init__(self) -> None:
         self._values = Values()
-        self._ends: list[Any] = []  # of all intervals; numbers that are close are one of them
-        self._names: set[Node] = set()  # of what the inequalities at hand are about
+        self._ends: list[Any] = []  # ends of all intervals; close numbers are one end
+        self._names: set[Node] = set()  # the names that the current inequalities are about
 
     def same(self, gold: Node, answer: Node) -> bool:
-        """Whether they are the same answer; raises Incomparable."""
+        """Return whether the two trees are the same answer; raise Incomparable if that cannot be decided."""
         self._values.spend(1)
         if gold == answer:
             return True
@@ -49,16 +49,16 @@ class Comparison:
         if kinds & _COLLECTIONS:
             return self._same_collection(gold, answer, kinds)
         if "base" in kinds:
-            return gold.children == (answer,)  # the problem has said in which base: 101_2 may be answered by 101
+            return gold.children == (answer,)  # the problem names the base: 101 is accepted for 101_2
         if "text" in kinds or {gold, answer} & {*_INFINITE}:
             return False
         for one, other in ((gold, answer), (answer, gold)):
-            if one.kind == "pct" != other.kind and self.same(one.children[0], other):  # 50% is written as 50 and as 0.5
+            if one.kind == "pct" != other.kind and self.same(one.children[0], other):  # 50 and 0.5 are accepted for 50%
                 return True
         return self._values.equal(gold, answer) or self._rounded(gold, answer) or self._rounded(answer, gold)
 
     def _rounded(self, exact: Node, decimal: Node) -> bool:
-        """Whether a decimal with enough places is the rounded value of a number that has no finite decimal."""
+        """Return whether a decimal of enough places is the rounded value of a number without a finite decimal form."""
         literal = decimal.children[0] if decimal.kind == "neg" else decimal
         if literal.kind != "num" or literal.data[1] < LEAST_DECIMALS or variables(exact) or exact.kind == "num":
             return False
@@ -73,7 +73,7 @@ class Comparison:
             return len(rows[0]) == len(rows[1]) > 0 and all(map(self._in_order, *rows))
         for one, other in ((gold, answer), (answer, gold)):
             if one.kind in ("list", "set") and one.children and other.kind not in _COLLECTIONS:
-                return all(self.same(member, other) for member in one.children)  # one answer, written in several ways
+                return all(self.same(member, other) for member in one.children)  # one answer in several forms
         if not kinds <= {"list", "set", "seq"} or max(len(gold.children), len(answer.children)) > MAX_MEMBERS:
             return False
         if kinds == {"seq"}:
@@ -100,14 +100,14 @@ class Comparison:
             of_x = {name.kind for name in names} == {"var", "mul"} and Node("var", (), "y") in names
             if len(names) < 2 or (of_x and variables(gold_value)):  # y and f(x) name the same thing
                 return self.same(gold_value, answer_value)
-        if gold.kind != answer.kind:  # an equation that always holds says its last side: x^2 - 1 = (x - 1)(x + 1)
+        if gold.kind != answer.kind:  # the answer of an identity is its last side: x^2 - 1 = (x - 1)(x + 1)
             equation, other = (gold, answer) if gold.kind == "rel" else (answer, gold)
             first, *others = equation.children
             holds = {*equation.data} == {"="} and all(self._values.equal(first, member) for member in others)
             return holds and self.same(others[-1], other)
         solved = [value is not None and not variables(value) for value in (gold_value, answer_value)]
         if solved[0] != solved[1] or self._reals(gold) or self._reals(answer):
-            return False  # 2x = 6 does not answer what x is, nor does 2x < 6
+            return False  # 2x = 6 and 2x < 6 do not state x
         flipped = Node("rel", answer.children[::-1], tuple(_FLIPPED.get(sign, sign) for sign in answer.data[::-1]))
         for side in (answer, flipped):
             if side.data != gold.data:
@@ -119,7 +119,7 @@ class Comparison:
         return False
 
     def _reals(self, node: Node) -> tuple[Reals, set[Node]] | None:
-        """The set of real numbers that a tree describes, and the name it is said of; None if it describes none."""
+        """Return the set of real numbers that a tree describes, and its names (x of x < 2); None if it is no set."""
         self._names = set()
         try:
             members = self._members(*node)
@@ -149,13 +149,13 @@ class Comparison:
         elif kind == "list" and all(node.kind == "rel" for node in nodes):
             conditions = [self._members(*node) for node in nodes]
             if data == "or" or not any(all(condition(x) for condition in conditions) for x in self._probes()):
-                every = any  # after "or", and where the conditions exclude each other
+                every = any  # after "or", and if the conditions exclude each other
         else:
             raise Incomparable(f"{kind} is no set of real numbers")
         return lambda x: every(condition(x) for condition in conditions)
 
     def _half_line(self, left: Node, sign: str, right: Node) -> Reals:
-        """The solutions of ``left sign right`` where that is solved already: a name, or minus it, and a bound."""
+        """Return the solutions of an inequality that is already solved for a name (or minus a name)."""
         if not variables(left):
             left, sign, right = right, _FLIPPED[sign], left
         if left.kind == "neg":
@@ -170,7 +170,7 @@ class Comparison:
         return lambda x: holds(x, end)
 
     def _end(self, node: Node) -> Any:
-        """The number that a tree says; of numbers that are close the one that was read first."""
+        """Return the number that a tree denotes; among close numbers always the first one seen."""
         if node in _INFINITE:
             return _INFINITE[node]
         if variables(node) or len(self._ends) > MAX_MEMBERS:
@@ -182,20 +182,20 @@ class Comparison:
         return next(known for known in self._ends if self._values.close(known, end))
 
     def _probes(self) -> list[Any]:
-        """The ends of all intervals, a number between any two neighbours, one below all and one above all."""
+        """Return the ends of all intervals, a number between any two neighbours, one below and one above all ends."""
         self._values.spend(len(self._ends) ** 2)
         ends = sorted(self._ends)
         return [*ends, *((low + high) / 2 for low, high in pairwise(ends)), ends[0] - 1, ends[-1] + 1] if ends else [0]
 
 
 def _sides(node: Node) -> tuple[Node | None, Node | None]:
-    """The name and the value that a tree gives it: ``x = 5``, ``5 = x``, ``x \\in (1,2)``, ``AB = 3+4 = 7``, or just 5.
+    """Return (name, value) of a tree: ``x = 5``, ``5 = x``, ``x \\in (1,2)``, ``AB = 3+4 = 7``, or only 5 (no name).
 
-    The value is None where a relation says something else: an equation such as ``2x + y = 1``, an inequality.
+    The value is None for other relations: an equation such as ``2x + y = 1``, or an inequality.
     """
     members: tuple[Node, ...] = node.children if node.kind == "rel" else (node,)
     signs: tuple[str, ...] = node.data if node.kind == "rel" else ()
-    if "~" in signs:  # an approximation counts only where nothing exact precedes it
+    if "~" in signs:  # an approximation counts only if nothing exact precedes it
         keep = signs.index("~") + (2 if signs[0] == "~" and _is_name(members[0]) else 1)
         members, signs = members[:keep], ("=",) * (keep - 1)
     if len(members) == 1 or not {*signs} <= {"=", "\\in"}:
@@ -208,7 +208,7 @@ def _sides(node: Node) -> tuple[Node | None, Node | None]:
 
 
 def _is_name(node: Node) -> bool:
-    """Whether a tree only names something: ``x``, ``AB``, ``f(x)``, ``f(2)``, ``|AB|``, ``(x, y)``, ``a:b``, words."""
+    """Return whether a tree is only a name: ``x``, ``AB``, ``f(x)``, ``f(2)``, ``|AB|``, ``(x, y)``, ``a:b``, words."""
     if node.kind == "mul" and len(node.children) == 2 and node.children[1].kind in ("num", "neg", "seq", "var"):
         function = node.children[0].children[0] if node.children[0].kind == "pow" else node.children[0]
         if function.kind == "var" and function.data[0] in _FUNCTION_NAMES:
@@ -218,19 +218,19 @@ def _is_name(node: Node) -> bool:
 
 
 def _names(node: Node) -> list[Node]:
-    """The names that the members of a list are given; none if one is given none."""
+    """Return the names of the members of a list (x, y of x=1, y=2); empty if some member has none."""
     names = [_sides(member)[0] for member in node.children]
     return [name for name in names if name] if None not in names else []
 
 
 def _names_differ(node: Node) -> bool:
-    """Whether the members of a list are given different names; ``x_1`` and ``x_2`` are one: roots have no order."""
+    """Return whether the members have different names; ``x_1`` and ``x_2`` count as one (roots are unordered)."""
     names = _names(node)
     return len({str(name).partition("_")[0] for name in names}) == len(names) > 1
 
 
 def _coordinates(node: Node) -> Sequence[Node]:
-    """The parts of what may be a point, of letters in the order of the alphabet: ``y=2, x=3`` is ``(3,2)``."""
+    """Return the coordinates of a possible point; named ones in alphabetical order: ``y=2, x=3`` is ``(3,2)``."""
     names = _names(node)
     if len({*names}) < len(names) or node.data not in ("()", ","):
         return ()
@@ -240,7 +240,7 @@ def _coordinates(node: Node) -> Sequence[Node]:
 
 
 def _rows(node: Node) -> list[tuple[Node, ...]]:
-    """The rows of a matrix, of a list of lists, or of a vector, which is a column; none of anything else."""
+    """Return the rows of a matrix, a list of lists or a (column) vector; empty for anything else."""
     if node.kind == "mul" and node.children[-1].kind == "matrix":
         return [tuple(Node("mul", (*node.children[:-1], cell)) for cell in row) for row in _rows(node.children[-1])]
     if node.kind != "matrix" and (node.kind != "seq" or node.data not in ("()", "[]")):

@@ -1,4 +1,4 @@
-"""A small grammar of the answers to mathematics problems: LaTeX or plain text in, a tree of nodes out.
+"""Parse answers to mathematics problems, in LaTeX or plain text, to trees of nodes.
 
 Recursive descent over at most ``MAX_TOKENS`` tokens, nested at most ``MAX_DEPTH`` deep, without backtracking: time is
 linear and nothing is evaluated.
@@ -15,15 +15,15 @@ MAX_TOKENS, MAX_DEPTH = 400, 40
 
 
 class Incomparable(Exception):
-    """The grammar does not know an answer, or its parts are nothing that is compared, too large or too many."""
+    """An answer cannot be parsed or compared, or its numbers or the number of its parts are too large."""
 
 
 class Node(NamedTuple):
-    """One node of an answer's tree.
+    """A node of an answer's tree: its kind, its child nodes and its data.
 
-    Kinds: num (data: value and decimal places), var (name), const (pi, e, i, inf), add, neg, mul, div, pow, fn (name),
-    fact, abs, floor, ceil, pct, deg, list (separator), set, seq (brackets), sets (signs between the parts), reals, rel
-    (signs), matrix (of rows), row, base (digits and base), text (words).
+    Kinds (data): num (value, number of decimals), var (name), const (pi, e, i, inf), add, neg, mul, div, pow, fn
+    (name), fact, abs, floor, ceil, pct, deg, list (separator), set, seq (brackets), sets (signs between the parts),
+    reals, rel (signs), matrix (of rows), row, base (the base), text (words).
     """
 
     kind: str
@@ -43,7 +43,7 @@ _SYNONYMS = {alias: word for word, *aliases in map(str.split, _SPELLINGS.split("
 _BRACKETS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _BRACKETED = {"||": "abs", "\\lfloor\\rfloor": "floor", "\\lceil\\rceil": "ceil"}
 _RELATIONS, _SETS = ("=", "~", "<", ">", "<=", ">=", "!=", "\\in"), ("\\cup", "\\cap", "\\setminus")
-_CHAINS = ((_RELATIONS, "rel"), ((":",), "ratio"), (_SETS, "sets"))  # the loosest first, and the kind of what they join
+_CHAINS = ((_RELATIONS, "rel"), ((":",), "ratio"), (_SETS, "sets"))  # loosest binding first, with the kind of node
 _POSTFIX = {"!": "fact", "%": "pct", "\\degree": "deg"}
 _SEPARATORS = (",", ";", "and", "or")
 _OPERATORS = {*_BRACKETS, *_BRACKETS.values(), *_POSTFIX, *_SEPARATORS, *_RELATIONS, *_SETS, *":+-*/^_'&", "\\\\"}
@@ -61,7 +61,7 @@ _TOKEN = re.compile(
 
 
 def _tokens(kind: str, text: str) -> Iterator[tuple[str, str]]:
-    """Kinds (num, var, fn, cmd, op, text, begin, end) and texts; an unknown word is one variable per letter."""
+    """Yield (kind, text), kind: num, var, fn, cmd, op, text, begin or end; an unknown word is a var per letter."""
     words = text.strip(" ,.;:()").lower() if kind == "text" else text.lower() if kind == "word" else ""
     text = _SYNONYMS.get(text, text)
     name = words or text[1:].replace("arc", "a")
@@ -78,7 +78,7 @@ def _tokens(kind: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _number(text: str) -> Node:
-    """A number as a node: its exact value, and how many decimals it is written with."""
+    """Return a number as a node with its exact value and the number of decimals it is written with."""
     written, _, period = text.partition("\\")
     decimals = len(written.lower().partition("e")[0].partition(".")[2])
     if not period:
@@ -89,7 +89,7 @@ def _number(text: str) -> Node:
 
 
 def parse_answer(text: str) -> Node:
-    """The tree of a tidy answer (:func:`sota_grpo.rewards.maths.tidy`); raises Incomparable.
+    """Parse a result of :func:`sota_grpo.rewards.maths.tidy` to a tree; raise Incomparable if that fails.
 
     >>> parse_answer("\\\\frac12").kind, parse_answer("(1, 2]").data, parse_answer("1, 2").kind
     ('div', '(]', 'list')
@@ -107,11 +107,11 @@ def parse_answer(text: str) -> Node:
 
 
 class _Parser:
-    """One method per level of the grammar, which consumes its tokens; the next one is ``kind``, ``text`` (or empty)."""
+    """Parser with one method per level of the grammar; ``kind`` and ``text`` are the next token (empty at the end)."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens, self.kind, self.text = iter(tokens), "", ""
-        self._depth, self._open_bars = 0, False  # atoms around the next token; whether a bar ends the innermost one
+        self._depth, self._open_bars = 0, False  # nesting at the next token; whether ``|`` closes the innermost bracket
         self.take()
 
     def take(self) -> str:
@@ -123,7 +123,7 @@ class _Parser:
         return self.take() if self.text in texts else ""
 
     def items(self) -> Node:
-        """Items between separators, up to a closing bracket or the end; a single item stays as it is."""
+        """Parse items between separators up to a closing bracket or the end; return a list node or the only item."""
         members: list[Node] = []
         separator = ","
         while self._starts_atom() or self.text in ("+", "-"):
@@ -167,13 +167,13 @@ class _Parser:
         return Node("neg", (read(),)) if self.accept("-") else read()
 
     def _starts_atom(self) -> bool:
-        """Whether the next token begins an atom; inside an absolute value a bar ends it."""
+        """Return whether the next token begins an atom; inside an absolute value ``|`` ends it instead."""
         if self.kind == "op":
             return self.text in _BRACKETS and not (self.text == "|" and self._open_bars)
         return self.kind not in ("", "end")
 
     def _power(self) -> Node:
-        """An atom with its powers, subscripts, primes, factorials, percent and degree signs."""
+        """Parse an atom with its powers, subscripts, primes, factorials, percent and degree signs."""
         base = self._atom()
         while sign := self.accept("^", "_", "'", *_POSTFIX):
             if sign == "^":
@@ -185,7 +185,7 @@ class _Parser:
         return base
 
     def _with_subscript(self, base: Node) -> Node:
-        """A numeral in another base, or a variable with an index, which is in braces or one token."""
+        """Parse the subscript of a number (its base) or of a variable (its index): braces or one token."""
         text = self.take()
         while text[:1] == "{" and text[-1] != "}" and self.kind:
             text += self.take()
@@ -193,11 +193,11 @@ class _Parser:
         if base.kind == "num" and (text in _BASES or (text.isdecimal() and len(text) <= 2)):
             return Node("base", (base,), _BASES.get(text) or int(text))
         if base.kind not in ("var", "const"):
-            raise Incomparable("a subscript is where none can be")
+            raise Incomparable("a subscript is in an unexpected position")
         return Node("var", (), f"{base.data}_{text}")
 
     def _atom(self) -> Node:
-        """A number, a name, a bracket or a command with its arguments."""
+        """Parse a number, a name, a bracket or a command with its arguments."""
         self._depth += 1
         read = {
             "num": _number,
@@ -230,7 +230,7 @@ class _Parser:
         return Node("seq", members, "()" if len(members) > 2 else brackets)  # [1,2,3] is a point, too
 
     def _argument(self) -> Node:
-        """The argument of a command: a group, or the next digit, letter or command; ``\\\\frac12`` is one half."""
+        """Parse an argument of a command: a group, or the next digit, letter or command; ``\\\\frac12`` is one half."""
         if self.kind != "num" or not self.text.isdigit() or len(self.text) == 1:
             return self._atom()
         digit, self.text = self.text[0], self.text[1:]
@@ -250,7 +250,7 @@ class _Parser:
         return {"\\R": Node("reals"), "\\emptyset": Node("set")}.get(name) or Node("var", (), name)
 
     def _function(self, name: str) -> Node:
-        """A function with its power and base, and as argument what is in brackets or the factors that follow."""
+        """Parse a function: its power and base, and as argument a bracket or the factors that follow."""
         after: dict[str, tuple[Node, ...]] = {"^": (), "_": ()}
         while sign := self.accept("^", "_"):
             after[sign] = (self._signed(self._atom) if sign == "^" else self._argument(),)
@@ -278,17 +278,17 @@ class _Parser:
 
 
 def _joined(kind: str, children: Sequence[Node], data: Any = None) -> Node:
-    """A sum, a product or a list, or its only part."""
+    """Return a node of these parts, or the only part itself."""
     return children[0] if len(children) == 1 else Node(kind, tuple(children), data)
 
 
 def variables(node: Node) -> frozenset[str]:
-    """What the value of a tree depends on, as keys of a point: ``var x`` for the variable x, ``text cm`` for words."""
+    """Return what the value of a tree depends on: ``var x`` for the variable x, ``text cm`` for words."""
     return frozenset(f"{child.kind} {child.data}" for child in walk(node) if child.kind in ("var", "text"))
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The nodes of a tree."""
+    """Yield all nodes of a tree, each before its children."""
     yield node
     for child in node.children:
         yield from walk(child)

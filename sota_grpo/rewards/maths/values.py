@@ -1,7 +1,7 @@
-"""The values of expressions from strangers: exact, else to ``DIGITS`` digits, never large, all paid for.
+"""Evaluate untrusted expressions, exactly or to ``DIGITS`` digits, with bounds on size and computing time.
 
-Two expressions are equal when they agree at pseudo-random points (Schwartz 1980, Zippel 1979): at rational points
-polynomials and rational functions are compared exactly, the rest to 40 digits.
+Two expressions are equal if they agree at pseudo-random points (Schwartz 1980, Zippel 1979): polynomials and rational
+functions are compared exactly, at rational points; other expressions to 40 digits.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import mpmath
 from sota_grpo.rewards.maths.parse import CIRCULAR, IMAGINARY, INFINITY, Incomparable, Node, variables, walk
 
 DIGITS = 50
-MAX_BITS = 1 << 15  # of the numerator and denominator of an exact value, and of the exponent of any other
-BUDGET = 200_000  # units of about a microsecond that all operations of a comparison may spend
+MAX_BITS = 1 << 15  # of numerator and denominator of an exact value, and of the exponent of an inexact one
+BUDGET = 200_000  # units, about 1 µs each, that all operations of one comparison may cost
 _MAX_FACTORIAL, _MAX_ARGUMENT_BITS, _MAX_EXPONENT_BITS = 3000, 200, 15
 _POINTS, _LEAST_AGREEMENTS = 8, 2
 
 
 class NoValue(Incomparable):
-    """There is no value: a division by zero, a logarithm of zero, the square root of -1 among the reals."""
+    """The expression has no value: division by zero, logarithm of zero, square root of -1 among the reals."""
 
 
 class Values:
-    """Evaluates trees, all from one budget: a ``Fraction`` is exact, else a value is a number of mpmath."""
+    """Evaluates trees within one budget. Exact values are of type ``Fraction``, all others mpmath numbers."""
 
     def __init__(self) -> None:
-        self.real = True  # a value that is not real is no value
+        self.real = True  # True: a value that is not real raises NoValue
         self._left = BUDGET
-        self._context = mpmath.MPContext()  # of its own, so that no other thread changes its precision
+        self._context = mpmath.MPContext()  # a separate one, so that no other thread changes its precision
         self._context.dps = DIGITS
         self._tolerance, self._smallest = (self._context.mpf(10) ** -digits for digits in (DIGITS - 10, DIGITS))
-        self._operations: Mapping[str, Callable[..., Any]] = {  # on the values of the parts, by kind
+        self._operations: Mapping[str, Callable[..., Any]] = {  # on the children's values, by kind of node
             "add": lambda *terms: reduce(partial(self._exact, operator.add), terms),
             "mul": lambda *factors: reduce(partial(self._exact, operator.mul), factors),
             "neg": operator.neg,
@@ -52,24 +52,24 @@ class Values:
         }
 
     def spend(self, units: int) -> None:
-        """Pay for work; Incomparable where the budget is spent."""
+        """Subtract ``units`` from the budget; raise Incomparable if it is exhausted."""
         self._left -= units
         if self._left < 0:
-            raise Incomparable("the budget is spent")
+            raise Incomparable("the comparison takes too long")
 
     def inexact(self, value: Any) -> Any:
-        """The value as a number of mpmath."""
+        """Return the value as an mpmath number."""
         return self._context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
     def close(self, left: Any, right: Any) -> bool:
-        """Whether two values are equal: exactly, or to all but the last ten digits."""
+        """Return whether two values are equal: exactly if both are exact, else to 40 digits."""
         if isinstance(left, Fraction) and isinstance(right, Fraction):
             return left == right
         left, right = self.inexact(left), self.inexact(right)
         return bool(abs(left - right) <= max(abs(left), abs(right)) * self._tolerance + self._smallest)
 
     def _checked(self, value: Any) -> Any:
-        """The value, paid for; NoValue where it is not finite, or not real where it must be; Incomparable if large."""
+        """Return ``value``, and pay for it; raise NoValue if it is infinite or not real, Incomparable if large."""
         if isinstance(value, Fraction):
             bits = max(value.numerator.bit_length(), value.denominator.bit_length())
         else:
@@ -84,13 +84,13 @@ class Values:
         return value
 
     def _exact(self, operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-        """The result, exact where both are."""
+        """Return ``operation(left, right)``, exact if both operands are."""
         if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
             left, right = self.inexact(left), self.inexact(right)
         return self._checked(operation(left, right))
 
     def _power(self, base: Any, exponent: Any) -> Any:
-        """``base ** exponent``; an odd root of a negative number is real where values must be."""
+        """Return ``base ** exponent``; if values must be real, the real odd root of a negative number."""
         if not base:
             if isinstance(exponent, self._context.mpc) or exponent <= 0:
                 raise NoValue("a power of zero")
@@ -106,7 +106,7 @@ class Values:
         return self._checked(self._context.power(self.inexact(base), self.inexact(exponent)))
 
     def _factorial(self, value: Any) -> Any:
-        """``n!``, by the gamma function where ``n`` is not whole."""
+        """Return the factorial of a value, by the gamma function if it is not an integer."""
         if abs(value) > _MAX_FACTORIAL:
             raise Incomparable("a factorial is too large")
         self.spend(300 + int(abs(value)))
@@ -115,7 +115,7 @@ class Values:
         return self._checked(Fraction(math.factorial(int(value))))
 
     def _function(self, name: str, argument: Any, base: Any = Fraction(10)) -> Any:
-        """An elementary function; ``log`` is to base 10 without one."""
+        """Return the value of an elementary function; ``log`` has base 10 by default."""
         self.spend(30)
         if name == "log":
             return self._exact(operator.truediv, self._function("ln", argument), self._function("ln", base))
@@ -125,9 +125,9 @@ class Values:
         return self._checked(getattr(self._context, name)(value))
 
     def value(self, node: Node, point: Mapping[str, Fraction] | None = None, *, angle: bool = False) -> Any:
-        """The value, a ``Fraction`` where it is known exactly, at ``point``; degrees of an ``angle`` are radians.
+        """Return the value at ``point``, a ``Fraction`` if it is exact; with ``angle``, degrees become radians.
 
-        Raises NoValue, or Incomparable for what is no number, depends on unknown variables or costs too much.
+        Raises NoValue, or Incomparable if it is not a number, depends on unknown variables or costs too much.
         """
         self.spend(1)
         kind = node.kind
@@ -149,10 +149,10 @@ class Values:
             raise NoValue(str(error)) from error
 
     def equal(self, left: Node, right: Node, *, up_to_factor: bool = False, positive: bool = False) -> bool:
-        """Whether two expressions are equal wherever both are defined; among the reals where they have values there.
+        """Return whether two expressions are equal wherever both have values: real values, if there are enough.
 
-        With ``up_to_factor`` one may be a multiple of the other by a constant that is not zero, or ``positive``. Raises
-        Incomparable.
+        With ``up_to_factor``, one may be a nonzero constant multiple of the other, with ``positive`` a positive one.
+        Raises Incomparable.
         """
         names, zero = sorted(variables(left) | variables(right)), Fraction(0)
         for real in (False,) if IMAGINARY in (*walk(left), *walk(right)) else (True, False):
@@ -174,7 +174,7 @@ class Values:
 
 
 def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
-    """Pseudo-random values of the variables, the same for the same names: positive, negative, whole and small ones."""
+    """Yield pseudo-random values of the variables, equal for equal names: positive, negative, integer and small."""
     for index in range(_POINTS if names else 1):
         draw = random.Random(f"{index} {' '.join(names)}".encode("utf-8", "backslashreplace"))
         low, high, divisor = {1: (2, 12, 1), 2: (2, 96, 97)}.get(index % 4, (20, 240, 97 if index % 4 else -97))
