@@ -390,7 +390,7 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
 
 def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
     fake.key = "sk-1"
-    with pytest.raises(UserError, match="rejects the API key; set .* SOTA_GRPO_JUDGE_KEY"):
+    with pytest.raises(UserError, match=r"rejects the API key; set .* SOTA_GRPO_JUDGE_KEY"):
         JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None)).connect()
     client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), VerdictCache(None), api_key="sk-1")
     client.connect()
@@ -450,7 +450,7 @@ def test_the_cache_writes_through_no_link_and_into_nothing_odd(tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe", "no/folder"):
-        with pytest.raises(UserError, match="Cannot write the judge.s verdicts to"):
+        with pytest.raises(UserError, match=r"Cannot write the judge.s verdicts to"):
             VerdictCache(tmp_path / name)
     assert (tmp_path / "mine").read_text() == "mine\n"
 
