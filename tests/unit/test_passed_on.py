@@ -103,7 +103,9 @@ def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
     again.stream.load_state_dict(env.stream.state_dict())
     assert again.stream.draw(30) == env.stream.draw(30)
     told = caplog.records[0].getMessage()
-    start, rows = re.match(r"6 prompts are left out \((.*), row ([\d, ]+)\)\. The first: the prompt of", told).groups()
+    start, rows = re.match(
+        r"6 prompts are skipped \((.*), row ([\d, ]+)\)\. Reason for the first: the prompt of", told
+    ).groups()
     assert start == str(long_rows)
     assert sorted(map(int, rows.split(", "))) == [3, 10, 17, 24, 31, 38]
 
