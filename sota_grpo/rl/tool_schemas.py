@@ -109,8 +109,8 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         if "no description for the argument" in reason:
             reason = f"its docstring does not describe {reason.rpartition(' ')[2]}"
         raise UserError(
-            f"the tool {name} cannot be described by a JSON schema ({reason}); use type hints that JSON has, and describe "
-            "every argument under Args: in its docstring, as in 'city: Where to look.'"
+            f"the tool {name} cannot be described by a JSON schema ({reason}); use type hints that JSON has, and "
+            "describe every argument under Args: in its docstring, as in 'city: Where to look.'"
         ) from error
     for label, hint in hints.items():
         if label != "return" and not _is_json(hint):

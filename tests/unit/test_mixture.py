@@ -425,5 +425,5 @@ def test_prompts_that_do_not_fit_are_left_out_of_their_task() -> None:
     assert [one.query for one in task.heldout] == ["brief", "terse"]
     assert Counter(one.query for _, one in env.stream.draw(8)) == {"short": 4, "brief": 2, "terse": 2}
     assert isinstance(examples, MixedExamples)
-    with pytest.raises(DatasetError, match=r"No problem of env\.mixture\.b is left to train on"):
+    with pytest.raises(DatasetError, match=r"No training problem of env\.mixture\.b is left"):
         examples.only([one for one in examples if one.extra[TASK] == "a"], may_be_empty=False)

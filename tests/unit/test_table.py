@@ -224,7 +224,7 @@ VERL = verl_row(1)
             "column 'prompt', turn 1: 'content' is missing; both role and content",
         ),
         ({**GOOD, "prompt": [USER, {"role": "user", "content": [{"type": "image"}]}]}, "turn 2: 'content' holds list"),
-        ({**GOOD, "prompt": [SYSTEM]}, "asks nothing: a chat must hold a user turn"),
+        ({**GOOD, "prompt": [SYSTEM]}, "a chat must have a user turn"),
         ({**GOOD, "prompt": [USER, {"role": "assistant", "content": "So"}]}, "must not end in an assistant's"),
         (
             {"prompt": "?", "solution": "2"},
