@@ -1,4 +1,4 @@
-"""``env.transforms``: the user's own TorchRL transforms of a prompt group, applied once its rewards are known."""
+"""``env.transforms``: TorchRL transforms of the user, applied to each prompt group after grading."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sota_grpo.files import error_line, load_python
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.rl.table import Column, Key, RowTable
 
-#: Entries that a transform may read but not change, besides those below ``tokens``, ``log_probs`` and ``kept``.
+#: Entries that a transform must not change, in addition to those under ``tokens``, ``log_probs`` and ``kept``.
 FIXED = (keys.GROUP_ID, keys.SAMPLE_ID, keys.QUERY, keys.ATTENTION_MASK, keys.TOKEN_VERSION, keys.POLICY_VERSION)
 _FIXED_GROUPS = ("tokens", "log_probs", "kept")
 
 
 def load_transforms(named: Sequence[str]) -> list[tuple[str, Transform]]:
-    """Load the transforms of ``env.transforms``, each ``FILE.py:NAME``; a file is run once.
+    """Return ``(option text, transform)`` of each ``FILE.py:NAME`` in ``env.transforms``; a file is executed once.
 
-    ``NAME`` is a transform, or a class or function that makes one without arguments.
+    ``NAME`` is a transform, or a class or function that returns a transform when called without arguments.
 
     Raises:
-        UserError: there is no such file or name, the file cannot be imported, or the name gives no transform.
+        UserError: the file or name does not exist, the file cannot be imported, or the name gives no transform.
     """
     modules: dict[Path, dict[str, Any]] = {}
     loaded = []
@@ -37,7 +37,7 @@ def load_transforms(named: Sequence[str]) -> list[tuple[str, Transform]]:
         if path not in modules:
             modules[path] = load_python(path, option, UserError)
         if name not in modules[path]:
-            raise UserError(f"{option} names {name}, which the file does not define; correct the name.")
+            raise UserError(f"{option}: the file does not define {name}; correct the name.")
         made = modules[path][name]
         if not isinstance(made, Transform) and callable(made):
             try:
@@ -45,7 +45,7 @@ def load_transforms(named: Sequence[str]) -> list[tuple[str, Transform]]:
             except Exception as error:
                 line = error_line(path, error)
                 place = "" if line is None else f" (line {line})"
-                raise UserError(f"{option} cannot be made{place}: {type(error).__name__}: {error}.") from error
+                raise UserError(f"{option}: calling {name} failed{place}: {type(error).__name__}: {error}.") from error
         if not isinstance(made, Transform):
             raise UserError(
                 f"{option} gives a {type(made).__name__}, not a torchrl.envs.transforms.Transform; name a transform, "
@@ -56,14 +56,14 @@ def load_transforms(named: Sequence[str]) -> list[tuple[str, Transform]]:
 
 
 class UserTransforms:
-    """Apply the user's transforms to the rows of one prompt group, in place and in order.
+    """Applies the user's transforms to the rows of one prompt group, in place and in order.
 
-    Each transform gets the rows as a lazily stacked TensorDict ``[G]``, one TensorDict per response, whose tensors are
-    copies. It may change the reward, its terms and all other entries under ``next``, clear positions of the assistant
-    mask, and add entries of its own.
+    Each transform gets a copy of the rows as a lazily stacked TensorDict ``[G]``, one TensorDict per response. It may
+    change the reward, its terms and all other entries under ``next``, set positions of the assistant mask to False, and
+    add entries.
 
     Args:
-        transforms: of :func:`load_transforms`, with their names for messages.
+        transforms: result of :func:`load_transforms`.
 
     Raises:
         RunFailed: a transform raises, changes tokens, log-probs, group ids or the number of rows, adds tokens to the
@@ -78,7 +78,7 @@ class UserTransforms:
         for name, transform in self.transforms:
             try:
                 after = RowTable.of(transform(rows.stack().clone()))
-            except Exception as error:  # of the user's program
+            except Exception as error:  # in the user's code
                 value = name.partition("=")[2]
                 path = (in_file(value) or (Path(value),))[0]
                 line = error_line(path, error)
@@ -95,24 +95,24 @@ def _is_fixed(key: Key) -> bool:
 
 
 def _fault(before: RowTable, after: RowTable) -> str | None:
-    """Say what the transform must not have done; None where all is well."""
+    """Return a message if the transform made a forbidden change, else None."""
     if len(after) != len(before):
         return f"returned {len(after)} rows for a prompt group of {len(before)}; set a reward instead of removing rows"
     missing = [key for key in before.columns if key not in after.columns]
     if missing:
-        return f"removed {missing[0]}; return the rows that it was given, with its entries added"
+        return f"removed {missing[0]}; return the input rows with all their entries"
     added = [key for key in after.columns if _is_fixed(key) and key not in before.columns]
     changed = [key for key in before.columns if _is_fixed(key) and not _equal(before.columns[key], after.columns[key])]
     if added or changed:
-        return f"changed {(added + changed)[0]}, which is as it was sampled; write to an entry of another name"
+        return f"changed {(added + changed)[0]}, which is read-only; write to an entry of another name"
     mask, own = (table.columns[keys.ASSISTANT_MASK].flat() for table in (before, after))
     is_mask = own.values.dtype == torch.bool and own.lengths == mask.lengths
     if not is_mask or bool((own.values & ~mask.values).any()):
-        return f"set {keys.ASSISTANT_MASK} where the policy sampled no token; it can only be cleared"
+        return f"set {keys.ASSISTANT_MASK} where the policy sampled no token; only set positions to False"
     reward = after.columns[keys.REWARD]
     shape = tuple(reward.values.shape) if reward.lengths is None and reward.rows is None else None
     if shape != (len(before), 1) or not reward.values.is_floating_point() or not bool(reward.values.isfinite().all()):
-        return f"gave a {keys.REWARD} that is not a finite float of shape [1] in each row"
+        return f"wrote a {keys.REWARD} that is not a finite float of shape [1] in each row; correct the transform"
     return None
 
 

@@ -258,7 +258,7 @@ def test_siblings_that_arrive_one_by_one_wait_for_each_other(rows: TensorDictBas
 
 def test_siblings_that_do_not_wait_are_refused(rows: TensorDictBase) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=2, transform=GroupAdvantage())
-    with pytest.raises(ValueError, match=r"none of the 1 responses has a sibling in this batch.*give group_size"):
+    with pytest.raises(ValueError, match=r"each of the 1 responses is alone in its group.*set group_size"):
         buffer.extend(rows[:1])
     buffer.extend(rows)
     assert len(buffer) == NUM_ENVS

@@ -264,7 +264,7 @@ def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(
     first, second = server_tools.OpenEnv(urls["guess"]), server_tools.OpenEnv(urls["guess"])
     with pytest.raises(InstanceLost, match=r"the OpenEnv server cannot start an episode .*invalid literal"):
         first.reset(ground_truth="x")
-    with pytest.raises(InstanceLost, match=r"no room .*1/1.*; raise its max_concurrent_envs"):
+    with pytest.raises(InstanceLost, match=r"accepts no further session .*1/1.*; raise its max_concurrent_envs"):
         second.reset(ground_truth="42", other=[1])
     first.close()
     second.reset(ground_truth="42", other=[1])

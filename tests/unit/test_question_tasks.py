@@ -100,8 +100,8 @@ def test_every_real_gold_answer_earns_the_most(answer_format: str) -> None:
         ("math", {"question": "?", "ground_truth": "x" * 1001}, r"the gold answer .* \(1001 characters\) cannot"),
         ("math", {"problem": "?", "solution": "It is 5."}, r"the solution has no \\boxed{answer} \(it ends in"),
         ("math", {"ground_truth": "1"}, "no column 'question' or 'problem' or 'prompt' has a value"),
-        ("reasoning", {"question": "?"}, "no column 'answer' or 'ground_truth' or 'completion'; .* 'question'"),
-        ("reasoning", {"answer": "2"}, "no column 'question' or 'prompt'; the columns found are 'answer'"),
+        ("reasoning", {"question": "?"}, "no column 'answer' or 'ground_truth' or 'completion' has .* 'question'"),
+        ("reasoning", {"answer": "2"}, "no column 'question' or 'prompt' has a value; the columns found are 'answer'"),
         ("reasoning", {"question": "?", "answer": "so\n#### "}, r"answer is empty \(it ends in 'so\\n#### '\)"),
         ("reasoning", {"question": " ", "answer": "2"}, "the question is empty"),
         ("reasoning", {"question": "?", "answer": "the </answer> tag"}, "the gold answer .* contains a think"),
@@ -320,7 +320,7 @@ def test_a_single_row_of_reasoning_needs_no_question() -> None:
     assert read({"response": "x", "answer": "#### 2"}, "line 1") == Example("", "#### 2")
     assert read({"ground_truth": 2.5, "prompt": [{"role": "user"}]}, "line 1") == Example("", "2.5")
     assert read({"answer": None, "ground_truth": "2", "prompt": "?"}, "line 1") == Example("?", "2")
-    with pytest.raises(DatasetError, match=r"^line 7: no column 'answer' has a value.*'response'"):
+    with pytest.raises(DatasetError, match=r"^line 7: no column 'answer' or .* has a value.*'response'"):
         read({"response": "x"}, "line 7")
 
 

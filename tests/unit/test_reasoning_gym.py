@@ -220,7 +220,7 @@ def test_options_and_levels_of_a_task_count_and_an_option_comes_before_its_level
         ({"chain_sun": 1}, "no task chain_sun in reasoning-gym; did you mean chain_sum"),
         ({"frobnicate": 1}, r"no task frobnicate in reasoning-gym; the tasks are ab, acre"),
         ({"chain_sum": 0, "gcd": {"weight": 0}}, "every task the weight 0"),
-        ({"chain_sum": 1.5}, "has the weight 1.5, which must be a whole number"),
+        ({"chain_sum": 1.5}, "has the weight 1.5, which must be an integer"),
         ({"chain_sum": {"level": [0, -1]}}, "must be an integer, 0 or more, or a list of them"),
         ({"chain_sum": {"level": [1, 1]}}, r"chain_sum has the levels \[1, 1\]; list at least one, each once"),
         ({"chain_sum": {"level": 99}}, r"level=99, but its highest level is \d+\."),
