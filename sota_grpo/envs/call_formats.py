@@ -63,7 +63,7 @@ def read_json(text: str) -> Any:
     >>> read_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
     ...
-    sota_grpo.envs.call_formats.BadCall: it is not JSON (a key is there twice)
+    sota_grpo.envs.call_formats.BadCall: it is not JSON (a key is repeated)
     """
     _extent(text, 0)
     try:
@@ -89,12 +89,12 @@ def check_json(value: Any) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is repeated")
     return values
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _extent(text: str, start: int) -> int | None:
@@ -235,7 +235,7 @@ class MarkedCalls:
 def without_specials(text: str, specials: Sequence[str]) -> str:
     """Remove :data:`SPELLED` from the text of a call; raise BadCall if the text contains a special token."""
     if OTHER in text or any(name in text for name in specials):
-        raise BadCall("it has a special token")
+        raise BadCall("it contains a special token")
     return text.replace(SPELLED, "")
 
 
@@ -347,7 +347,7 @@ class TemplateCalls:
         arguments: dict[str, Any] = {}
         for tag in tags.finditer(body, timeout=_left(deadline)):
             if tag["key"] in arguments:
-                raise BadCall(f"the argument {tag['key'][:MAX_NAME]!r} is there twice")
+                raise BadCall(f"the argument {tag['key'][:MAX_NAME]!r} is given twice")
             arguments[tag["key"]] = parse_content(tag["value"], parser.get("name", "text"), parser.get("args", {}))
         return arguments
 

@@ -112,7 +112,7 @@ def _parameters(option: str, path: Path, name: str) -> Signature:
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
-        raise ObjectiveError(f"There is no file {path} (in {Path.cwd()}); correct {option}.") from error
+        raise ObjectiveError(f"There is no file {path}; correct {option} (relative to {Path.cwd()}).") from error
     except (SyntaxError, ValueError) as error:
         raise ObjectiveError(f"{path} is not Python ({error}); correct the file.") from error
     functions = {one.name: one.args for one in tree.body if isinstance(one, ast.FunctionDef)}

@@ -116,10 +116,10 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
         )
     objective, chosen = keywords["objective"], surrogate(keywords["objective"])
     if keywords["dual_clip"] is not None and not (chosen.reads("dual_clip") or keywords.get("kl_unbiased")):
-        raise ValueError(f"dual_clip is {keywords['dual_clip']} but the objective is {objective!r}; drop it.")
+        raise ValueError(f"dual_clip={keywords['dual_clip']} is not read by the objective {objective!r}; drop it.")
     for name, value in (keywords.get("surrogate_options") or {}).items():
         if name in TENSORS or not chosen.reads(name):
-            raise ValueError(f"surrogate_options has {name}={value} but the objective is {objective!r}; drop it.")
+            raise ValueError(f"surrogate_options: {name}={value} is not read by the objective {objective!r}; drop it.")
     if keywords["ratio"] == "sequence" and not (chosen.reads("log_ratio") and "sequence" in chosen.ratios):
         reason = "takes it per token" if chosen.reads("log_ratio") else "has no ratio"
         raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which {reason}; drop it.")
@@ -129,7 +129,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
             "weights whole rows; drop it."
         )
     if keywords.get("kl_unbiased") and keywords["kl_estimator"] == "k2":
-        raise ValueError("kl_unbiased needs kl_estimator 'k1' or 'k3': k2 times the ratio is not unbiased.")
+        raise ValueError("kl_unbiased does not work with kl_estimator 'k2', which is biased; use 'k1' or 'k3'.")
 
 
 _MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float64
@@ -370,7 +370,7 @@ class GRPOLoss(LossModule):
             if tokens.proximal is None:
                 raise KeyError(
                     f"correction is {self.correction!r} but the batch has no {self.tensor_keys.proximal_log_prob}; "
-                    "write log-probs recomputed by the trainer, or set correction=None."
+                    "recompute the log-probs before the first epoch, or set correction=None."
                 )
             gap, cap, floor = tokens.proximal - tokens.behaviour, self.correction_cap, self.correction_floor
             raw = raw_weights(gap, tokens.mask, level=self.correction)
@@ -396,7 +396,7 @@ class GRPOLoss(LossModule):
         reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
         loss = torch.stack([value.sum() for value in reduced.values()]).sum()
         if tokens.log_prob.requires_grad and not loss.requires_grad:
-            raise ObjectiveError("algorithm.objective gives no log-prob a gradient; remove detach() or no_grad.")
+            raise ObjectiveError("the loss of algorithm.objective has no gradient; remove detach() or no_grad from it.")
         squares = derivative(loss, tokens.log_prob).double().square()
         sums["gradient_squared"] = squares.sum()
         means = diagnostic_means(sums) | {"gradient_squared_max": squares.amax()}

@@ -226,7 +226,7 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
     column = Column.of(log_probs)
     if not bool(column.values.isfinite().all()):
         raise UnusableValues(
-            "the reference gave a non-finite log-prob for a trainable token; check the reference model's weights."
+            "the reference gave a log-prob that is not finite for a trainable token; check the reference model."
         )
     rows.columns[keys.REF_LOG_PROBS] = column
     if in_reward_coeff is None:

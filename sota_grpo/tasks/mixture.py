@@ -60,7 +60,7 @@ def place_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
             turn, which = divmod(index, len(waiting))
             return waiting[which], rounds + turn
         index, rounds = index - here, size
-    raise IndexError(f"there are {sum(sizes)} elements.")
+    raise IndexError(f"the index is outside a sequence of {sum(sizes)} elements.")
 
 
 class MixedExamples(Sequence[Example]):

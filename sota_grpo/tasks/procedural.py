@@ -161,7 +161,7 @@ class CountdownTask(ProceduralTask):
         format_weight: float = 0.1,
     ):
         if not num_numbers or min(num_numbers) < 2:
-            raise ValueError(f"num_numbers={tuple(num_numbers)} must be a list of counts of at least 2, as (3, 4).")
+            raise ValueError(f"num_numbers={tuple(num_numbers)} must be counts of at least 2, such as (3, 4).")
         require_not_negative(format_weight=format_weight)
         super().__init__(seed, num_train, num_heldout, system_prompt=system_prompt)
         self.term_weights = {"correct": 1.0, "format": format_weight}

@@ -247,7 +247,7 @@ def test_what_is_done_needs_a_reset_and_prompts_may_not_change() -> None:
     env = make_env(max_steps=2)
     said = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]] * NUM_ENVS
     row = env.step(act(env.reset(), said))["next"]
-    with pytest.raises(ValueError, match="tokens.prompt of row 0 is not"):
+    with pytest.raises(ValueError, match=r"tokens\.prompt of row 0 is not"):
         env.step(act(env.reset(), said).update(row.select(keys.PROMPT_TOKENS)))
     row = env.step(act(env.reset(), said))["next"]
     last = env.step(act(row, said))["next"]

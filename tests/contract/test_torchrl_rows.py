@@ -281,6 +281,6 @@ def test_rows_without_a_group_are_refused_by_the_name_of_the_key(rows: TensorDic
     """As TorchRL's own environments give them, whose siblings have ``query`` alike."""
     for row in rows.unbind(0):
         del row["group_id"]
-    with pytest.raises(KeyError, match="the rows have no group_id; give in_keys="):
+    with pytest.raises(KeyError, match="the rows have no group_id; set in_keys="):
         GroupAdvantage()(rows)
     assert GroupAdvantage(in_keys=(keys.REWARD, "query"))(rows)["advantage"].shape == (NUM_ENVS, 1, 1)

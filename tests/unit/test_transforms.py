@@ -352,7 +352,7 @@ def test_terms_are_decoupled_by_the_weights_given_or_by_those_of_the_rows() -> N
         listed.append(TensorDict({"next": {"reward": torch.zeros(1), "reward_terms": entries}, "group_id": index // 2}))
     rows = lazy_stack(listed, 0)
     options = {"baseline": "none", "scale": "none", "decouple_terms": True}
-    with pytest.raises(ValueError, match="give term_weights"):
+    with pytest.raises(ValueError, match="pass term_weights"):
         GroupAdvantage(**options)(rows)
     first = GroupAdvantage(**options, term_weights={"wide": 2.0, "narrow": 3.0})(rows)["advantage"].flatten()
     half = math.sqrt(0.5)
