@@ -97,7 +97,7 @@ class GradedTurns:
 
 
 class GradedEpisode:
-    """One dialog of :class:`GradedTurns`."""
+    """The episode of :class:`GradedTurns`."""
 
     prompt_ids: tuple[int, ...] | None = None
 
@@ -147,7 +147,7 @@ class ToolResponder:
         self.reads_environments = getattr(env.task, "reads_environments", False)
 
     async def begin(self, request: GroupRequest, index: int) -> Episode:
-        """Open and reset an instance.
+        """Open and reset an instance; return the episode of the dialog.
 
         All samples of a group reset with the same seed, so that they start in the same state; later seeds differ.
         """

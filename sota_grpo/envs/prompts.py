@@ -112,7 +112,7 @@ class PromptStream:
         for name, value in ({"mixture": None} | self._identity()).items():
             if state_dict.get(name) != value:
                 raise ValueError(
-                    f"the saved prompt stream has {name}={state_dict.get(name)}, but this run has {name}={value}; "
+                    f"the saved prompt stream has {name}={state_dict.get(name)}, but this stream has {name}={value}; "
                     "resume with the dataset and the seed of the saved run."
                 )
         self.next_group_id = state_dict["next_group_id"]

@@ -116,7 +116,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
         )
     objective, chosen = keywords["objective"], surrogate(keywords["objective"])
     if keywords["dual_clip"] is not None and not (chosen.reads("dual_clip") or keywords.get("kl_unbiased")):
-        raise ValueError(f"dual_clip={keywords['dual_clip']} is not read by the objective {objective!r}; drop it.")
+        raise ValueError(f"dual_clip is {keywords['dual_clip']}, not read by the objective {objective!r}; drop it.")
     for name, value in (keywords.get("surrogate_options") or {}).items():
         if name in TENSORS or not chosen.reads(name):
             raise ValueError(f"surrogate_options: {name}={value} is not read by the objective {objective!r}; drop it.")

@@ -47,7 +47,7 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 
 
 def place_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
-    """Return (part, index in that part) of element ``index`` of parts that are interleaved round-robin.
+    """Return (part, index in that part) of element ``index`` of parts with these sizes, interleaved round-robin.
 
     >>> [place_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]

@@ -120,9 +120,9 @@ def test_resume_at_any_draw_equals_uninterrupted(before: int) -> None:
 )
 def test_the_state_of_another_mixture_is_refused(sizes: dict, shares: dict) -> None:
     state = PromptStream(mixed({"a": 5, "b": 3}), seed=SEED).state_dict()
-    with pytest.raises(ValueError, match=r"has mixture=\{'a': \[5, '1'\], 'b': \[3, '1'\]\} and this one"):
+    with pytest.raises(ValueError, match=r"has mixture=\{'a': \[5, '1'\], 'b': \[3, '1'\]\}, but this stream has"):
         PromptStream(mixed(sizes, shares), seed=SEED).load_state_dict(state)
-    with pytest.raises(ValueError, match="this one mixture=None"):
+    with pytest.raises(ValueError, match="this stream has mixture=None"):
         PromptStream(examples("a", 8), seed=SEED).load_state_dict(state)
     with pytest.raises(ValueError, match="no examples"):
         PromptStream(mixed({"a": 5, "b": 0}))

@@ -526,7 +526,7 @@ def test_a_function_of_neither_form_is_told(tmp_path: Path, signature: str, sent
         (["kl"], None, "kl is the name of a built-in reward term; give the function another name"),
         (["f", "g"], [1.0], "reward.weights has 1 entries for 2 functions (f, g); give one weight per function"),
         (["f"], [], "reward.weights has 0 entries for 1 functions (f)"),
-        (["f"], [float("nan")], "holds a number that is not finite"),
+        (["f"], [float("nan")], "has a value that is not finite"),
     ],
 )
 def test_names_and_weights_that_do_not_match_are_told(
