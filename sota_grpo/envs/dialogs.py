@@ -467,7 +467,7 @@ class GroupDialogs(Future[GroupOutput]):
         self._finished = False
 
     def begin(self) -> None:
-        """Open the dialogs, and submit the first turn of each dialog that is open.
+        """Open the dialogs; each dialog submits its first turn once it is open.
 
         Raises:
             ValueError: the engine rejects a turn.

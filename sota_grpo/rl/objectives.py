@@ -456,8 +456,8 @@ class GRPOLoss(LossModule):
     def _read(self, batch: TensorDictBase) -> LossTokens:
         """Run the actor on the batch and return the inputs of the loss.
 
-        A module that writes log-probs gets the right-padded batch. A TorchRL wrapper gets ragged rows, which it pads on
-        the left (then all entries are), or with ``pad_output=True`` the padded batch.
+        A module that writes log-probs gets the right-padded batch. A TorchRL wrapper gets the padded batch if it
+        has ``pad_output=True``, else ragged rows, which it pads on the left; all entries are then padded on the left.
         """
         if batch.batch_dims > 1:
             raise ValueError(f"the batch has the shape {list(batch.batch_size)}; pass rows [N]: batch.reshape(-1).")

@@ -141,7 +141,7 @@ def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
         function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise UserError(f"the schema of tool {number} has the name {name!r}; use letters, digits and underscores")
+            raise UserError(f"the schema of tool {number} is named {name!r:.60}; use letters, digits and underscores")
         parameters = function.get("parameters", {})
         if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
             raise UserError(f"the schema of the tool {name} has no parameters object; use function_schemas")
